@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 # Where the environment forbids Python to keep what it has compiled, each of the many processes here compiles all anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup train test test-slow test-exhaustive test-trl test-clients torture families lint types pictures clean
+.PHONY: setup train test test-minimal test-slow test-exhaustive test-trl test-clients torture families lint types pictures clean
 
 setup: $(STAMP)
 
@@ -30,6 +30,20 @@ SHARED := --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # longest modules begin (tests/conftest.py), so that both processes end together.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not exhaustive" -n 2 $(SHARED) $(ARGS)
+
+# The quick tests where there is nothing but what a machine with a GPU may have: these versions, pytest, and no extra.
+# PYTHON_MINIMAL names its interpreter, since NumPy 2.5 needs Python 3.12. This torch brings the CUDA libraries: 5 GB.
+MINIMAL := .venv-minimal
+PYTHON_MINIMAL ?= python3.12
+test-minimal: $(MINIMAL)/.installed
+	OMP_NUM_THREADS=1 $(MINIMAL)/bin/python -m pytest -q -m "not slow and not exhaustive" -n 2 $(SHARED) $(ARGS)
+
+$(MINIMAL)/.installed: setup.cfg pyproject.toml
+	$(PYTHON_MINIMAL) -m venv $(MINIMAL)
+	$(MINIMAL)/bin/python -m pip install --quiet 'torch==2.11.*' 'triton==3.6.*' 'transformers==5.17.*' 'numpy==2.5.*' \
+	  pytest pytest-timeout pytest-xdist
+	$(MINIMAL)/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
 
 # Three processes, since these mostly wait for others that they started.
 # pytest exits with 5 where it finds nothing to run, which is no failure here.
@@ -73,5 +87,5 @@ types: setup
 	$(BIN)/mypy -p lockstep
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(MINIMAL) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -136,8 +136,8 @@ def settings_page() -> str:
 
 def parser_of(*words: str) -> argparse.ArgumentParser:
     """Return the parser of `lockstep WORDS`, by asking for its --help."""
+    from lockstep.integration.cli.arguments.parser import CommandParser
     from lockstep.integration.cli.main import main
-    from lockstep.integration.cli.parser import CommandParser
 
     found: list[argparse.ArgumentParser] = []
     shown = CommandParser.print_help

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from ..rollout.completion import Completion
 from ..rollout.engine import Engine
@@ -18,6 +19,9 @@ from ..weight_sync.same_host.shared_memory import TensorReceiver
 from ..weight_sync.transaction.in_place import sync_in_place
 from ..weight_sync.transaction.peers import PeerFailed
 from ..weight_sync.transaction.shard_sync import ShardSync, plan_shard_sync
+from .replay.present import PresentWeights
+from .replay.proof import OnProgress, WeightSource, replay
+from .replay.report import ReplayReport
 from .service_config import ServiceConfig
 from .weights.all_ranks import Replica, on_all_ranks, serve_verbs
 from .weights.checks import WeightChecks
@@ -150,6 +154,25 @@ class RolloutService(MemoryVerbs, LoraVerbs):
         """Return the answers that the present weights give to the same requests, see `RequestDesk.renew`."""
         return self.engine.renew(completions)
 
+    def replay(
+        self,
+        receipts: Sequence[Mapping[str, Any]],
+        *,
+        weights: WeightSource | None = None,
+        anyway: bool = False,
+        on_progress: OnProgress = lambda num: None,
+    ) -> ReplayReport:
+        """Prove samples by their receipts: every token is drawn again in prefills, and compared bit by bit.
+
+        weights: where to find weights by digest; None: only the present ones are at hand, whose digest is computed
+        anew. The engine keeps those that were proven with last. anyway: also where this machine's guarantee is another
+        one than the receipts'. on_progress: called with numbers of samples that are done. The report has a verdict on
+        each receipt, in their order.
+        """
+        return replay(
+            self.engine, receipts, weights or PresentWeights(self), anyway=anyway, on_progress=on_progress
+        )  # fmt: skip
+
     # -- weights in place -------------------------------------------------------------------------------------------
 
     def commit_in_place(
@@ -206,6 +229,16 @@ class RolloutService(MemoryVerbs, LoraVerbs):
     ) -> dict[str, object]:
         """Check the weights between two steps: checksum, snapshot, compare, reset_tensors; see `WeightChecks`."""
         return self._checks.run(action, skip_tensor_list, seed)
+
+    def name_weights(self) -> str | None:
+        """Return the digest of the present weights, which is computed where none was: receipts need one. None where the
+        weights are released, or have changed meanwhile."""
+        engine, epoch = self.engine, self.engine.epoch
+        if engine.weight_digest is None and self.finish_digest() is None and engine.model.holds_weights:
+            digest = self.model_digest()
+            if engine.epoch == epoch:
+                engine.weights.set_weight_digest(digest)
+        return engine.weight_digest
 
     # -- state ------------------------------------------------------------------------------------------------------
 

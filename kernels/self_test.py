@@ -8,7 +8,7 @@ time, cannot fail.
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from .attention.paged import AttentionPath, PagedStep, attention_path, paged_attention, varlen_attention
 from .linear import linear as linear_kernel
 from .linear.linear import LinearMethod, Product, block_partials, native_path, product_of
-from .machine import native
+from .machine import kept_checks, native
 from .machine.gpu import triton_serves
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class Cut:
 
 
 _known: dict[tuple[Any, ...], Guarantee] = {}
+_KIND = "self-test"  # of kept checks
 
 
 def self_test(
@@ -84,9 +85,10 @@ def self_test(
     and for `cuts` of them: a rank's part of a layer has the bits that one rank computes for the whole.
 
     Takes a fraction of a second: at most MAX_SHAPES distinct shapes (`representative_shapes`) and as many cuts each
-    way, none with more than MAX_WEIGHTS weights. The answer is remembered per (shapes, cuts, dtype, device, threads);
-    the caller's own `candidates` are tried anew each time. It depends on the number of parts and not on the number of
-    ranks, so that ranks, and trainers that hold whole layers, make the same choice.
+    way, none with more than MAX_WEIGHTS weights. The answer is remembered per (shapes, cuts, dtype, device, threads),
+    and where it is a guarantee of a CPU it is kept on disk for other processes (`kept_checks`); the caller's own
+    `candidates` are tried anew each time. It depends on the number of parts and not on the number of ranks, so that
+    ranks, and trainers that hold whole layers, make the same choice.
     """
     shapes = tuple(sorted(set(linear_shapes)))
     wrong = [shape for shape in shapes if len(shape) != 2 or min(shape) < 1]
@@ -95,6 +97,10 @@ def self_test(
     cuts = tuple(sorted(set(cuts)))
     key = (shapes, cuts, dtype, str(device), torch.get_num_threads())
     if candidates is None and key in _known:
+        return _known[key]
+    if candidates is None and device.type == "cpu" and (found := kept_checks.kept(_KIND, key)) is not None:
+        _known[key] = Guarantee(**found)
+        logger.info("invariance self-test, kept from an earlier process: %s", _known[key].reason)
         return _known[key]
     started = time.perf_counter()
     tried = representative_shapes(shapes)
@@ -116,6 +122,8 @@ def self_test(
     log("invariance self-test, %.2f s: %s", seconds, guarantee.reason)
     if candidates is None:
         _known[key] = guarantee
+        if guarantee.invariant and device.type == "cpu":
+            kept_checks.keep(_KIND, key, asdict(guarantee))
     return guarantee
 
 
@@ -265,6 +273,8 @@ def _first_invariant_product(
         # One equal call per row: a short test suffices, a long one would take seconds.
         rows: dict[str, Any] = {"batch_rows": 6, "row_counts": (1, 3)} if candidate.method == "rows" else {}
         difference = first_difference(candidate.product, shapes, dtype, device, **rows)
+        if difference is None and candidate.method == "triton":
+            difference = _first_tile_difference(shapes, dtype, device)
         if difference is None and cuts:
             num_rows = rows.get("batch_rows", BATCH_ROWS)
             difference = first_cut_difference(candidate.product, cuts, dtype, device, num_rows)
@@ -276,6 +286,13 @@ def _first_invariant_product(
     return None, f"no product is invariant ({'; '.join(failures)})"
 
 
+def _first_tile_difference(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Describe the first tile whose bits are other than those of the rest, or None: small shapes choose only some."""
+    from .linear import triton_kernels  # imports Triton, which may not be installed
+
+    return triton_kernels.first_tile_difference([width for _, width in shapes], dtype, device)
+
+
 def _first_invariant_attention(
     dtype: torch.dtype, device: torch.device, *, has_cuts: bool
 ) -> tuple[AttentionPath | None, str]:
@@ -285,8 +302,18 @@ def _first_invariant_attention(
         if attention_is_invariant(path, dtype, device) and not (
             has_cuts and not heads_are_independent(path, dtype, device)
         ):
-            return path, f"{path} attention, equal bits for chunks and whole"
+            tiles = ""
+            if path == "triton" and dtype != torch.float32:
+                agree = _tall_tiles_agree(dtype, device)
+                tiles = ", prompts in tiles of 64 rows" if agree else ", tiles of 16 rows (taller ones have other bits)"
+            return path, f"{path} attention, equal bits for chunks and whole{tiles}"
     return None, f"no attention is invariant (tried {', '.join(paths)})"
+
+
+def _tall_tiles_agree(dtype: torch.dtype, device: torch.device) -> bool:
+    from .attention import triton_kernels  # imports Triton, which may not be installed
+
+    return triton_kernels.use_tall_tiles(dtype, device)
 
 
 def heads_are_independent(path: AttentionPath, dtype: torch.dtype, device: torch.device) -> bool:

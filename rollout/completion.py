@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from .request_options import RequestOptions
@@ -104,6 +104,7 @@ class Completion:
     drafts: tuple[DraftCounts, ...] = ()  # by source, of the steps that had a draft; changes no other field
     num_kept_tokens: int = 0  # first tokens of an answer of other weights that came again under these
     drawn_with: DrawnWith | None = None
+    receipt: dict[str, Any] | None = None  # if asked for, see receipt.py
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -147,3 +148,4 @@ class StreamChunk:
     num_taken_back: int = 0  # number of last tokens of earlier chunks that these replace
     num_chars_taken_back: int = 0  # likewise of the text: 0, unless the answer begins again under new weights
     completion: Completion | None = None  # on the last chunk: the whole answer
+    weight_digest: str | None = None  # of the weights that drew the new tokens; None: none, or several

@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 POLICIES = ("edf", "fcfs", "lrs")
 MAX_ROLLBACK = 256
 JUMP_MODES = ("text", "exact", "off")
+RECEIPTS = ("off", "tokens", "digests")
 DRAFT_SOURCES = ("caller", "siblings", "history", "past")
 MAX_DRAFT = 64  # tokens
 DEADLINE_MULTIPLIER = 1.5
@@ -98,8 +99,8 @@ class EngineConfig:
     # admission keeps KV blocks free, at first; it adapts
     overlap: bool = False  # plan the next step and deliver the last one while the model runs
     cuda_graph_batch_sizes: tuple[int, ...] | None = None  # decode batch sizes that are recorded; other batches are
-    # padded to the next one. (): none; None: up to max_num_seqs, on a GPU 1, 2, 4, 8, 16, 24 … 256, on a CPU 1 … 8,
-    # 10 … 16, 20 … 32, 40 … 64
+    # padded to the next one. (): none; None: up to max_num_seqs, with drafts to 17 times as many, on a GPU 1, 2,
+    # 4, 8, 16, 24 … 256, on a CPU 1 … 8, 10 … 16, 20 … 32, 40 … 128, 144 … 256
     jump_forward: str = "text"  # for requests with a grammar that name no mode: "text", "exact" or "off"
     jump_forward_max_rollback: int = 10  # tokens that a jump may replace ("text" only)
     jump_forward_max_blocks: int = 10  # KV blocks that one jump may take
@@ -116,6 +117,8 @@ class EngineConfig:
     grammar_memory_mb: int = 1024  # MiB that each of the two processes that compile grammars may take, and all compiled
     # grammars together; one of them at most a sixteenth
     trace: str | None = None  # file for Chrome-trace events
+    receipts: str = "off"  # receipts of answers, for requests that do not say: "off", "tokens" (with tokens and
+    # log-probabilities) or "digests" (with hashes of them), see docs/guides/receipts.md
     seed: int = 0  # root of the noise of requests without a sampling_seed
     tp: int = 1  # ranks that share each layer
     pp: int = 1  # stages that the layers are divided into; a replica is tp * pp ranks
@@ -146,13 +149,12 @@ class EngineConfig:
         is_tuple = isinstance(sizes, tuple)
         if sizes is not None and not (is_tuple and all(type(size) is int and size > 0 for size in sizes)):
             wrong.append(f"cuda_graph_batch_sizes must be a list of positive integers, not {sizes!r}")
-        if self.jump_forward not in JUMP_MODES:
-            wrong.append(f"jump_forward must be one of {', '.join(JUMP_MODES)}, not {self.jump_forward!r}")
+        for name, known in (("jump_forward", JUMP_MODES), ("receipts", RECEIPTS), ("policy", POLICIES)):
+            if (value := getattr(self, name)) not in known:
+                wrong.append(f"{name} must be one of {', '.join(known)}, not {value!r}")
         if isinstance(self.jump_forward_max_rollback, int) and self.jump_forward_max_rollback > MAX_ROLLBACK:
             wrong.append(f"jump_forward_max_rollback must be at most {MAX_ROLLBACK}")
         wrong += _wrong_sources(self.speculation)
-        if self.policy not in POLICIES:
-            wrong.append(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         for name in ("deadline_multiplier", "min_deadline_s", "rank_timeout_s", "grammar_timeout_s"):
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

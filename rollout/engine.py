@@ -390,10 +390,10 @@ class Engine:
     def live_sequences(self, num_newest: int = 16, limit: int | None = None) -> list[SequenceView]:
         """Return the running sequences, then the waiting ones, in order, at most `limit` of each. Changes nothing.
         num_newest: the number of last tokens in each view. Raises ValueError for a negative number."""
-        scheduler, inbox = self.parts.scheduler, self.driver.inbox
-        return self.driver.look(
-            lambda: views(scheduler.running(), [*scheduler.waiting(), *inbox.posted()], num_newest, limit)
-        )
+        parts, inbox = self.parts, self.driver.inbox
+        return self.driver.look(lambda: views(
+            parts.scheduler.running(), [*parts.scheduler.waiting(), *inbox.posted()], num_newest, limit,
+            parts.why_no_draft))  # fmt: skip
 
     def check_integrity(self) -> None:
         """Check every block of the block ledger. Raises LedgerError naming each fault."""

@@ -40,6 +40,10 @@ class RequestOptions:
     begun: Begun | None = None  # an answer to go on with; the request has one sample, no grammar and no alternatives
     stream_when_final: bool = False  # nothing is streamed before the answer's end, when no commit can change it
     takes_back: bool = True  # False: a commit with in_flight="verify" lets its tokens stand, since its caller has them
+    # Give each answer a receipt: true with its tokens and log-probabilities, "digests" with their hashes only; None: as
+    # the engine's settings say
+    return_receipt: bool | str | None = None
+    base_id: str = ""  # of the request that this is a sample of, where each sample is a request of its own
     max_kept_ids: int = 0  # report the tokens that the filters kept at each draw, at most so many in all; 0: none
 
     def __post_init__(self) -> None:
@@ -52,6 +56,8 @@ class RequestOptions:
             wrong.append(f"max_kept_ids must not be negative, not {self.max_kept_ids}")
         if bad := [id for id in self.token_ids_logprob if id < 0]:
             wrong.append(f"token_ids_logprob must not be negative, not {bad[:5]}")
+        if not (self.return_receipt in (None, "digests") or isinstance(self.return_receipt, bool)):
+            wrong.append(f'return_receipt must be true, false or "digests", not {self.return_receipt!r}')
         wrong += self._wrong_draft()
         for name in ("speculation", "stream_when_final", "takes_back"):
             if not isinstance(value := getattr(self, name), bool):

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
+from lockstep.tests.optional_packages import what_was_missing, why_skipped
 from lockstep.tests.support.callers import wait_until
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ pytest_plugins = ("lockstep.tests.support.time_limits",)
 # Where no GPU can run its kernels Triton interprets them. It reads this as it is imported, which transformers does.
 os.environ.setdefault("TRITON_INTERPRET", str(int(not has_gpu())))
 
+# Tests plant faults that a check must find: none may be passed by what an earlier process has found.
+os.environ["LOCKSTEP_KEPT_CHECKS"] = "0"
+
 # A forked rank must not collect this process's unreachable objects: a process group's destructor waits for its threads,
 # which a fork does not have, and aborts.
 os.register_at_fork(after_in_child=gc.freeze)
@@ -52,6 +57,28 @@ LONGEST = (
     "grpo/test_job", "sha256/test_triton_kernels", "rollout/test_interruption", "grammars/test_engine",
     "attention/test_paged", "push/test_pusher", "sampling/test_draws", "delta/test_apply",
 )  # fmt: skip
+
+
+class SkippedModule(pytest.Module):
+    """A module of tests that is skipped unread, for what it needs is not here."""
+
+    def collect(self) -> NoReturn:
+        pytest.skip(why_skipped(self.path) or "", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    return SkippedModule.from_parent(parent, path=module_path) if why_skipped(module_path) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Report a test as skipped that ended because an optional package is missing."""
+    report = yield
+    if report.failed and call.excinfo and (missing := what_was_missing(call.excinfo.value)):
+        report.outcome, report.longrepr = "skipped", (str(item.path), item.location[1] or 0, f"Skipped: {missing}")
+    return report
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -105,6 +132,15 @@ def restore_threads():
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(autouse=True)
+def restore_log_level() -> Iterator[None]:
+    """Restore the level of the package's logger, which the commands of `lockstep` set for their whole process."""
+    ours = logging.getLogger("lockstep")
+    level = ours.level
+    yield
+    ours.setLevel(level)
 
 
 @pytest.fixture

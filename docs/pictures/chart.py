@@ -80,9 +80,9 @@ def section(heading: str) -> str:
 
 def machine_of(text: str) -> str:
     """Return the description of the machine that a section names by its letter, from the head of BENCHMARKS.md."""
-    [letter] = set(re.findall(r"\bmachine ([A-Z])\b", text))
-    [machine] = re.findall(rf"Machine {letter}: ([^.]+)\.", BENCHMARKS.read_text(encoding="utf-8"))
-    return " ".join(machine.split())
+    [letter] = set(re.findall(r"\b[Mm]achine ([A-Z])\b", text))
+    [machine] = re.findall(rf"^\| {letter} \| ([^|]+) \|", BENCHMARKS.read_text(encoding="utf-8"), re.MULTILINE)
+    return str(machine)
 
 
 def table(text: str) -> list[dict[str, str]]:

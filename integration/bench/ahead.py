@@ -15,7 +15,6 @@ import argparse
 import copy
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -44,10 +43,12 @@ from ..grpo.training.loss import group_advantages
 from ..grpo.training.packing import Sample
 from ..grpo.training.trainer import GrpoTrainer
 from ..ranks import Ranks, process_group
+from .parts.budget import Budget, add_budget_argument, say
 from .parts.load import positive
-from .parts.phrases import MAX_ANSWER_TOKENS, MIN_ANSWER_TOKENS, PhraseLanguage, train_phrase_model
+from .parts.phrases import MAX_ANSWER_TOKENS, MIN_ANSWER_TOKENS, TRAINED, PhraseLanguage, train_phrase_model
 from .parts.presets import DTYPES
 
+_SEPARATE_SHARE = 0.6  # of the time that is left after the model is trained
 _SEPARATE, _TAIL = 1.3, {True: 1.15, False: 1.05}  # bars; of `tail` with AMX, without
 _MAX_PROMPTS = 48
 _GROUP = 8  # samples of a prompt; of `separate` half as many, so that more groups come one after another
@@ -67,19 +68,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=positive, default=6, help="of the model")
     parser.add_argument("--width", type=positive, default=4096, help="of its MLPs")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    add_budget_argument(parser)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report."""
     torch.set_num_threads(options.threads)
-    model = train_phrase_model(PhraseLanguage(), DTYPES[options.dtype], options.layers, options.width)
-    _say(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters is trained")
+    budget = Budget(options.max_seconds)
+    shape = TRAINED | {"num_hidden_layers": options.layers, "intermediate_size": options.width}
+    model = train_phrase_model(PhraseLanguage(), DTYPES[options.dtype], shape)
+    say(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters is trained")
     has_amx = torch.cpu._is_amx_tile_supported() and "-mno-amx-bf16" not in compile_flags(os.environ)
     ranks = Ranks(0, 1, torch.device("cpu"))
     with process_group(ranks, 600):
-        separate = _separate(model, ranks, options)
+        separate = _separate(model, ranks, options, budget.share(_SEPARATE_SHARE))
         torch.set_num_threads(options.threads)
-        tail = _tail(model, ranks, options)
+        tail = _tail(model, ranks, options, budget)
     figures = {"speedup_separate": separate.speedup("step_s"), "speedup_tail": tail.speedup("rollout_s")}
     return {
         "threads": options.threads,
@@ -200,10 +204,12 @@ class Pairs:
         }
 
 
-def _by_turns(off: Run, on: Run, options: argparse.Namespace, num_pairs: int, load: dict[str, object]) -> Pairs:
+def _by_turns(
+    off: Run, on: Run, options: argparse.Namespace, num_pairs: int, load: dict[str, object], budget: Budget
+) -> Pairs:  # fmt: skip
     """Run a short stretch of both to warm up, then pairs. Raises RuntimeError where the weights differ."""
     pairs = Pairs([], [], load)
-    for number in range(num_pairs + 1):
+    for number in budget.rounds(num_pairs + 1, least=2):
         num_steps = options.steps if number else 2
         first, second = off.go_on(num_steps), on.go_on(num_steps)
         if first.digests != second.digests:
@@ -211,12 +217,12 @@ def _by_turns(off: Run, on: Run, options: argparse.Namespace, num_pairs: int, lo
         if number:
             pairs.off.append(first)
             pairs.on.append(second)
-            _say(f"{load}: {first.step_s:.2f} s a step, ahead {second.step_s:.2f} s; "
+            say(f"{load}: {first.step_s:.2f} s a step, ahead {second.step_s:.2f} s; "
                  f"rollout {first.rollout_s:.2f} s, ahead {second.rollout_s:.2f} s")  # fmt: skip
     return pairs
 
 
-def _separate(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace) -> Pairs:
+def _separate(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace, budget: Budget) -> Pairs:
     """Measure an engine and a trainer in two processes of one thread each."""
     torch.set_num_threads(1)
     language = PhraseLanguage()
@@ -250,6 +256,7 @@ def _separate(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace)
             options,
             options.pairs,
             {"prompts": num_prompts, "group": _GROUP // 2, "tokens": options.new_tokens},
+            budget,
         )
 
 
@@ -264,14 +271,14 @@ def _balanced(run_of: Callable[[int, int], Run]) -> int:
     (few, at_few), (many, at_many) = found.items()
     difference = {num: at.rollout_s - at.train_s for num, at in ((few, at_few), (many, at_many))}
     slope = (difference[many] - difference[few]) / (many - few)
-    _say(f"generating and training {few} prompts: {at_few.rollout_s:.2f} s and {at_few.train_s:.2f} s; "
+    say(f"generating and training {few} prompts: {at_few.rollout_s:.2f} s and {at_few.train_s:.2f} s; "
          f"{many} prompts: {at_many.rollout_s:.2f} s and {at_many.train_s:.2f} s")  # fmt: skip
     if slope >= 0:  # generating takes longer, and the more so the more prompts there are; or the reverse
         return 2 if difference[few] > 0 else _MAX_PROMPTS
     return min(max(round(few - difference[few] / slope), 2), _MAX_PROMPTS)
 
 
-def _tail(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace) -> Pairs:
+def _tail(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace, budget: Budget) -> Pairs:
     """Measure one module that generates and is trained, with answers of many lengths."""
     language, num_prompts = PhraseLanguage(), options.groups
 
@@ -287,7 +294,12 @@ def _tail(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace) -> 
     on = Run(replace(config, rollout=replace(config.rollout, ahead=options.ahead)), copy.deepcopy(model), make, load)
     try:
         return _by_turns(
-            off, on, options, -(-options.pairs // 2), {"prompts": num_prompts, "group": _GROUP, "lengths": "lognormal"}
+            off,
+            on,
+            options,
+            -(-options.pairs // 2),
+            {"prompts": num_prompts, "group": _GROUP, "lengths": "lognormal"},
+            budget,
         )
     finally:
         off.engine.close()
@@ -314,7 +326,3 @@ def _params(group: int, num_tokens: int, step: int, index: int, *, ignore_eos: b
         n=group, min_new_tokens=0 if ignore_eos else MIN_ANSWER_TOKENS, max_new_tokens=num_tokens,
         ignore_eos=ignore_eos, sampling_seed=derive_seed(0, step, index),
     )  # fmt: skip
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ from ...rollout.request_options import RequestOptions
 from ...rollout.sampling_params import SamplingParams
 from ...rollout.sequences.request import Request
 from ...rollout.sequences.sequence import Sequence
+from .parts.budget import Budget, add_budget_argument, say
 from .parts.load import positive
 
 _BLOCK_SIZE = 16
@@ -36,18 +37,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=positive, default=100_000, help="blocks in the cache")
     parser.add_argument("--prompt-tokens", type=positive, default=16384, help="the longest prompt")
     parser.add_argument("--repeats", type=positive, default=15)
+    add_budget_argument(parser)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report."""
+    budget = Budget(options.max_seconds)
     longest = max(options.prompt_tokens // _BLOCK_SIZE, 8) * _BLOCK_SIZE
     lengths = [longest // 8, longest // 4, longest // 2, longest]
     full = FilledCache(options.blocks, longest)
-    by_prompt = {length: full.median_ms(length, options.repeats) for length in lengths}
+    by_prompt = {length: full.median_ms(length, options.repeats, budget) for length in lengths}
     by_cache = {}
     for num_blocks in (options.blocks // 100, options.blocks // 10):
         smaller = FilledCache(num_blocks, longest)
-        by_cache[smaller.num_blocks] = smaller.median_ms(longest, options.repeats)
+        by_cache[smaller.num_blocks] = smaller.median_ms(longest, options.repeats, budget)
     by_cache[full.num_blocks] = by_prompt[longest]
     return {
         "insert_match_ms": by_prompt[longest],
@@ -72,18 +75,20 @@ class FilledCache:
             token_ids = self._dice.choice(stems) + self._tokens(_FILL_TOKENS)
             self.insert(token_ids if len(token_ids) <= room else self._tokens(room))
 
-    def median_ms(self, num_tokens: int, repeats: int) -> float:
+    def median_ms(self, num_tokens: int, repeats: int, budget: Budget) -> float:
         """Measure inserting a new prompt of that length and matching an equal one."""
         times = []
         gc.collect()
         gc.disable()
         try:
-            for _ in range(repeats):
+            for _ in budget.rounds(repeats):
                 token_ids = self._tokens(num_tokens)
                 times.append(self.insert(token_ids) + self.match(token_ids))
         finally:
             gc.enable()
-        return round(statistics.median(times) * 1e3, 3)
+        median_ms = round(statistics.median(times) * 1e3, 3)
+        say(f"{num_tokens} tokens, {self.num_blocks} blocks: {median_ms} ms")
+        return median_ms
 
     def insert(self, token_ids: list[int]) -> float:
         """Insert a request with this prompt, publish its blocks and release it; returns this thread's seconds."""

@@ -4,7 +4,11 @@ A cell of the table is a batch of sequences that all decode at about that many t
 numbers, not the result of a prefill). step_ms is the median step, sampling and scheduling included. floor_ms is the
 least time of any program that reads every weight and every sequence's KV from memory once and computes the products:
 the larger of bytes over the bandwidth and operations over the product rate, both measured here first (weights that stay
-in a cache between two steps may beat it). Cells whose KV exceeds --max-kv-gib are left out, and named.
+in a cache between two steps may beat it). Cells whose KV exceeds --max-kv-gib are left out, and named,
+and so are those for which no time is left.
+
+host_ms is the part of the median step outside its replay, where a CPU replays a recorded step: scheduling, delivery,
+and turning tokens into text, for which a preset gets a tokenizer of its vocabulary's size and a folder has its own.
 
 The profile is of one cell (--profile-batch, --profile-context).
 """
@@ -13,23 +17,27 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ...rollout.model.tokenizer import load_tokenizer
+from .parts.budget import Budget, add_budget_argument, say
 from .parts.decode_load import DecodeWork, decode_steps, make_decode_engine, median_ms
-from .parts.decode_profile import profile_decode
+from .parts.decode_profile import HostTime, profile_decode
 from .parts.load import positive
 from .parts.machine_peaks import Peaks, measure_peaks
 from .parts.presets import DTYPES, PRESETS, load_model
 from .parts.runs import find_device
+from .parts.vocabularies import byte_level_bpe
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _CONTEXTS = (128, 512, 2048, 8192)
 _GIB = 2**30
+_TABLE_SHARE = 0.85  # of the time; the rest is for the profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--invariant", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table (needs matplotlib)")
+    add_budget_argument(parser)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -61,15 +70,22 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         model.config.max_position_embeddings = max(longest, model.config.max_position_embeddings)
     elif longest > model.config.max_position_embeddings:
         raise ValueError(f"{longest} tokens exceed the context of {model.config.max_position_embeddings}")
+    budget = Budget(options.max_seconds * _TABLE_SHARE)
     peaks = measure_peaks(DTYPES[options.dtype], device)
-    table, left_out = [], []
+    table: list[dict[str, Any]] = []
+    left_out, slowest = [], 0.0
     for context in sorted(options.context):
         for batch in sorted(options.batch):
             if batch * context * kv_bytes_per_token(model) > options.max_kv_gib * _GIB:
-                left_out.append(f"{batch} x {context}")
+                left_out.append(f"{batch} x {context} (memory)")
                 continue
+            if table and budget.left < 2 * slowest:
+                left_out.append(f"{batch} x {context} (time)")
+                continue
+            began = budget.left
             table.append(_cell(model, batch, context, options, peaks))
-            print(f"batch {batch}, context {context}: {table[-1]['step_ms']} ms", file=sys.stderr, flush=True)
+            slowest = max(slowest, began - budget.left)
+            say(f"batch {batch}, context {context}: {table[-1]['step_ms']} ms")
     profile = _profile(model, options, peaks)
     report: dict[str, object] = {
         "model": options.model,
@@ -88,6 +104,12 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     return report
 
 
+@cache
+def tokenizer_of(model: str) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer of a model folder, if it has one, or train one for a preset."""
+    return byte_level_bpe(PRESETS[model]["vocab_size"]) if model in PRESETS else load_tokenizer(Path(model))
+
+
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
     """Return the bytes of keys and values of one token in all layers."""
     config = model.config
@@ -98,9 +120,12 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
 def _cell(
     model: PreTrainedModel, batch: int, context: int, options: argparse.Namespace, peaks: Peaks
 ) -> dict[str, Any]:
-    engine = make_decode_engine(model, batch, context, options.steps, invariant=options.invariant)
+    engine = make_decode_engine(
+        model, batch, context, options.steps, invariant=options.invariant, tokenizer=tokenizer_of(options.model)
+    )
+    host = HostTime(engine, batch)
     try:
-        step_ms = median_ms(decode_steps(engine, batch, context, options.steps))
+        step_ms = median_ms(decode_steps(engine, batch, context, options.steps, host))
     finally:
         engine.close()
     work = DecodeWork.of(model, batch, context, kv_bytes_per_token(model))
@@ -109,6 +134,7 @@ def _cell(
         "batch": batch,
         "context": context,
         "step_ms": step_ms,
+        "host_ms": median_ms(host.seconds) if host.seconds else None,
         "floor_ms": round(floor_ms, 3),
         "of_floor": round(floor_ms / step_ms, 3),
         "read_mb": round(work.num_bytes / 1e6, 1),

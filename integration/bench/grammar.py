@@ -24,6 +24,7 @@ from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.grammars.compiler import Constraint
 from ...rollout.sampling_params import SamplingParams
+from .parts.budget import Budget, add_budget_argument, say
 from .parts.load import positive
 from .parts.presets import load_model
 from .parts.vocabularies import byte_level_bpe
@@ -85,21 +86,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--free-tokens", type=positive, default=60, help="tokens a sequence, for the slowdown")
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--threads", type=positive, default=2)
+    add_budget_argument(parser)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report."""
     torch.set_num_threads(options.threads)
+    budget = Budget(options.max_seconds)
     model = load_model(options.model)
     config = EngineConfig(kv_cache="1024 blocks", prefix_cache=False)
     engine = Engine(model, config, tokenizer=byte_level_bpe(model.config.vocab_size))
     compile_ms = _compile_ms(engine)
     loads: dict[str, list[GrammarRun]] = {mode: [] for mode in MODES}
     steps: dict[str, list[float]] = {"free": [], "half": []}
-    for repeat in range(options.repeats + 1):
+    for repeat in budget.rounds(options.repeats + 1, least=2):  # the first one warms up
         for mode in MODES:
             load = _run_load(engine, mode, options.batch)
             loads[mode] += [load] if repeat else []
+            say(f"repeat {repeat}/{options.repeats} {mode}: {load.num_tokens / load.seconds:.0f} tok/s")
         for name, num_constrained in (("free", 0), ("half", options.batch // 2)):
             seconds = _decode_steps(engine, options.batch, num_constrained, options.free_tokens)
             steps[name] += seconds if repeat else []

@@ -38,6 +38,7 @@ from ..grpo.settings.sections import (
 )
 from ..grpo.settings.training import TrainSettings
 from ..ranks import Ranks, process_group
+from .parts.budget import Budget, add_budget_argument
 from .parts.load import positive
 from .parts.presets import DTYPES, PRESETS, load_model
 from .rivals.trl_process import TrlWorker
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=positive, default=5, help="steps of each side")
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
+    add_budget_argument(parser)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -68,6 +70,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     if options.prompts * options.group % options.microbatch:
         raise ValueError(f"--microbatch {options.microbatch} does not divide {options.prompts * options.group} samples")
     torch.set_num_threads(options.threads)
+    budget = Budget(options.max_seconds)
     with ExitStack() as stack:
         stack.enter_context(unwinding_on_sigterm())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-bench-job-")))
@@ -81,7 +84,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         if options.against:
             rival = TrlWorker(options.trl_python, trl_settings(folder, config, options), options.threads)
             stack.callback(rival.close)
-        ours, theirs = _pairs(job, rival, options.pairs)
+        ours, theirs = _pairs(job, rival, options.pairs, budget)
         report: dict[str, object] = {
             "model": options.model, "dtype": options.dtype, "threads": options.threads,
             **{name: getattr(options, name) for name in ("prompts", "group", "microbatch")},
@@ -110,11 +113,11 @@ class Step:
     train_s: float = 0.0
 
 
-def _pairs(job: GrpoJob, rival: TrlWorker | None, num_pairs: int) -> tuple[list[Step], list[Step]]:
+def _pairs(job: GrpoJob, rival: TrlWorker | None, num_pairs: int, budget: Budget) -> tuple[list[Step], list[Step]]:
     """Run a step of each side to warm up, then pairs."""
     ours: list[Step] = []
     theirs: list[Step] = []
-    for number in range(num_pairs + 1):
+    for number in budget.rounds(num_pairs + 1, least=2):
         ours.append(_own_step(job, number))
         if rival is not None:
             theirs.append(Step(*rival.step()))

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.sampling_params import SamplingParams
+from .parts.budget import Budget, add_budget_argument, say
 from .parts.load import positive
 from .parts.presets import load_model
 
@@ -49,11 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--work-ms", type=float, default=5.0, help="work of all deliveries of a step together")
     parser.add_argument("--repeats", type=positive, default=3)
     parser.add_argument("--threads", type=positive, default=1)
+    add_budget_argument(parser)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report."""
     torch.set_num_threads(options.threads)
+    budget = Budget(options.max_seconds)
     model = load_model(options.model)
     with tempfile.TemporaryDirectory() as folder:
         trace = str(Path(folder) / "trace.json")
@@ -65,9 +68,11 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             "traced_ms": (False, 0.0, trace),
         }
         steps: dict[str, list[float]] = {name: [] for name in variants}
-        for _ in range(options.repeats):
+        for repeat in budget.rounds(options.repeats):
             for name, variant in variants.items():
-                steps[name] += _decode_steps(model, options.batch, options.new_tokens, *variant)
+                seconds = _decode_steps(model, options.batch, options.new_tokens, *variant)
+                steps[name] += seconds
+                say(f"repeat {repeat + 1}/{options.repeats} {name}: {statistics.median(seconds) * 1e3:.2f}")
     report: dict[str, float] = {name: round(statistics.median(times) * 1e3, 3) for name, times in steps.items()}
     return {
         "model": options.model,

@@ -30,6 +30,7 @@ from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.loop.commands import PauseMode, PauseReport
 from ...rollout.sampling_params import SamplingParams
+from .parts.budget import Budget, add_budget_argument, say
 from .parts.load import Load, positive
 from .parts.presets import DTYPES, PRESETS, load_model
 from .parts.runs import clock, find_device
@@ -71,19 +72,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:1")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the moments of pauses")
+    add_budget_argument(parser)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report. Raises ValueError for an option that does not fit the machine or the model."""
     if options.threads:
         torch.set_num_threads(options.threads)
+    budget = Budget(options.max_seconds)
     device = find_device(options.device)
     model = load_model(options.model, dtype=options.dtype, device=str(device))
     load = Load(options.batch, options.prompt_tokens, options.new_tokens)
     bench = PauseBench(make_engine(model, load, overlap=options.overlap), load, options.seed)
     with bench.engine.model.rollout_phase():
-        resumes = [bench.resume(repeat) for repeat in range(options.repeats)]
-        steps, latencies = bench.pauses(options.pauses)
+        resumes = [bench.resume(repeat) for repeat in budget.share(0.4).rounds(options.repeats)]
+        steps, latencies = bench.pauses(options.pauses, budget)
     bench.engine.close()
     settings = {
         "model": options.model,
@@ -92,7 +95,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "batch": load.batch,
         "prompt_tokens": load.prompt_tokens,
-        "pauses": options.pauses,
+        "pauses": len(steps) // len(MODES),
         "overlap": options.overlap,
     }
     return {**settings, **report(steps, latencies, resumes)}
@@ -168,7 +171,7 @@ class PauseBench:
               flush=True)  # fmt: skip
         return Resume(resumed, ideal, sum(map(len, known)))
 
-    def pauses(self, num_pauses: int) -> tuple[list[float], dict[str, list[float]]]:
+    def pauses(self, num_pauses: int, budget: Budget) -> tuple[list[float], dict[str, list[float]]]:
         """Measure the calls of `pause_generation` at random moments of decoding.
 
         Returns the seconds of the decode step before each call, and the seconds of each call by mode.
@@ -178,7 +181,7 @@ class PauseBench:
         latencies: dict[str, list[float]] = {mode: [] for mode in MODES}
         prompts = self.load.prompts(engine.model.vocab_size, -1)
         engine.start()
-        for _ in range(num_pauses):
+        for number in budget.rounds(num_pauses):
             for mode in MODES:
                 state: dict[str, Any] = engine.state()
                 if state["num_running"] + state["num_waiting"] < self.load.batch:
@@ -191,6 +194,11 @@ class PauseBench:
                 latencies[mode].append(time.perf_counter() - started)
                 assert found.num_aborted + found.num_retracted + found.num_running == self.load.batch, found
                 engine.continue_generation()
+            if number % 10 == 0:
+                say(
+                    f"pause {number + 1}/{num_pauses}: "
+                    + ", ".join(f"{m} {_ms(s[-1])} ms" for m, s in latencies.items())
+                )
         engine.abort_request(abort_all=True)
         engine.stop()
         return steps, latencies

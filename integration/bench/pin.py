@@ -2,7 +2,8 @@
 
 Depth sweep. For each depth D, with and without a pin, on a fresh engine: warm turns 0..D of one conversation
 (generating one token), pin the blocks whose hashes the KV events reported (pinned arm only), flood the cache with
-distinct prompts, ceil(3 x capacity / tokens that each leaves in the cache) of them, wait until all are answered, then
+distinct prompts, ceil(3 x capacity / tokens that each leaves in the cache) of them (only their blocks matter, so the
+model computes nothing for them), wait until all are answered, then
 stream turns 0..D+1 and take the time to the first chunk. The number of cached tokens comes from that same request: a
 second probe would find the blocks of the first one. Both arms take turns; numbers are medians over the repetitions.
 
@@ -35,6 +36,8 @@ from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.kv.events import BlockStored, EventBatch
 from ...rollout.sampling_params import SamplingParams
+from .parts.budget import Budget, add_budget_argument
+from .parts.decode_load import without_forward
 from .parts.load import positive
 from .parts.presets import DTYPES, PRESETS, load_model
 
@@ -83,6 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=positive, help="default: torch's own choice")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--plot", metavar="FILE", help="write a chart (needs matplotlib)")
+    add_budget_argument(parser)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -91,6 +95,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         raise ValueError("--plot needs matplotlib, which is not installed")
     if options.threads:
         torch.set_num_threads(options.threads)
+    budget = Budget(options.max_seconds)
     model = load_model(options.model, dtype=options.dtype)
     capacity = options.capacity // EngineConfig.block_size * EngineConfig.block_size
     depths = sorted(set(options.depths))
@@ -99,7 +104,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         raise ValueError(f"--capacity {options.capacity} must be twice the {longest} tokens of the deepest prompt")
     measure(model, talk, depths[0], capacity, pinned=True, repetition=-1)  # a warm-up
     probes: dict[tuple[int, bool], list[PinProbe]] = {(depth, arm): [] for depth in depths for arm in (False, True)}
-    for repetition in range(options.repetitions):
+    for repetition in budget.rounds(options.repetitions):
         for (depth, pinned), so_far in probes.items():
             so_far.append(measure(model, talk, depth, capacity, pinned=pinned, repetition=repetition))
             print(
@@ -115,7 +120,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "capacity": capacity,
         "flood_requests": num_flood_requests(capacity),
-        "repetitions": options.repetitions,
+        "repetitions": len(probes[depths[0], False]),
     }
     return {**settings, **summary(rows, probes), "depths": rows}
 
@@ -154,7 +159,8 @@ def measure(
             raise ValueError(f"only {num_pinned} of {len(stored)} blocks could be pinned: --capacity is too small")
         generator = torch.Generator().manual_seed(1000 + repetition)
         shape = (num_flood_requests(capacity), _FLOOD_TOKENS)
-        engine.generate(torch.randint(engine.model.vocab_size, shape, generator=generator).tolist(), one)
+        with without_forward(engine):
+            engine.generate(torch.randint(engine.model.vocab_size, shape, generator=generator).tolist(), one)
         assert not engine.has_work
         prompt = talk.measured(depth)
         gc.collect()

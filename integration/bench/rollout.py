@@ -10,6 +10,10 @@ Python --vllm-python names, with the same number of threads and its prefix cache
 with the other choice of --invariant. Every model is loaded and has run a load before the measurement, and an engine
 that is not measured is idle: vLLM's processes are stopped.
 
+--max-isa limits all sides alike, for figures of a lesser processor from a better one: LOCKSTEP_MAX_ISA binds our
+kernels, ONEDNN_MAX_CPU_ISA the matrix products of transformers and vLLM, ATEN_CPU_CAPABILITY torch's other operations.
+The benchmark then runs in a process that was started with them; `limits` names them, torch_path is what torch says.
+
 ours_tok_s and the like are new tokens over the wall seconds of the whole load, prefill included. prefill_tok_s is
 prompt tokens over the seconds of the steps that ran prompt rows (decode rows in them included), step_ms the median step
 that ran one decode row of every sequence. All are medians over the repeats; ratio_hf and the like are medians of each
@@ -31,6 +35,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...rollout.engine import Engine
+from .parts.budget import Budget, add_budget_argument
 from .parts.load import Load, add_load_arguments, load_of, positive
 from .parts.presets import DTYPES, PRESETS, load_model
 from .parts.runs import Run, find_device, make_engine, num_kv_blocks, run_engine, run_transformers
@@ -38,6 +43,13 @@ from .rivals.vllm_process import VllmWorker
 from .rivals.worker_process import unwinding_on_sigterm
 
 RIVALS = ("hf", "vllm", "other")
+# Level of ours: the same limit of oneDNN (transformers, vLLM) and of torch's own operations.
+LIMITS = {
+    "avx2": ("AVX2", "avx2"),
+    "avx512": ("AVX512_CORE", "avx512"),
+    "avx512_bf16": ("AVX512_CORE_BF16", "avx512"),
+    "amx": ("AVX512_CORE_AMX", "avx512"),
+}
 _WARM_UP_TOKENS = 8  # for transformers, which has nothing to compile
 
 RunOne = Callable[[Load, int], Run]
@@ -54,8 +66,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--invariant", action=argparse.BooleanOptionalAction, default=True,
                         help="results do not depend on the batch")  # fmt: skip
+    parser.add_argument("--max-isa", choices=tuple(LIMITS), metavar="LEVEL",
+                        help=f"limit all sides alike to the instructions of {', '.join(LIMITS)} (x86)")  # fmt: skip
     parser.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True,
                         help="ours and vLLM's")  # fmt: skip
+    add_budget_argument(parser)
+
+
+def environment(options: argparse.Namespace) -> dict[str, str]:
+    """Return the variables that the process must have been started with: libraries read them once."""
+    if options.max_isa is None:
+        return {}
+    onednn, aten = LIMITS[options.max_isa]
+    return {"LOCKSTEP_MAX_ISA": options.max_isa, "ONEDNN_MAX_CPU_ISA": onednn, "ATEN_CPU_CAPABILITY": aten}
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -65,12 +88,12 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     device = find_device(options.device)
     if "vllm" in options.against and (not options.vllm_python or device.type != "cpu"):
         raise ValueError("--against vllm needs --vllm-python, and runs on the CPU")
-    load = load_of(options)
+    budget, load = Budget(options.max_seconds), load_of(options)
     model = load_model(options.model, dtype=options.dtype, device=str(device))
     with ExitStack() as stack:
         engine, rivals = _rivals(options, load, model, stack)
         runs: dict[str, list[Run]] = {name: [] for name in rivals}
-        for repeat in range(options.repeats):
+        for repeat in budget.rounds(options.repeats):
             for name, one in rivals.items():  # A B A B: other work on the machine affects both
                 runs[name].append(one(load, repeat))
                 rate = load.num_new_tokens(repeat) / runs[name][-1].seconds
@@ -88,7 +111,10 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             "group": load.group,
             "lengths": load.lengths,
             "prefix_cache": options.prefix_cache,
-            "repeats": options.repeats,
+            "repeats": len(runs["ours"]),
+            "max_isa": options.max_isa,
+            "limits": ", ".join(f"{name}={value}" for name, value in environment(options).items()) or "none",
+            "torch_path": torch.backends.cpu.get_cpu_capability(),
             "invariant": bool(guarantee and guarantee.invariant),
         }
     return {**settings, **report(load, runs)}

@@ -24,6 +24,7 @@ from ...rollout.sequences.request import Request
 from ...rollout.sequences.sequence import Sequence
 from ...rollout.sequences.step import ScheduleOutput, SequenceResult
 from ...rollout.sequences.worker_manager import WorkerSequenceManager
+from .parts.budget import Budget, add_budget_argument, say
 from .parts.load import positive
 
 _BLOCK_SIZE = 16
@@ -43,23 +44,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=positive, default=64, help="sequences that decode")
     parser.add_argument("--steps", type=positive, default=200, help="measured steps of a repeat")
     parser.add_argument("--repeats", type=positive, default=3)
+    add_budget_argument(parser)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report."""
+    budget = Budget(options.max_seconds)
     cases = list(itertools.product(options.policies, sorted(set(options.waiting))))
     seconds: dict[tuple[str, int], list[float]] = {case: [] for case in cases}
-    for _ in range(options.repeats):
+    for repeat in budget.rounds(options.repeats):
         for policy, num_waiting in cases:
             load = SteadyLoad(policy, options.batch, num_waiting)
-            seconds[policy, num_waiting] += [load.step() for _ in range(options.steps)]
+            steps = [load.step() for _ in range(options.steps)]
+            seconds[policy, num_waiting] += steps
+            median_ms = statistics.median(steps) * 1e3
+            say(f"repeat {repeat + 1}/{options.repeats} {policy}, {num_waiting} waiting: {median_ms:.3f} ms")
     ms: dict[str, dict[int, float]] = {policy: {} for policy in options.policies}
     for (policy, num_waiting), times in seconds.items():
         ms[policy][num_waiting] = round(statistics.median(times) * 1e3, 4)
     return {
         "batch": options.batch,
         "steps": options.steps,
-        "repeats": options.repeats,
+        "repeats": len(seconds[cases[0]]) // options.steps,
         "ms_per_step": ms,
         "growth": {policy: round(times[max(times)] / times[min(times)], 2) for policy, times in ms.items()},
     }

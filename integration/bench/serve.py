@@ -31,6 +31,7 @@ from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.errors import EngineStopped
 from ...rollout.sampling_params import SamplingParams
+from .parts.budget import Budget, add_budget_argument
 from .parts.load import positive
 from .parts.presets import DTYPES, PRESETS, load_model
 
@@ -84,12 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--route", choices=ROUTES, default=ROUTES[0], help="the call over HTTP")
     parser.add_argument("--overlap", action="store_true", help="deliver while the model runs")
+    add_budget_argument(parser)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report. Raises ValueError for a load that the model has no room for."""
     if options.threads:
         torch.set_num_threads(options.threads)
+    budget = Budget(options.max_seconds)
     load = ServeLoad(options.requests, options.concurrency, options.prompt_tokens, options.new_tokens)
     engine = make_engine(options, load)
     runs: dict[str, list[ServeRun]] = {"direct": [], "http": []}
@@ -101,7 +104,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         warm_up = ServeLoad(load.concurrency, load.concurrency, load.prompt_tokens, _WARM_UP_TOKENS)
         for one in rivals.values():
             one(warm_up, warm_up.prompts(engine.model.vocab_size, -1))
-        for repeat in range(options.repeats):
+        for repeat in budget.rounds(options.repeats):
             prompts = load.prompts(engine.model.vocab_size, repeat)
             for name in sorted(rivals, reverse=repeat % 2 == 1):  # the first one alternates
                 engine.flush_cache()
@@ -117,7 +120,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         "requests": load.num_requests,
         "prompt_tokens": load.prompt_tokens,
         "new_tokens": load.new_tokens,
-        "repeats": options.repeats,
+        "repeats": len(runs["http"]),
         "overlap": options.overlap,
         "route": options.route,
     }
@@ -230,5 +233,8 @@ class Answers:
         return news.completion
 
 
-def _percentile_ms(seconds: list[float], percent: int) -> float:
+def _percentile_ms(seconds: list[float], percent: int) -> float | None:
+    """Return a percentile in milliseconds; None without values: drafts and a slow reader may join all tokens in one."""
+    if len(seconds) < 2:
+        return round(seconds[0] * 1e3, 2) if seconds else None
     return round(statistics.quantiles(seconds, n=100, method="inclusive")[percent - 1] * 1e3, 2)

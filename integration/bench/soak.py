@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import sys
 import time
 from pathlib import Path
 
@@ -21,9 +20,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from ...rollout.config import EngineConfig
 from ...rollout.engine import Engine
 from ...rollout.sampling_params import SamplingParams
+from .parts.budget import Budget, add_budget_argument, say
 from .parts.load import positive
 
 _BAR = 0.01
+_LEAST_STEPS = 200
 _READ_EVERY = 10  # steps
 _STATM = Path("/proc/self/statm")
 _VOCABULARY = 512
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=EngineConfig.overlap)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=positive, default=1)
+    add_budget_argument(parser)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -45,25 +47,30 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     """
     if not _STATM.exists():
         raise ValueError("bench soak reads /proc/self/statm, which this system does not have")
-    if options.steps < 200:
-        raise ValueError(f"--steps {options.steps}: a tenth of less than 200 holds too few readings")
+    if options.steps < _LEAST_STEPS:
+        raise ValueError(f"--steps {options.steps}: a tenth of less than {_LEAST_STEPS} holds too few readings")
     torch.set_num_threads(options.threads)
     engine = Engine(_model(), EngineConfig(kv_cache=160, max_num_seqs=options.batch, overlap=options.overlap))
+    budget, num_steps = Budget(options.max_seconds), 0
     churn = Churn(engine, options.batch, options.seed)
     readings: list[int] = []
     started = time.perf_counter()
     with engine.model.rollout_phase():
         for step in range(options.steps):
+            if step % _READ_EVERY == 0 and step >= _LEAST_STEPS and budget.left < 0:
+                say(f"no time for more than {step} of {options.steps} steps")
+                break
             churn.step()
+            num_steps = step + 1
             if step % _READ_EVERY == 0:
                 readings.append(resident_bytes())
             if step % max(options.steps // 10, 1) == 0:
-                print(f"step {step}: {readings[-1] / 2**20:.1f} MiB", file=sys.stderr, flush=True)
+                say(f"step {step}: {readings[-1] / 2**20:.1f} MiB")
     seconds = time.perf_counter() - started
     cached = engine.metrics.num_cached_tokens
     engine.close()
     return {
-        "steps": options.steps,
+        "steps": num_steps,
         "overlap": options.overlap,
         "seconds": round(seconds, 1),
         "num_ended": churn.num_ended,

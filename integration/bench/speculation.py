@@ -33,6 +33,7 @@ from ...rollout.request_options import RequestOptions
 from ...rollout.sampling_params import SamplingParams
 from ...rollout.sequences.request import Request
 from ...rollout.speculation.proposer import Proposal
+from .parts.budget import Budget, add_budget_argument, say
 from .parts.load import positive
 from .parts.phrases import MAX_ANSWER_TOKENS, MIN_ANSWER_TOKENS, PhraseLanguage, train_phrase_model
 from .parts.presets import DTYPES, load_model
@@ -41,27 +42,33 @@ BATCHES_RIGHT, BATCHES_WRONG = (1, 4), (1, 8, 32)
 _PROMPT_TOKENS = 16
 _BARS = {True: (2.0, 1.4), False: (1.7, 1.2)}  # with AMX, without
 _WORST_SLOWDOWN, _TAIL_SPEEDUP = 1.03, 1.3
+_WARM_UP_ROUNDS = 2  # of the tail: steps are recorded, their times learned, and a history is kept
+_RIGHT_SHARE, _WRONG_SHARE = 0.15, 0.25  # of the time that is left, for each batch of the first two parts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="small", help="a preset or a model folder, for `right` and `wrong`")
     parser.add_argument("--right", type=float, default=0.7, help="chance of a proposed token to be the true one")
     parser.add_argument("--new-tokens", type=positive, default=256, help="of each sequence of `right` and `wrong`")
-    parser.add_argument("--pairs", type=positive, default=10, help="of `wrong`; half as many of the others")
+    parser.add_argument("--pairs", type=positive, default=6, help="of `wrong` and `tail`; half as many of `right`")
     parser.add_argument("--group", type=positive, default=8, help="samples of each prompt of `tail`")
     parser.add_argument("--groups", type=positive, default=4, help="prompts of `tail`")
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
+    add_budget_argument(parser)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report."""
     torch.set_num_threads(options.threads)
+    budget = Budget(options.max_seconds)
     model = load_model(options.model, dtype=options.dtype)
-    right = {batch: _made_load(model, batch, options, options.right) for batch in BATCHES_RIGHT}
-    wrong = {batch: _made_load(model, batch, options, 0.0) for batch in BATCHES_WRONG}
+    right = {
+        batch: _made_load(model, batch, options, options.right, budget.share(_RIGHT_SHARE)) for batch in BATCHES_RIGHT
+    }
+    wrong = {batch: _made_load(model, batch, options, 0.0, budget.share(_WRONG_SHARE)) for batch in BATCHES_WRONG}
     has_amx = torch.cpu._is_amx_tile_supported() and "-mno-amx-bf16" not in compile_flags(os.environ)
-    tail_speedup, tail = _tail(options)
+    tail_speedup, tail = _tail(options, budget)
     figures = {
         "speedup_b1": right[1].speedup,
         "speedup_b4": right[4].speedup,
@@ -134,7 +141,7 @@ class Turns:
         }  # fmt: skip
 
 
-def _made_load(model: PreTrainedModel, batch: int, options: argparse.Namespace, chance: float) -> Turns:
+def _made_load(model: PreTrainedModel, batch: int, options: argparse.Namespace, chance: float, budget: Budget) -> Turns:
     """Measure a batch with a source that is made from the true continuations."""
     generator = torch.Generator().manual_seed(batch)
     vocab_size = int(model.config.vocab_size)
@@ -146,7 +153,7 @@ def _made_load(model: PreTrainedModel, batch: int, options: argparse.Namespace, 
     engine = _engine(model, num_blocks, batch, {})
     truth = engine.generate(prompts, settings)  # warms up too
     engine.drafts.add_source(MadeUp(truth, chance, vocab_size))
-    turns = _by_turns(engine, prompts, settings, options.pairs if chance == 0.0 else -(-options.pairs // 2))
+    turns = _by_turns(engine, prompts, settings, options.pairs if chance == 0.0 else -(-options.pairs // 2), budget)
     print(f"batch {batch}, right {chance}: {turns.row(batch)}", file=sys.stderr, flush=True)
     return turns
 
@@ -159,13 +166,13 @@ def _engine(model: PreTrainedModel, num_blocks: int, batch: int, speculation: st
 
 
 def _by_turns(
-    engine: Engine, prompts: list[list[int]], settings: list[SamplingParams], num_pairs: int
+    engine: Engine, prompts: list[list[int]], settings: list[SamplingParams], num_pairs: int, budget: Budget
 ) -> Turns:  # fmt: skip
     """Run a load without drafts and with them, one more run than pairs. Raises RuntimeError where a token differs."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     steps = {}
     expected = _tokens(engine.generate(prompts, settings))  # with drafts: warms up
-    for number in range(num_pairs + 1):
+    for number in budget.rounds(num_pairs + 1, least=3):
         is_on = number % 2 == 1
         before, started = engine.metrics.num_steps, time.perf_counter()
         found = _tokens(engine.generate(prompts, settings, options=RequestOptions(speculation=is_on)))
@@ -180,7 +187,7 @@ def _tokens(completions: list[Completion]) -> list[tuple[tuple[int, ...], tuple[
     return [(one.token_ids, one.logprobs) for one in completions]
 
 
-def _tail(options: argparse.Namespace) -> tuple[float, dict[str, object]]:
+def _tail(options: argparse.Namespace, budget: Budget) -> tuple[float, dict[str, object]]:
     """Measure groups of samples with a long tail, with the real sources. Returns the speedup, and of what text."""
     started, language = time.perf_counter(), PhraseLanguage()
     model = train_phrase_model(language, DTYPES[options.dtype])
@@ -191,7 +198,7 @@ def _tail(options: argparse.Namespace) -> tuple[float, dict[str, object]]:
     off, on = (_engine(model, num_blocks, num_samples, name) for name in ("off", "auto"))
     # Each pair has seeds of its own, or an earlier run would be the history of the next.
     seeds, rounds = itertools.count(), []
-    for _ in range(-(-options.pairs // 2) + 2):
+    for number in budget.rounds(options.pairs + _WARM_UP_ROUNDS, least=_WARM_UP_ROUNDS + 1):
         settings = [
             SamplingParams(
                 min_new_tokens=MIN_ANSWER_TOKENS, max_new_tokens=MAX_ANSWER_TOKENS, sampling_seed=next(seeds)
@@ -206,7 +213,8 @@ def _tail(options: argparse.Namespace) -> tuple[float, dict[str, object]]:
         if _tokens(found[0][2]) != _tokens(found[1][2]):
             raise RuntimeError("outputs with drafts differ from those without")
         rounds.append(found)
-    rounds = rounds[2:]  # the first ones warm up
+        say(f"tail, round {number + 1}: {found[0][0]:.2f} s without drafts, {found[1][0]:.2f} s with them")
+    rounds = rounds[_WARM_UP_ROUNDS:]
     answers = [one for found in rounds for one in found[0][2]]
     lengths = sorted(len(one.token_ids) for one in answers)
     siblings = [{one.token_ids for one in found[0][2][g : g + options.group]}

@@ -49,7 +49,8 @@ from ...weight_sync.transports.same_host import TensorTransport
 from ...weight_sync.transports.transport import Sent, Transport
 from ..push.adapters.trainer_tensors import trainer_specs, trainer_tensors
 from ..service import RolloutService
-from .parts.chaos import free_ports
+from .parts.budget import Budget, add_budget_argument
+from .parts.ports import free_ports
 from .parts.presets import PRESETS
 from .parts.sync_peer import ENGINE, Peer
 from .parts.sync_raw import RawEnd, flat_model, memory, restart_peak
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", type=Path, help="where the disk path writes; default: the temporary folder")
     parser.add_argument("--chaos", type=int, metavar="N", help="instead: N random schedules of gloo groups, for hangs")
     parser.add_argument("--seed", type=int, default=0, help="random seed of the changes, or of the schedules")
+    add_budget_argument(parser)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -78,6 +80,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         return run_chaos(options.chaos, options.seed)
     if options.repetitions < 1 or options.threads < 1:
         raise ValueError("--repetitions and --threads must be at least 1")
+    budget = Budget(options.max_seconds)
     before, started = torch.get_num_threads(), time.monotonic()
     torch.set_num_threads(options.threads)
     try:
@@ -85,7 +88,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             bench = stack.enter_context(_bench(options))
             peaks = bench.warm_up()
             samples = []
-            for repetition in range(options.repetitions):
+            for repetition in budget.rounds(options.repetitions):
                 samples.append(bench.repetition())
                 print(f"repetition {repetition + 1}/{options.repetitions}: {brief(samples[-1])}",
                       file=sys.stderr, flush=True)  # fmt: skip
@@ -96,7 +99,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         "bytes": bench.num_bytes,
         "num_tensors": len(bench.specs),
         "bucket_bytes": bench.bucket_bytes,
-        "num_repetitions": options.repetitions,
+        "num_repetitions": len(samples),
         "threads": options.threads,
         "native_digests": is_native(),
         "load_average": [round(load, 2) for load in os.getloadavg()],

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import httpx
 
 from ..service_config import MEMORY_TAGS, known_tags
+from .arguments.parser import CommandParser
 from .ctl_answers import by_worker, checksum, in_words, message_of, report, results_of
-from .parser import CommandParser
 
 KEY_VARIABLES = ("LOCKSTEP_ADMIN_KEY", "SGLANG_OMNI_ADMIN_KEY", "LOCKSTEP_API_KEY")
 DONE, REFUSED, UNREACHABLE, UNAUTHORISED, DIVIDED = 0, 1, 3, 4, 5

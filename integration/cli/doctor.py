@@ -7,14 +7,12 @@ import importlib.metadata
 import os
 import platform
 from collections.abc import Sequence
-from pathlib import Path
 
 from ..version import version
-from .parser import CommandParser
+from .arguments.parser import CommandParser
+from .machine import processor, products
 
 _SHAPES = ((768, 768), (2304, 768), (768, 2304), (1024, 256))  # layers (out_features, in_features)
-# Features that kernels use.
-_PROCESSOR_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16", "sve")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -29,13 +27,12 @@ def run(arguments: Sequence[str]) -> int:
     import torch
 
     from ...kernels.attention.paged import attention_path
-    from ...kernels.linear import linear
     from ...kernels.machine import native
     from ...kernels.machine.gpu import why_not_triton
-    from ...kernels.self_test import self_test
+    from ...kernels.self_test import default_candidates, self_test
 
     devices = [torch.device("cpu")] + ([torch.device("cuda")] if torch.cuda.is_available() else [])
-    for name, value in (*_versions().items(), *_processor().items()):
+    for name, value in (*_versions().items(), *processor().items()):
         _say(name, value)
     _say("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors")
     _say("GPU", ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "none")
@@ -45,16 +42,11 @@ def run(arguments: Sequence[str]) -> int:
         library = native.load(name)
         _say(source.name, library.path if library else f"not used: {native.why_unavailable(name)}")
     dtypes = (torch.float32, torch.bfloat16)
-    if native.load(linear.SOURCE):
-        levels = ", ".join(f"{str(dtype).removeprefix('torch.')} {linear.native_path(dtype)}" for dtype in dtypes)
-        limit = os.environ.get("LOCKSTEP_MAX_ISA")
-        _say("products", levels + (f" (LOCKSTEP_MAX_ISA={limit})" if limit else ""))
-    else:
-        _say("products", "the library's")
+    _say("products", products())
     is_invariant = True
     for device in devices:
         for dtype in dtypes:
-            guarantee = self_test(_SHAPES, dtype, device)
+            guarantee = self_test(_SHAPES, dtype, device, default_candidates(device, dtype))
             is_invariant &= guarantee.invariant
             kind = f"{device.type} {str(dtype).removeprefix('torch.')}"
             path = attention_path(device, dtype)
@@ -72,7 +64,7 @@ def _check(folder: str | None) -> bool:
 
     try:
         hosted = HostedModel.load(folder, dtype=None, device=None, invariant=True)
-        verdict = check_hosted(hosted)
+        verdict = check_hosted(hosted, anew=True)
     except ValueError as refusal:
         _say("model", refusal)
         return False
@@ -93,15 +85,3 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     return found
-
-
-def _processor() -> dict[str, str]:
-    """Read the processor's name and features from Linux."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().split("\n\n")[0].splitlines() if cpuinfo.exists() else []
-    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    flags = set(fields.get("flags", fields.get("Features", "")).split())
-    return {
-        "processor": f"{fields.get('model name', platform.processor() or 'unknown')} ({platform.machine()})",
-        "features": " ".join(feature for feature in _PROCESSOR_FEATURES if feature in flags) or "unknown",
-    }

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 from ...rollout.config import EngineConfig
 from ...rollout.sampling_params import SamplingParams
-from . import offline
-from .conversations import Conversations
-from .parser import PACKAGE, CommandParser
-from .settings import named, read_settings
+from .arguments.parser import PACKAGE, CommandParser
+from .arguments.settings import named, read_settings
+from .offline import job as offline
+from .offline.conversations import Conversations
 
 
 def run(arguments: Sequence[str]) -> int:

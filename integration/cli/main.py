@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from ..failures import FileFailed
 from ..version import version
+from .arguments.parser import CommandParser
 from .bench import BENCHMARKS
-from .parser import CommandParser
 
 # name of a module beside this one, whose `run` gets the rest of the command line: its line of help
 COMMANDS = {
@@ -22,7 +22,10 @@ COMMANDS = {
     "probe": "sample with a job's model, data and reward before its first run",
     "train": "check the config of the GRPO job, and run the job under torchrun",
     "rollouts": "show what a run of the job has sampled",
+    "explain": "run one sequence in two ways and show where their numbers part",
+    "replay": "prove samples by their receipts: draw every token again, and compare",
     "bench": f"run a benchmark: {', '.join(BENCHMARKS)}",
+    "warm": "compile and record what an engine of a model will use, before it is needed",
     "doctor": "report which kernels run here and why, and whether a model can be hosted",
 }
 

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ..grpo.settings.config import JobConfig, load_config
-from .parser import CommandParser
+from .arguments.parser import CommandParser
 
 if TYPE_CHECKING:
     from ..grpo.probe import Probe

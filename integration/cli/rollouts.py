@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..failures import files_of
 from ..grpo.results.samples import read_samples, saved_steps, shown
-from .parser import CommandParser
+from .arguments.parser import CommandParser
 
 Row = Mapping[str, Any]  # a line of a file of samples
 
@@ -37,6 +38,8 @@ def run(arguments: Sequence[str]) -> int:
     if not steps:
         raise ValueError(f"{folder} has no samples: no step has been done, or `run.rollouts_every` is 0")
     step = steps[-1] if options.step is None else options.step
+    if options.html:
+        return _write_page(folder, step, Path(options.html), options.tokenizer)
     rows = read_samples(folder, step)
     chosen = _chosen(rows, options)
     try:
@@ -50,6 +53,25 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough; the interpreter flushes once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _write_page(folder: Path, step: int, path: Path, tokenizer_path: str | None) -> int:
+    """Write the page of a step's samples and print its path. Returns the exit code."""
+    # Imports that take seconds, which the other uses of this command do not need.
+    from ...rollout.model.tokenizer import load_tokenizer
+    from ..grpo.results.samples_page import samples_data, tokenizer_folder
+    from ..pages.rollouts import static_page
+
+    found = Path(tokenizer_path) if tokenizer_path else tokenizer_folder(folder)
+    tokenizer = load_tokenizer(found) if found is not None else None
+    if tokenizer_path and tokenizer is None:
+        raise ValueError(f"--tokenizer {tokenizer_path}: no tokenizer is there")
+    data = samples_data(folder, step, tokenizer)
+    with files_of(path):
+        path.write_text(static_page(data), encoding="utf-8")
+    without = "" if tokenizer is not None else "; tokens are shown by their ids, for the run has no tokenizer"
+    print(f"{len(data['samples'])} samples of step {step} in {path}{without}")
     return 0
 
 
@@ -103,6 +125,15 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     number.add_argument("--worst", type=int, metavar="N", help="the N least by --sort (reward), the least first")
     number.add_argument("--best", type=int, metavar="N", help="the N largest by --sort (reward)")
     number.add_argument("--all", action="store_true", help=f"all samples, not only the first {SHOWN}")
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help="write a page with all samples of the step, which a browser opens without a network: tokens coloured by "
+        "log-probability or advantage, groups side by side, filters",
+    )
+    parser.add_argument(
+        "--tokenizer", metavar="FOLDER", help="of the page's tokens; default: the run's own, which the job has kept"
+    )
     parser.add_argument("--json", action="store_true", help="a line of JSON for each sample, with all of it")
     options = parser.parse_args(arguments)
     for name in ("step", "worst", "best"):

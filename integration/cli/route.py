@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .parser import PACKAGE, CommandParser
-from .settings import build, named, read_settings
+from .arguments.parser import PACKAGE, CommandParser
+from .arguments.settings import build, named, read_settings
 
 
 def run(arguments: Sequence[str]) -> int:

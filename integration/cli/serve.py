@@ -14,8 +14,8 @@ from ...rollout.config import EngineConfig
 from ..http.edge.config import HttpConfig
 from ..launcher import end_with_launcher
 from ..service_config import ServiceConfig
-from .parser import PACKAGE, CommandParser
-from .settings import build, named, read_settings, read_tables
+from .arguments.parser import PACKAGE, CommandParser
+from .arguments.settings import build, named, read_settings, read_tables
 
 ADAPTER_CONFIG = "adapter_config.json"
 

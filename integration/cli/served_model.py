@@ -24,6 +24,7 @@ from ..lost_ranks import leave, loss_of
 from ..ranks import process_group, this_rank
 from ..service import RolloutService
 from ..service_config import ServiceConfig
+from ..warming import record_in_background
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ def compile_kernels(service: RolloutService) -> None:
     if service.engine.model.device.type == "cpu":
         sampling.serves(torch.zeros(1, 1))
         tiles.is_native()
+    else:
+        record_in_background(service.engine)
 
 
 def _serve(model: str, config: HttpConfig, service: RolloutService) -> None:

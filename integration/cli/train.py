@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ..grpo.settings.config import load_config
-from .parser import PACKAGE, CommandParser
+from .arguments.parser import PACKAGE, CommandParser
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...rollout.control.drafts import EngineDrafts
 from ...rollout.model.loading import auto_class
+from ...rollout.receipt import guarantee
 from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
 from ..failures import FileFailed, files_of
 from ..ranks import Ranks
@@ -27,6 +29,7 @@ from .engines.rollouts import Rollouts, StepSamples
 from .engines.schedule import SCHEDULE
 from .environments.player import EpisodePlayer
 from .evaluation import Evaluation
+from .first_gap import FirstGap
 from .plan import model_spec
 from .results.best_model import BestModel
 from .results.checkpoint import (
@@ -40,8 +43,10 @@ from .results.checkpoint import (
 from .results.run_folder import say
 from .results.run_log import RunLog, drop_lines_after
 from .results.samples import SampleFiles
+from .results.samples_page import samples_data
 from .results.statistics import REWARD, step_statistics
 from .results.wandb_log import WandbLog
+from .results.weights_kept import WeightsKept
 from .rewards.scorer import make_scorer
 from .settings.config import JobConfig
 from .tasks.arithmetic import ArithmeticSpec
@@ -65,6 +70,7 @@ class GrpoJob:
         self.config = config
         self.ranks = ranks
         folder = Path(config.model.path) if config.model.path else self._built_model()
+        self._model_folder = folder
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.task = build_task(config, self.tokenizer)
         loader = auto_class(AutoConfig.from_pretrained(folder))
@@ -78,6 +84,7 @@ class GrpoJob:
         self.rollouts = Rollouts(config, ranks, self.engine, self.task, make_scorer(config), self._player())
         self.evaluation = Evaluation(config, ranks, self.task.heldout, self.rollouts.answers)
         self._sample_files: SampleFiles | None = None  # of the first rank, while the job runs
+        self._weights_kept: WeightsKept | None = None  # likewise
         self.first_step = self.step = 0  # step: number of the current step, from 1
         try:
             self.trainer = GrpoTrainer(
@@ -85,6 +92,7 @@ class GrpoJob:
                 num_steps=config.run.num_steps, max_new_tokens=config.rollout.max_new_tokens,
                 announce_step=self.engine.announce_step,
             )  # fmt: skip
+            self.trainer.on_gap = FirstGap(config, ranks, self._save_model)
             checkpoint = newest_checkpoint(config.folder / "checkpoints") if resume else None
             if checkpoint is not None:
                 refuse_other_draws(checkpoint)
@@ -119,8 +127,10 @@ class GrpoJob:
         config, log, is_writable = self.config, None, True
         before = self._reward_before()
         if self.ranks.is_first:
+            self._weights_kept = self._describe_engines()
             if config.run.rollouts_every:
                 self._sample_files = SampleFiles(config.folder, config.run.rollouts_keep, self.first_step)
+                self._sample_files.write_tokenizer(self.tokenizer.save_pretrained)
             if config.depends_on_timing:
                 drop_lines_after(config.folder / SCHEDULE, self.first_step)
             wandb = WandbLog(config.run.wandb, config.folder, asdict(config)) if config.run.wandb else None
@@ -148,6 +158,7 @@ class GrpoJob:
             if log is not None:
                 log.close(draws=is_writable)
         self._save_model(config.folder / "model")
+        self._keep_digest(config.folder / "model", config.run.num_steps, self.engine.weight_digest())
         if log is not None:
             after = f"{log.eval_reward_mean:.1%} after {config.run.num_steps} steps"
             say(f"held-out mean reward: {before:.1%} before, {after}")
@@ -161,7 +172,9 @@ class GrpoJob:
         from ..http.edge.config import HttpConfig
         from ..http.server import serve_in_background
 
-        server = serve_in_background(service, HttpConfig(port=port + self.ranks.rank))
+        samples = partial(samples_data, self.config.folder, tokenizer=self.tokenizer)
+        keeps = bool(self.config.run.rollouts_every)
+        server = serve_in_background(service, HttpConfig(port=port + self.ranks.rank), samples if keeps else None)
         logger.info("rank %d answers at %s", self.ranks.rank, server.url)
         return server
 
@@ -251,7 +264,21 @@ class GrpoJob:
         state = self.backend.state()  # called on every rank, because it gathers shards
         if self.ranks.is_first:
             folder, digest = self.config.folder / "checkpoints", self.engine.weight_digest()
-            save_checkpoint(folder, step, state, digest, self._drafts(), self.config.checkpoints.keep)
+            path = save_checkpoint(folder, step, state, digest, self._drafts(), self.config.checkpoints.keep)
+            self._keep_digest(path, step, digest)
+
+    def _describe_engines(self) -> WeightsKept:
+        """Write what the engines are, and the digest of the weights that the run begins with. The first rank does."""
+        kept = WeightsKept(self.config.folder, self.config.model.dtype)
+        kept.write_engine(self.config.engine_config(), guarantee(self.engine.hosted), self._model_folder)
+        if self.adapted is None and not self.first_step:
+            kept.add(self._model_folder, "0", self.engine.weight_digest())
+        return kept
+
+    def _keep_digest(self, path: Path, step: int, digest: str | None) -> None:
+        """Note the digest of weights that were saved in a folder, unless they are adapters alone."""
+        if self._weights_kept is not None and self.adapted is None:
+            self._weights_kept.add(path, str(step), digest)
 
     def _keep_if_best(self, step: int, found: Mapping[str, float]) -> None:
         """Save the model in the folder `best` if no evaluation before gave as large a mean reward. found: what the
@@ -262,6 +289,7 @@ class GrpoJob:
         if self.ranks.largest(float(self.ranks.is_first and best.is_beaten_by(found[REWARD]))):
             digest = self.engine.weight_digest()
             self._save_model(best.folder, best.described(step, found, digest))
+            self._keep_digest(best.folder, step, digest)
 
     def _drafts(self) -> EngineDrafts | None:
         """Return the drafts of the first rank's engine, if it is in this process."""

@@ -80,6 +80,7 @@ def probe(config: JobConfig, ranks: Ranks, num_prompts: int, num_samples: int) -
 
 
 def _probed(config: JobConfig, job: GrpoJob) -> Probe:
+    job.trainer.on_gap = None  # nothing is written; and a second step on the same samples has one
     try:
         done = StepSamples()
         samples = list(job.rollouts.samples(0, done))

@@ -21,7 +21,7 @@ from .edge.config import HttpConfig
 from .edge.threads import Threads
 from .edge.turns import TurnsMiddleware
 from .generation import generate
-from .observe import debug_page, health, loads, metrics, model_info, server_info, state
+from .observe import debug_page, health, loads, metrics, model_info, rollouts, server_info, state
 from .observe.traffic import Traffic, TrafficMiddleware
 from .openai import api as openai_api
 from .vllm import checker as vllm_checker
@@ -57,17 +57,23 @@ ROUTERS = (
     verbs,
     metrics,
     debug_page,
+    rollouts,
     unsupported,
 )
 
 
-def create_app(service: RolloutService, config: HttpConfig | None = None) -> FastAPI:
+def create_app(
+    service: RolloutService, config: HttpConfig | None = None, kept_samples: rollouts.Rollouts | None = None
+) -> FastAPI:
     """Make the HTTP application of a service. The caller must run the engine's loop; `server` starts it.
+
+    kept_samples: those of the run of the job that the engine belongs to, by step, as their page shows them.
 
     Handlers find in `app.state`: service, config, reads and operations (they run blocking calls), updates (the gate),
     flushes, conversations (their sessions), pause_lease, profiler, scrapes, traffic, plain_paths (paths without
     parameters), is_draining (the server takes no new requests), is_closing (it is about to end), is_asleep (vLLM's
-    /sleep was called), weight_way and update_watch (of vLLM's updates). A server adds its `connections`.
+    /sleep was called), weight_way and update_watch (of vLLM's updates), rollouts (`kept_samples`). A server adds its
+    `connections`.
     """
     config = config or HttpConfig()
     app = FastAPI(title="Lockstep", version=version(), docs_url=None, redoc_url=None)
@@ -85,6 +91,7 @@ def create_app(service: RolloutService, config: HttpConfig | None = None) -> Fas
     app.state.is_closing = app.state.is_draining = app.state.is_asleep = False
     app.state.weight_way = Broadcasts(None)
     app.state.update_watch = UpdateWatch(service, app.state.updates, config.update_idle_s)
+    app.state.rollouts = kept_samples
     app.state.updated_from = None  # the folder of the last update from disk
     app.state.scrapes = metrics.Scrapes(service, config, app.state.traffic, app.state.conversations)
     for module in ROUTERS:

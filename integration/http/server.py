@@ -23,7 +23,9 @@ from ..service import RolloutService
 from .app import create_app
 from .edge.config import HttpConfig
 from .edge.connections import Connection, Connections
+from .edge.errors import SERVER_ENDED
 from .generation.subscriptions import hub_of, stop_taking
+from .observe.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +121,7 @@ class _Server(uvicorn.Server):
         engine, timeout_s = app.state.service.engine, self._http.shutdown_timeout_s
 
         def abort() -> None:
-            engine.abort_request(abort_all=True, message="the server ended", timeout_s=timeout_s)
+            engine.abort_request(abort_all=True, message=SERVER_ENDED, timeout_s=timeout_s)
 
         try:
             await asyncio.wait_for(app.state.reads.run(abort), timeout_s)
@@ -139,12 +141,15 @@ class _Server(uvicorn.Server):
 class BackgroundServer:
     """A server in a thread of this process, which the process does not wait for."""
 
-    def __init__(self, service: RolloutService, config: HttpConfig) -> None:
-        """Bind the address. Raises ValueError for an address without the admin key that it needs, OSError for an
-        address that cannot be bound."""
+    def __init__(self, service: RolloutService, config: HttpConfig, kept_samples: Rollouts | None = None) -> None:
+        """Bind the address. kept_samples: as `create_app` takes them.
+
+        Raises ValueError for an address without the admin key that it needs, OSError for an address that cannot be
+        bound.
+        """
         config.check_bind()
         self._service = service
-        self.app = create_app(service, config)
+        self.app = create_app(service, config, kept_samples)
         self._socket = _listen(config)
         self.port: int = self._socket.getsockname()[1]
         self._is_listening = threading.Event()
@@ -196,13 +201,16 @@ class BackgroundServer:
         self._server.run(sockets=[self._socket])
 
 
-def serve_in_background(service: RolloutService, config: HttpConfig | None = None) -> BackgroundServer:
+def serve_in_background(
+    service: RolloutService, config: HttpConfig | None = None, kept_samples: Rollouts | None = None
+) -> BackgroundServer:
     """Serve a service of this process over HTTP. The server answers until it is closed, also while the engine is paused
-    and while the trainer trains. Raises ValueError and OSError as `BackgroundServer`.
+    and while the trainer trains. kept_samples: as `create_app` takes them. Raises ValueError and OSError as
+    `BackgroundServer`.
 
     Example: `server = serve_in_background(service, HttpConfig(port=0)); print(server.url)`
     """
-    server = BackgroundServer(service, config or HttpConfig())
+    server = BackgroundServer(service, config or HttpConfig(), kept_samples)
     server.start()
     return server
 

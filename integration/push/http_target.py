@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import httpx
@@ -99,6 +100,20 @@ class HttpTarget:
             return answer
         message, kind = _error_of(response, answer)
         raise TargetError(self._name, verb, message, kind)
+
+    @contextmanager
+    def stream(self, path: str, body: bytes, timeout_s: float) -> Iterator[httpx.Response]:
+        """Send a generation request and yield its answer when the head is there; the body is read inside the block.
+        timeout_s: of each wait for further bytes. Raises httpx.HTTPError, also for errors inside the block."""
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, _CONNECT_S))
+        headers = {"Content-Type": "application/json"}
+        with self._client.stream("POST", f"{self.url}{path}", content=body, timeout=timeout, headers=headers) as answer:
+            yield answer
+
+    def server_info(self, timeout_s: float) -> dict[str, object]:
+        """Return what the server reports of itself, and have its weights' digest computed where they have none. Raises
+        TargetError."""
+        return self._ask("server_info", "GET", "/server_info?name_weights=1", None, timeout_s)
 
     def close(self) -> None:
         """Close the connections."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 from urllib.parse import urlsplit
 
 import httpx
@@ -16,6 +17,9 @@ _POSITIVE = (
     "request_timeout_s", "connect_timeout_s", "drain_timeout_s", "max_attempts", "max_prefixes", "max_held_requests",
     "max_body_bytes", "max_open_body_bytes", "max_kept_answer_bytes", "max_admin_body_bytes", "max_admin_answer_bytes",
 )  # fmt: skip
+
+
+MovedStreams = Literal["proven", "trusted", "off"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class RouterConfig:
     max_held_requests: int = 10_000  # requests that wait for a worker; further ones get 503
     request_timeout_s: float = 3600.0  # longest time of a generation, all attempts together
     max_attempts: int = 3  # workers that one request may reach, so that a request that kills workers does not kill all
+    moved_streams: MovedStreams = "proven"  # a stream goes on elsewhere: "proven" draws its tokens again, "trusted" not
+    hedge_after_s: float | None = None  # a request without output for so long goes to a second worker too; None: never
     affinity_slack: int = 8  # a worker that knows the prompt may run this many sequences more than the least loaded
     max_prefixes: int = 1 << 16  # number of pieces of prompts whose workers are remembered
     lock_limit_s: float = 300.0  # longest wait of a pause, an update or a group call for the one before it
@@ -50,6 +56,12 @@ class RouterConfig:
     def __post_init__(self) -> None:
         settings = {name: getattr(self, name) for name in _POSITIVE}
         wrong = [f"{name} must be positive, not {value!r}" for name, value in settings.items() if not value > 0]
+        if self.moved_streams not in get_args(MovedStreams):
+            wrong.append(
+                f"moved_streams must be one of {', '.join(get_args(MovedStreams))}, not {self.moved_streams!r}"
+            )
+        if self.hedge_after_s is not None and not self.hedge_after_s > 0:
+            wrong.append(f"hedge_after_s must be positive, not {self.hedge_after_s!r}")
         if self.affinity_slack < 0:
             wrong.append(f"affinity_slack must not be negative: {self.affinity_slack}")
         urls = []

@@ -18,6 +18,14 @@ class Outcome(Enum):
     BROKEN = "broken"  # the worker ended in the middle of the answer
     TIMED_OUT = "timed_out"
     CLIENT_LEFT = "client_left"
+    LOST = "lost"  # another worker that had the request at the same time was faster
+
+
+class Moved(Enum):
+    """The fate of a stream that had begun at a worker that ended."""
+
+    MOVED = "moved"  # it went to another worker
+    REFUSED = "refused"  # no worker could go on with it
 
 
 class Affinity(Enum):
@@ -41,6 +49,8 @@ class RouterCounters:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, Outcome]] = Counter()  # by the worker's URL
         self.affinity: Counter[Affinity] = Counter()
+        self.moves: Counter[Moved] = Counter()
+        self.hedges: Counter[bool] = Counter()  # requests that two workers had, by whether the second one was faster
         self.num_retries = 0  # times a request went to one more worker
         self.unanswered: Counter[str] = Counter()  # requests that no worker answered, by the error's code
         self.broadcasts: Counter[tuple[str, str]] = Counter()  # by verb and outcome

@@ -13,9 +13,11 @@ from ..http.edge.bodies import is_quick, late_body
 from ..http.edge.disconnect import first_of, until_disconnect
 from ..http.edge.errors import HttpError, error_body, has_openai_errors
 from .budget import Share
+from .course import Generation
 from .fleet.held import draining
 from .fleet.peek import peek
-from .proxy import Generation
+from .moving.fields import seeded
+from .moving.progress import Progress
 from .router import Router, call_with
 from .sessions import OPEN, opened_at, session_of
 
@@ -72,9 +74,11 @@ class ProxyResponse(Response):
             call, session = await opened_at(await self._router.proxy.any_worker(), call, max_lists)
             return Generation(call, (), 1, session)
         if (session_id := await session_of(call, max_lists)) is not None:
-            return Generation(call, (), 1, session_id)
+            return Generation(seeded(call, wants_progress=False), (), 1, session_id)
         if is_quick(data):
             keys, num_sequences = peek(data, routing_key)
         else:
             keys, num_sequences = await self._router.peek(data, routing_key)
-        return Generation(call, keys, num_sequences)
+        check = self._router.config.moved_streams
+        call = seeded(call, wants_progress=check != "off")
+        return Generation(call, keys, num_sequences, progress=Progress(check) if check != "off" else None)

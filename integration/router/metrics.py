@@ -10,7 +10,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from .changes.journal import UpdateJournal
-from .counters import Affinity, RouterCounters
+from .counters import Affinity, Moved, RouterCounters
 from .fleet.held import HeldRequests
 from .fleet.workers import Health, Worker, WorkerRegistry
 
@@ -69,6 +69,18 @@ class RouterCollector(Collector):
         yield CounterMetricFamily(
             "lockstep:router_retries", "Times that a request was sent to another worker.", counters.num_retries
         )
+        family = CounterMetricFamily(
+            "lockstep:router_moved_streams", "Streams that had begun at a worker that ended.", labels=["result"]
+        )
+        for moved in Moved:
+            family.add_metric([moved.value], counters.moves[moved])
+        yield family
+        family = CounterMetricFamily(
+            "lockstep:router_hedged_requests", "Requests that a second worker got too.", labels=["faster"]
+        )
+        for is_second, name in ((False, "first"), (True, "second")):
+            family.add_metric([name], counters.hedges[is_second])
+        yield family
         yield GaugeMetricFamily(
             "lockstep:router_held_requests", "Requests that wait for a worker.", len(self._held)
         )  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from typing import Protocol
 
 import httpx
 from starlette.types import Send
@@ -31,16 +33,44 @@ class Full(Unavailable):
         self.retry_after_s = retry_after_s
 
 
+class Claim(Protocol):
+    """The right to answer the client."""
+
+    def take(self, relay: Relay) -> bool:
+        """Claim the client's connection. Returns whether this attempt has it."""
+
+
 class Relay:
     """The client's side of one attempt."""
 
     def __init__(self, send: Send, worker: Worker, is_last: bool) -> None:
         self._send = send
-        self._worker = worker
+        self.worker = worker
         self.is_last = is_last
+        self.claim: Claim | None = None  # on the client, where another worker may have it
         self.has_begun = False
-        self._at_event = False  # the client has a whole number of events, so one more can follow
+        self._at_event = True  # the client has a whole number of events, so one more can follow
+        self._is_stream = False
         self.outcome = Outcome.CLIENT_LEFT  # the outcome if the attempt is cancelled
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether further events can follow what the client has."""
+        return self.has_begun and self._is_stream and self._at_event
+
+    def beside(self, worker: Worker) -> Relay:
+        """Return the client's side of an attempt at the same time."""
+        return Relay(self._send, worker, is_last=False)
+
+    def lose(self) -> None:
+        """Note that another attempt has delivered first."""
+        self.outcome = Outcome.LOST
+
+    def at(self, worker: Worker) -> Relay:
+        """Return the client's side of the next attempt, which goes on with the same answer."""
+        relay = Relay(self._send, worker, is_last=False)
+        relay.has_begun, relay._is_stream = self.has_begun, self._is_stream
+        return relay
 
     async def whole(self, answer: httpx.Response, body: bytes) -> None:
         """Send a complete answer."""
@@ -58,7 +88,9 @@ class Relay:
 
     async def events(self, answer: httpx.Response, events: bytes) -> None:
         """Send the bytes of a stream up to the end of an event."""
-        await self.part(answer, events)
+        if not self.has_begun:
+            await self._start(answer, None)
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
         self._at_event = True
 
     async def end(self, answer: httpx.Response, rest: bytes) -> None:
@@ -68,23 +100,36 @@ class Relay:
         self.outcome = outcome_of(answer.status_code)
         await self._send({"type": "http.response.body", "body": rest, "more_body": False})
 
+    async def finish(self) -> None:
+        """End a stream whose last event the client has."""
+        self.outcome = Outcome.ANSWERED
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
     async def fail(self, message: str, outcome: Outcome) -> None:
         """End an answer that has begun: a stream with an error event; anything else stays incomplete, so that the
         server closes the connection and the client sees that a part is missing."""
         self.outcome = outcome
-        if not (self.has_begun and self._at_event):
+        if not self.can_go_on:
             return
         error = {"message": message, "type": "worker_died", "param": None, "code": 502, "retryable": True}
         event = f"data: {json.dumps({'error': error})}\n\n".encode()
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _start(self, answer: httpx.Response, num_bytes: int | None) -> None:
+        if self.claim is not None and not self.claim.take(self):
+            self.lose()
+            raise asyncio.CancelledError  # as the attempt that has the client will do to this one
         headers = returned(answer.headers.raw)  # bytes, because a worker may send any
         if num_bytes is not None:
             headers.append((b"content-length", b"%d" % num_bytes))
-        headers.append((WORKER_HEADER, self._worker.url.encode("ascii", "backslashreplace")))
-        self.has_begun = True
+        headers.append((WORKER_HEADER, self.worker.url.encode("ascii", "backslashreplace")))
+        self.has_begun, self._is_stream = True, is_stream(answer)
         await self._send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
+
+
+def is_stream(answer: httpx.Response) -> bool:
+    """Return whether an answer is a stream of events."""
+    return answer.headers.get("content-type", "").startswith("text/event-stream")
 
 
 def refusal(body: bytes, retry_after: str = "") -> Unavailable:

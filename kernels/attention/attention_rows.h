@@ -49,14 +49,10 @@ struct Seen {
   bool any() const { return begin < end; }
 };
 
-// Computes scores of one row in the tile, then updates its softmax state (top, total, out) and probs[TILE].
+// Computes the scores of one row in the tile, and returns the largest.
 template <typename Tile>
-void update_row(const Problem& p, const Tile& tile, const Seen& seen, const typename Tile::Element* query, int64_t row,
-                int64_t value_width, float* probs, float* out, float* total, float* top) {
-  if (!seen.any()) {
-    memset(probs, 0, TILE * sizeof(float));
-    return;
-  }
+float score_row(const Problem& p, const Tile& tile, const Seen& seen, const typename Tile::Element* query, int64_t row,
+                 float* scores) {
   const Floats minus_infinity = splat(-INFINITY);
   Floats peak = minus_infinity;
   for (int64_t j = 0; j < TILE; j += W) {
@@ -69,18 +65,28 @@ void update_row(const Problem& p, const Tile& tile, const Seen& seen, const type
         score = select((lane >= (int32_t)seen.begin) & (lane < (int32_t)seen.end), score, minus_infinity);
       peak = larger(score, peak);
     }
-    store(probs + j, score);
+    store(scores + j, score);
   }
-  float before = *top, now = std::max(before, largest(peak));
+  return largest(peak);
+}
+
+// Raises a row's top score to `peak` if that is larger, and shrinks its sums; returns what to subtract from its scores.
+float raise_top(float peak, int64_t value_width, float* out, float* total, float* top) {
+  float before = *top, now = std::max(before, peak);
   *top = now;
   if (now == -INFINITY)
     now = 0.0f;  // every score is -inf; exp(-inf - 0) is 0, exp(-inf + inf) is NaN
-  Floats sum_of_lanes = load(total);
   if (before != now) {
     Floats shrink = exp_nonpositive(splat(before - now));
-    sum_of_lanes = sum_of_lanes * shrink;
+    store(total, load(total) * shrink);
     for (int64_t d = 0; d < value_width; d += W) store(out + d, load(out + d) * shrink);
   }
+  return now;
+}
+
+// Turns the scores of a row into probabilities of the top score, and adds them to its total.
+void exponentiate(const Seen& seen, float now, float* probs, float* total) {
+  Floats sum_of_lanes = load(total);
   for (int64_t j = 0; j < TILE; j += W) {
     Floats prob = splat(0.0f);
     if (j < seen.end) {
@@ -115,6 +121,8 @@ struct Item {
     at.open(p, sequence, tile, std::min<int64_t>(TILE, end - tile));
   }
 };
+
+constexpr int64_t FEW = 4;  // rows whose stages run side by side, and that add values together
 
 template <typename T, typename Tile>
 class Attending {
@@ -178,7 +186,6 @@ class Attending {
   }
 
   void walk(int64_t kv_head, int64_t t) {
-    scratch_.next.template prefetch<T>(p_, kv_head);
     scratch_.tile.open_keys(p_, scratch_.at, kv_head);
     update_rows(kv_head, t);
     scratch_.tile.open_values(p_, scratch_.at, kv_head);
@@ -190,7 +197,7 @@ class Attending {
     Tile& tile = scratch_.tile;
     const int64_t first = item_.kv_begin, heads = item_.kv_end - first, begin = seen(0, t).begin;
     for (int64_t h = 0; h < heads; h++) {
-      scratch_.next.template prefetch<T>(p_, first + h);
+      scratch_.next.template prefetch<T>(p_, first + h, 0, TILE);
       tile.open_keys(p_, scratch_.at, first + h);
       tile.multiply_queries(p_, scratch_.at, h, begin);
     }
@@ -206,18 +213,43 @@ class Attending {
     for (int64_t h = 0; h < heads; h++) tile.add_sums(h, scratch_.out + state(first + h, 0) * out_width_);
   }
 
+  // Prefetches a row's share of the next tile: all at once would fill the processor's queue of misses, and it would wait.
+  void prefetch(int64_t kv_head, int64_t row) {
+    if constexpr (!Tile::MULTIPLIES_ALL_ROWS)
+      scratch_.next.template prefetch<T>(p_, kv_head, (row - 1) * TILE / sharing_, row * TILE / sharing_);
+  }
+
+  // Updates the softmax state (top, total, out) of all rows and sets their probabilities, each stage for FEW rows before
+  // the next: the chains of one row overlap those of others.
   void update_rows(int64_t kv_head, int64_t t) {
-    for (int64_t r = 0; r < sharing_; r++) {
-      const int64_t i = state(kv_head, r);
-      update_row(p_, scratch_.tile, seen(r, t), scratch_.query + i * query_width_, r,
-                 out_width_, scratch_.probs + r * TILE, scratch_.out + i * out_width_, scratch_.total + i * W,
-                 scratch_.top + i);
+    for (int64_t first = 0; first < sharing_; first += FEW) {
+      const int64_t last = std::min(first + FEW, sharing_);
+      float peaks[FEW], tops[FEW];
+      for (int64_t r = first; r < last; r++) {
+        float* probs = scratch_.probs + r * TILE;
+        if (seen(r, t).any())
+          peaks[r - first] = score_row(p_, scratch_.tile, seen(r, t), scratch_.query + state(kv_head, r) * query_width_,
+                                       r, probs);
+        else
+          memset(probs, 0, TILE * sizeof(float));
+        prefetch(kv_head, r + 1);
+      }
+      for (int64_t r = first; r < last; r++) {
+        const int64_t i = state(kv_head, r);
+        if (seen(r, t).any())
+          tops[r - first] = raise_top(peaks[r - first], out_width_, scratch_.out + i * out_width_,
+                                      scratch_.total + i * W, scratch_.top + i);
+      }
+      for (int64_t r = first; r < last; r++)
+        if (seen(r, t).any())
+          exponentiate(seen(r, t), tops[r - first], scratch_.probs + r * TILE,
+                       scratch_.total + state(kv_head, r) * W);
     }
   }
 
   void add_values(int64_t kv_head, int64_t t) {
     for (int64_t r = 0, step; r < sharing_; r += step) {
-      step = std::min<int64_t>(4, sharing_ - r);
+      step = std::min(FEW, sharing_ - r);
       const Seen earliest = seen(r, t), latest = seen(r + step - 1, t);
       if (earliest.begin >= latest.end) continue;
       const float* probs = scratch_.probs + r * TILE;

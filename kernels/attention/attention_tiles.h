@@ -59,14 +59,15 @@ struct Positions {
     }
     for (; j < TILE; j++) key[j] = key[count - 1], value[j] = value[count - 1];
   }
-  // The stride between heads is one that the processor's own prefetcher does not follow.
+  // Fetches the keys and values at [begin, end) of a head: the stride between heads is one that the processor's own
+  // prefetcher does not follow.
   template <typename T>
-  void prefetch(const Problem& p, int64_t kv_head) const {
+  void prefetch(const Problem& p, int64_t kv_head, int64_t begin, int64_t end) const {
     constexpr int64_t line = 64 / sizeof(T);
     const T *keys = (const T*)p.key + kv_head * p.key_head, *values = (const T*)p.value + kv_head * p.value_head;
-    for (int64_t j = 0; j < count; j++) {
-      for (int64_t d = 0; d < p.key_width; d += line) __builtin_prefetch(keys + key[j] + d);
-      for (int64_t d = 0; d < p.value_width; d += line) __builtin_prefetch(values + value[j] + d);
+    for (int64_t j = begin; j < std::min(end, count); j++) {
+      for (int64_t d = 0; d < p.key_width; d += line) simd::prefetch(keys + key[j] + d);
+      for (int64_t d = 0; d < p.value_width; d += line) simd::prefetch(values + value[j] + d);
     }
   }
 };
@@ -176,24 +177,9 @@ class Paired {
   }
 
   Floats scores(const bf16* query, int64_t, int64_t j) const {
-    __m512 acc[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
-    const bf16* const* keys = row_ + j;
-    int64_t d = 0;
-    for (; d + 32 <= width_; d += 32) {
-      const __m512bh q = (__m512bh)_mm512_loadu_si512(query + d);
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; i++)
-        acc[i] = _mm512_dpbf16_ps(acc[i], q, (__m512bh)_mm512_loadu_si512(keys[i] + d));
-    }
-    if (d < width_) {
-      const __m512bh q = (__m512bh)_mm512_loadu_si512(query + d);
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; i++)
-        acc[i] = _mm512_dpbf16_ps(acc[i], q, (__m512bh)_mm512_maskz_loadu_epi16(last_, keys[i] + d));
-    }
-    return sums<W>((Floats*)acc);
+    if (width_ == 64) return scores_of<2>(query, j);
+    if (width_ == 128) return scores_of<4>(query, j);
+    return scores_of<0>(query, j);
   }
 
   template <int R>
@@ -233,6 +219,40 @@ class Paired {
   __mmask32 last_ = 0;
 
  private:
+  // Scores with 16 neighbouring keys of STEPS * 32 elements, of any number if STEPS is 0. Four keys at a time: more sums,
+  // and addresses, than that leave the registers.
+  template <int STEPS>
+  Floats scores_of(const bf16* query, int64_t j) const {
+    __m512bh q[STEPS + 1];
+#pragma GCC unroll 4
+    for (int s = 0; s < STEPS; s++) q[s] = (__m512bh)_mm512_loadu_si512(query + s * 32);
+    Floats fours[4];
+#pragma GCC unroll 4
+    for (int f = 0; f < 4; f++) {
+      const bf16* const* keys = row_ + j + f * 4;
+      __m512 acc[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) acc[i] = _mm512_setzero_ps();
+      if constexpr (STEPS > 0) {
+#pragma GCC unroll 4
+        for (int s = 0; s < STEPS; s++)
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; i++)
+            acc[i] = _mm512_dpbf16_ps(acc[i], q[s], (__m512bh)_mm512_loadu_si512(keys[i] + s * 32));
+      } else {
+        for (int64_t d = 0; d < width_; d += 32) {
+          const __m512bh part = (__m512bh)_mm512_loadu_si512(query + d);
+          const __mmask32 lanes = d + 32 > width_ ? last_ : ~0u;
+#pragma GCC unroll 4
+          for (int i = 0; i < 4; i++)
+            acc[i] = _mm512_dpbf16_ps(acc[i], part, (__m512bh)_mm512_maskz_loadu_epi16(lanes, keys[i] + d));
+        }
+      }
+      fours[f] = sums<4>((Floats*)acc);
+    }
+    return sums<4, 2>(fours);
+  }
+
   template <int R, int C, bool IsPart>
   void add_columns(const uint32_t (*pairs)[TILE / 2], float* out, int64_t stride, int64_t column, int64_t begin,
                    int64_t end) const {

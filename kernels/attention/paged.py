@@ -139,9 +139,9 @@ def varlen_attention(
     """Compute causal attention within each of S sequences packed in rows; differentiable once in all four tensors.
 
     query [N,H,D], key [N,K,D], value [N,K,E], query_start [S+1] int32 -> [N,H,E]; the rest as in
-    `paged_attention`, and the same bits. The backward recomputes probabilities in fp32, many sequences at a
-    time, within a fixed budget of memory (`padded_attention`). Raises ValueError naming every argument that
-    does not fit.
+    `paged_attention`, and the same bits. The backward recomputes probabilities: in tiles on the Triton path
+    (`triton_gradients.py`), else in fp32, many sequences at a time, within a fixed budget of memory
+    (`padded_attention`). Raises ValueError naming every argument that does not fit.
     """
     wrong = _mismatches(query, key, value, 3, window, softcap, sinks)
     if not wrong and not query.shape[0] == key.shape[0] == value.shape[0]:
@@ -215,7 +215,7 @@ _PATHS: dict[AttentionPath, Callable[..., Tensor]] = {
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """Forward through the chosen kernel, backward in plain PyTorch."""
+    """Forward through the chosen kernel, backward in Triton where that is the path, else in plain PyTorch."""
 
     @staticmethod
     def forward(
@@ -228,14 +228,20 @@ class _VarlenAttention(torch.autograd.Function):
         rule: ScoreRule,
         path: AttentionPath,
     ) -> Tensor:
-        ctx.save_for_backward(query, key, value, sinks, query_start)
+        out = _PATHS[path](query, key, value, RowLayout(query_start, None, None), rule, sinks)
+        ctx.save_for_backward(query, key, value, sinks, query_start, *([out] if path == "triton" else []))
         ctx.rule = rule
-        return _PATHS[path](query, key, value, RowLayout(query_start, None, None), rule, sinks)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, query_start = ctx.saved_tensors
+        query, key, value, sinks, query_start, *out = ctx.saved_tensors
+        if out:
+            from .triton_gradients import triton_gradients
+
+            found = triton_gradients(query, key, value, sinks, query_start, ctx.rule, out[0], grad_out)
+            return *found, None, None, None
         return *padded_gradients(query, key, value, sinks, query_start, ctx.rule, grad_out), None, None, None
 
 

@@ -1,7 +1,9 @@
 """Causal attention on a GPU (Triton): the paged cache in splits of fixed length, chunks and decode in the same tiles.
 
 A program holds ROWS (row, query head) pairs of one sequence that share a KV head, for a chunk of a prompt and for the
-one row of a decode step: always the same tile shape. It reads the keys in tiles of KEYS, and every SPLIT keys, counted
+one row of a decode step. Chunks and packed rows may have taller tiles, whose instructions (wgmma on Hopper) are others
+than those of 16 rows (mma.sync): only where `use_tall_tiles` has found on the device that both give the same bits. It
+reads the keys in tiles of KEYS, and every SPLIT keys, counted
 from position 0, it starts a new empty sum. Splits are added from left to right, either here (many rows: one program
 reads all splits) or by a second kernel (few rows: programs share the splits, so that one long context fills the GPU).
 Both add with `_fold`, whose products cannot be contracted differently, and adding a split or a tile of which a row sees
@@ -26,54 +28,41 @@ from torch import Tensor
 
 from ..machine.triton_numbers import INTERPRETED, dot_added, rounded
 from .step import RowLayout, ScoreRule, refuse_layout
+from .tiles import FEW_ROWS, Sharing, Tiling, share_splits, tall_tiling, tiling_of
 
 SERVED = (torch.float32, torch.bfloat16, torch.float16)
 LOG2E = tl.constexpr(math.log2(math.e))
-FEW_ROWS = 8  # rows per sequence, on average: with more, programs fill the GPU without sharing splits
-MANY_PROGRAMS = 2048  # enough to fill any GPU: splits are not shared among more
-MAX_PARTIAL_BYTES = 1 << 29  # size of the sums of splits passed between the two kernels
 _ENDLESS = 1 << 30  # size of the one block of a packed sequence
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """The tile sizes, on which bits depend: a function of dtype and widths; equal in decode, prefill and training."""
-
-    rows: int
-    keys: int
-    split: int  # a multiple of keys
-    num_warps: int = 4
-    num_stages: int = 2
+_tall: dict[tuple[torch.device, torch.dtype], bool] = {}  # whether tall tiles give the bits of the others
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """The division of splits among programs; no bit depends on it."""
+def use_tall_tiles(dtype: torch.dtype, device: torch.device) -> bool:
+    """Find out whether tall tiles have the bits of tiles of 16 rows here; if so, chunks and packed rows take them.
 
-    num_programs: int  # programs that share the splits of a tile of rows
-    num_slots: int  # partial sums per (row, head): one, or one per split
-
-
-def tiling_of(dtype: torch.dtype, width: int) -> Tiling:
-    """Choose the tiling. width: the larger of D and E."""
-    if dtype == torch.float32:  # no tensor cores
-        return Tiling(rows=16, keys=32, split=256)
-    # 16 rows are the fewest that tensor cores take: decode is limited by memory, and has at most G rows of a sequence.
-    # A third stage lets block ids be read before the keys that they point to.
-    return Tiling(rows=16, keys=64 if width <= 128 else 32, split=256, num_stages=3)
-
-
-def share_splits(num_rows: int, num_sequences: int, num_tiles: int, num_splits: int, row_bytes: int) -> Sharing:
-    """Choose the sharing of splits from shapes alone.
-
-    num_tiles: programs without sharing; num_splits: of the longest possible context; row_bytes: size of one slot of all
-    rows and heads.
+    The answer is remembered. It depends on the device's kind, so that ranks agree. Call it before a graph is captured.
     """
-    num_programs = min(num_splits, MANY_PROGRAMS // max(1, num_tiles))
-    is_decode = num_rows <= FEW_ROWS * num_sequences
-    if num_programs < 2 or not is_decode or num_splits * row_bytes > MAX_PARTIAL_BYTES:
-        return Sharing(1, 1)
-    return Sharing(num_programs, num_splits)
+    if dtype == torch.float32:  # no tensor cores: taller tiles gain nothing
+        return False
+    if (device, dtype) not in _tall:
+        _tall[device, dtype] = all(_tall_tiles_agree(dtype, device, width) for width in (64, 128))
+    return _tall[device, dtype]
+
+
+def _tall_tiles_agree(dtype: torch.dtype, device: torch.device, width: int) -> bool:
+    """Compare both tilings on two packed sequences that cross splits and tiles, with large and small scores."""
+    generator = torch.Generator().manual_seed(5)
+    query, key, value = (
+        (torch.randn(330, heads, width, generator=generator) * 2).to(device, dtype) for heads in (4, 2, 2)
+    )
+    layout = RowLayout(torch.tensor([0, 301, 330], dtype=torch.int32, device=device), None, None)
+    plain = tiling_of(dtype, width)
+    rule = ScoreRule(width**-0.5, None, None)
+    results = [
+        triton_attention(query, key, value, layout, rule, None, tiling=tiling) for tiling in (plain, tall_tiling(plain))
+    ]
+    return torch.equal(*results)
 
 
 def triton_attention(
@@ -104,7 +93,7 @@ def triton_attention(
     out = query.new_empty(num_rows, num_heads, value_width)
     if not out.numel():
         return out
-    tiling = tiling or tiling_of(query.dtype, max(width, value_width))
+    tiling = tiling or _tiling_for(query, value_width, num_sequences)
     units = math.gcd(width, 16), math.gcd(value_width, 16)
     blocks = _blocks_of(key, value, layout, units)
     query, key, value, tables = _aligned(query, units[0]), blocks.key, blocks.value, blocks.tables
@@ -136,6 +125,12 @@ def triton_attention(
             HAS_SINKS=sinks is not None, E=value_width, **numbers, **fixed, num_warps=tiling.num_warps,
         )  # fmt: skip
     return out
+
+
+def _tiling_for(query: Tensor, value_width: int, num_sequences: int) -> Tiling:
+    tiling = tiling_of(query.dtype, max(query.shape[2], value_width))
+    is_tall = len(query) > FEW_ROWS * num_sequences and _tall.get((query.device, query.dtype), False)
+    return tall_tiling(tiling) if is_tall else tiling
 
 
 @dataclass(frozen=True)
@@ -229,7 +224,7 @@ def _fold(top, total, acc, next_top, next_total, next_acc):
 
 
 @triton.jit
-def _sequence_of(tile, query_start, num_sequences, group, ROWS: tl.constexpr):
+def sequence_of(tile, query_start, num_sequences, group, ROWS: tl.constexpr):
     """Find the sequence of a tile: the tiles of sequence s begin at query_start[s] * group // ROWS + s."""
     low = tile * 0
     high = num_sequences
@@ -256,7 +251,7 @@ def _attend_kernel(
     Writes sums [N,H,slots,E_PAD] and scales [N,H,slots,2] (top, total): a slot per split, or one for all of them.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    s = _sequence_of(tile, query_start, num_sequences, group, ROWS)
+    s = sequence_of(tile, query_start, num_sequences, group, ROWS)
     start = tl.load(query_start + s)
     num_pairs = (tl.load(query_start + s + 1) - start) * group
     first_pair = (tile - (start * group // ROWS + s)) * ROWS
@@ -334,7 +329,7 @@ def _merge_kernel(
 ):  # fmt: skip
     """Add the splits of each row from left to right, then its sink, and divide: out [N,H,E]."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    s = _sequence_of(tile, query_start, num_sequences, group, ROWS)
+    s = sequence_of(tile, query_start, num_sequences, group, ROWS)
     start = tl.load(query_start + s)
     num_pairs = (tl.load(query_start + s + 1) - start) * group
     first_pair = (tile - (start * group // ROWS + s)) * ROWS

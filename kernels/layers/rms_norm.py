@@ -39,6 +39,17 @@ def rms_norm(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
     return _forward(x, weight, rule)
 
 
+def rms_norm_of_sum(left: Tensor, right: Tensor, weight: Tensor, rule: NormRule) -> tuple[Tensor, Tensor]:
+    """Compute left + right [...,D] and its norm, with the bits of the two operations; not differentiable."""
+    if triton_serves(left.device):
+        from . import triton_rms_norm
+
+        if triton_rms_norm.serves(left):
+            return triton_rms_norm.forward_of_sum(left, right, weight, rule.eps, rule.weight_offset, rule.round_first)
+    total = left + right
+    return total, _forward(total, weight, rule)
+
+
 def reference_rms_norm(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
     """Compute the norm by the plain definition, as transformers writes it."""
     wide = x.float()

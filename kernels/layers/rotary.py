@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..machine import native
+from ..machine.gpu import triton_serves
 
 SOURCE = "layers/rotary.cpp"
 PARALLEL_ELEMENTS = 1 << 13  # with fewer elements, starting threads costs more than it saves
@@ -30,6 +31,24 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     return _forward(query, key, cos, sin)
 
 
+def rotary_into_cache(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor
+) -> Tensor:
+    """Rotate query -> [N,H,D], and write the rotated key and value [B,K,T,E] to the slots int64 [N] of the caches.
+
+    caches: of keys [blocks,tokens,K,D] and values [blocks,tokens,K,E]; N = B * T. Not differentiable.
+    """
+    if triton_serves(query.device):
+        from . import triton_rotary
+
+        if triton_rotary.serves(query, key, cos, sin):
+            return triton_rotary.rotary_into_cache(query, key, value, cos, sin, caches, slots)
+    query, key = rotary(query, key, cos, sin)
+    for cached, rows in zip(caches, (key, value), strict=True):
+        cached.flatten(0, 1).index_copy_(0, slots, rows.transpose(1, 2).flatten(0, 1))
+    return query.transpose(1, 2).flatten(0, 1)
+
+
 def reference_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the formula of transformers' `apply_rotary_pos_emb`."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -42,6 +61,11 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 
 def _forward(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    if triton_serves(query.device):
+        from . import triton_rotary  # Triton is imported only where it is used
+
+        if triton_rotary.serves(query, key, cos, sin):
+            return triton_rotary.rotary(query, key, cos, sin)
     function, dtype = _native(), query.dtype
     if function is None or not query.is_cpu or dtype not in (torch.bfloat16, torch.float32):
         return reference_rotary(query, key, cos, sin)
@@ -78,7 +102,13 @@ class _Rotary(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = (t.unsqueeze(1) for t in ctx.saved_tensors)
+        cos, sin = ctx.saved_tensors
+        if triton_serves(cos.device):
+            from . import triton_rotary
+
+            if triton_rotary.serves(grad_query, grad_key, cos, sin):
+                return *triton_rotary.rotary(grad_query, grad_key, cos, sin, back=True), None, None
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         return *(grad * cos - _rotate_half(grad * sin) for grad in (grad_query, grad_key)), None, None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..machine import native
+from ..machine.gpu import triton_serves
 from .activation import silu
 
 SOURCE = "layers/swiglu.cpp"
@@ -30,6 +31,11 @@ def reference_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
+    if triton_serves(gate.device):
+        from . import triton_swiglu  # Triton is imported only where it is used
+
+        if triton_swiglu.serves(gate, up):
+            return triton_swiglu.forward(gate, up)
     if not _is_native(gate) or (function := _native("lockstep_swiglu", 3)) is None:
         return reference_swiglu(gate, up)
     if gate.shape != up.shape or up.dtype != gate.dtype:
@@ -59,6 +65,11 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = (tensor.contiguous() for tensor in ctx.saved_tensors)
+        if triton_serves(gate.device):
+            from . import triton_swiglu
+
+            if triton_swiglu.serves(gate, up):
+                return triton_swiglu.slopes(gate, up, grad_out.to(gate.dtype))
         if not _is_native(gate) or (function := _native("lockstep_swiglu_slopes", 5)) is None:
             return reference_slopes(gate, up, grad_out)
         grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)

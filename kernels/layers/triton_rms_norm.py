@@ -21,6 +21,7 @@ ROWS_EACH = 64  # rows that one program of the backward pass adds to a partial g
 # Not specialised by the compiler, and neither are alignments: rows that start elsewhere in memory would get another
 # layout of lanes, and their squares another order of addition.
 _SIZES = ["num_rows", "width", "x_row", "grad_row"]
+_SUMS = ["width", "x_row", "right_row", "has_right"]
 
 
 def serves(x: Tensor) -> bool:
@@ -32,14 +33,36 @@ def forward(x: Tensor, weight: Tensor, eps: float, weight_offset: float, round_f
     """Compute x [...,D] / rms(x) * weight [D], in x's dtype; round_first: round to it before the weight is applied."""
     rows, out = _rows(x), torch.empty_like(x, memory_format=torch.contiguous_format)
     if out.numel():
-        width = x.shape[-1]
         with torch.cuda.device_of(x):
-            _forward_kernel[(len(rows),)](
-                *(rows, weight.contiguous(), out, width, rows.stride(0), eps, weight_offset),
-                ROUND_FIRST=round_first, HAS_OFFSET=bool(weight_offset), IS_DOUBLE=x.dtype == torch.float64,
-                **_shape(width),
-            )  # fmt: skip
+            _launch_forward(rows, None, out, weight, out, eps, weight_offset, round_first)
     return out
+
+
+def _launch_forward(
+    rows: Tensor, others: Tensor | None, total: Tensor, weight: Tensor, out: Tensor, eps: float, weight_offset: float,
+    round_first: bool,
+) -> None:  # fmt: skip
+    """Compute the norm of rows, or of rows + others -> `total`. One binary for both: their bits are the same."""
+    width = rows.shape[1]
+    _forward_kernel[(len(rows),)](
+        *(rows, rows if others is None else others, weight.contiguous(), total, out, width, rows.stride(0)),
+        *(rows.stride(0) if others is None else others.stride(0), int(others is not None), eps, weight_offset),
+        ROUND_FIRST=round_first, HAS_OFFSET=bool(weight_offset), IS_DOUBLE=rows.dtype == torch.float64, **_shape(width),
+    )  # fmt: skip
+
+
+def forward_of_sum(
+    left: Tensor, right: Tensor, weight: Tensor, eps: float, weight_offset: float, round_first: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute left + right [...,D], rounded to their dtype, and its norm, in one launch; the bits of two."""
+    if left.shape != right.shape or left.dtype is not right.dtype:
+        raise ValueError(f"a sum of {list(left.shape)} {left.dtype} and {list(right.shape)} {right.dtype}")
+    rows, others = _rows(left), _rows(right)
+    out, total = (torch.empty_like(left, memory_format=torch.contiguous_format) for _ in range(2))
+    if out.numel():
+        with torch.cuda.device_of(left):
+            _launch_forward(rows, others, total, weight, out, eps, weight_offset, round_first)
+    return total, out
 
 
 def backward(x: Tensor, weight: Tensor, eps: float, weight_offset: float, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,9 +101,12 @@ def _scale(x, width, eps):
     return 1.0 / (tl.sqrt(mean) if x.dtype == tl.float64 else tl.sqrt_rn(mean))
 
 
-@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=["x_ptr", "weight_ptr", "out_ptr"])
+@triton.jit(
+    do_not_specialize=_SUMS,
+    do_not_specialize_on_alignment=["x_ptr", "right_ptr", "weight_ptr", "total_ptr", "out_ptr"],
+)
 def _forward_kernel(
-    x_ptr, weight_ptr, out_ptr, width, x_row, eps, weight_offset,
+    x_ptr, right_ptr, weight_ptr, total_ptr, out_ptr, width, x_row, right_row, has_right, eps, weight_offset,
     ROUND_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr, IS_DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     wide: tl.constexpr = tl.float64 if IS_DOUBLE else tl.float32
@@ -88,6 +114,11 @@ def _forward_kernel(
     r = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + r * x_row + d, mask=d < width, other=0.0).to(wide)
+    is_sum = d < width * has_right
+    right = tl.load(right_ptr + r * right_row + d, mask=is_sum, other=0.0).to(wide)
+    total = rounded(x + right, dtype)
+    tl.store(total_ptr + r * width + d, total, mask=is_sum)
+    x = tl.where(is_sum, total.to(wide), x)
     weight = tl.load(weight_ptr + d, mask=d < width, other=0.0).to(wide)
     out = x * _scale(x, width, eps)
     if HAS_OFFSET:

@@ -1,6 +1,7 @@
 // y = x @ weight^T + bias, on the best path that this build and processor have: each element of y depends on its row of
 // x and its row of weight alone. Paths differ in their bits; a process always uses the same one.
 #include "layers/gated.h"
+#include "linear/grouped.h"
 #include "linear/linear_amx.h"
 #include "linear/linear_call.h"
 #include "linear/linear_lanes.h"
@@ -39,17 +40,33 @@ static void multiply_lanes(const Call& call, int threads) {
   call.up ? multiply_gated<Dot, T>(call, threads) : lanes::multiply<Dot, T>(call, threads);
 }
 
+static void multiply(const Call& call, bool is_bf16, int threads) {
+  if (!is_bf16) return multiply_lanes<lanes::Widened<float>, float>(call, threads);
+#if defined(LOCKSTEP_AMX)
+  if (uses_tiles()) return amx::multiply(call, threads);
+#endif
+#if defined(__AVX512BF16__)
+  multiply_lanes<lanes::Pairs, simd::bf16>(call, threads);
+#else
+  multiply_lanes<lanes::Widened<simd::bf16>, simd::bf16>(call, threads);
+#endif
+}
+
 // is_gated: the two parts are a gate and its factor `up`; their product goes into the first one's y.
 extern "C" void lockstep_linear(const void* x, int64_t M, int64_t K, int64_t x_stride, const Part* parts,
                                 int64_t num_parts, int64_t is_gated, int64_t is_bf16, int64_t threads) {
   const Call call{x, M, K, x_stride, parts, is_gated ? 1 : num_parts, is_gated ? parts + 1 : nullptr};
-  if (!is_bf16) return multiply_lanes<lanes::Widened<float>, float>(call, (int)threads);
-#if defined(LOCKSTEP_AMX)
-  if (uses_tiles()) return amx::multiply(call, (int)threads);
-#endif
-#if defined(__AVX512BF16__)
-  multiply_lanes<lanes::Pairs, simd::bf16>(call, (int)threads);
-#else
-  multiply_lanes<lanes::Widened<simd::bf16>, simd::bf16>(call, (int)threads);
-#endif
+  multiply(call, is_bf16, (int)threads);
+}
+
+// Returns 1 if an expert's number is out of range, and 0 after the product.
+extern "C" int64_t lockstep_linear_grouped(const grouped::Grouped* call, int64_t is_bf16, int64_t threads) {
+  for (int64_t r = 0; r < call->R; r++)
+    if (call->experts[r] < 0 || call->experts[r] >= call->E) return 1;
+  const auto one_thread = [&](const Call& part) { multiply(part, is_bf16, 1); };
+  if (is_bf16)
+    grouped::multiply_grouped<simd::bf16>(*call, (int)threads, one_thread);
+  else
+    grouped::multiply_grouped<float>(*call, (int)threads, one_thread);
+  return 0;
 }

@@ -6,7 +6,8 @@ Dimension letters: M rows, N out_features, K in_features.
 """
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from ..machine import native
 
 LinearMethod = Literal["triton", "triton_fixed", "padded", "native", "rows", "library"]
+Layer = tuple[Tensor, Tensor | None]  # weight [N,K], bias [N] or None
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x [M,K], weight [N,K], bias [N] or None -> [M,N]
 
 ROW_MULTIPLE = 4
@@ -37,8 +39,8 @@ def invariant_linear(
 
     With `num_blocks` > 1 the sum over K is that of a row-parallel layer: see `blocked_product`.
 
-    - "triton": our Triton product in tiles of two shapes, and "triton_fixed" in tiles of one, invariant by construction
-      (CUDA, float16 to float64; see `triton_kernels.py`);
+    - "triton": our Triton product in tiles chosen by M and N, and "triton_fixed" in tiles of one shape, invariant by
+      construction (CUDA, float16 to float64; see `triton_kernels.py`);
     - "padded": the library's product over rows padded to a multiple of `row_multiple`; copies only where it pads;
     - "native": our C++ product, invariant by construction (CPU, float32 and bfloat16, fp32 sums);
     - "rows": the library's product over one row at a time, invariant by construction on any device, and slow;
@@ -87,6 +89,8 @@ def blocked_product(x: Tensor, weight: Tensor, bias: Tensor | None, *, product: 
 
 def block_partials(x: Tensor, weight: Tensor, product: Product, num_blocks: int) -> Tensor:
     """Compute the partial products [num_blocks,M,N] of x [M,K] and weight [N,K], each rounded to x's dtype."""
+    if num_blocks == 1:
+        return product(x, weight, None).unsqueeze(0)
     width = x.shape[1] // num_blocks
     blocks = [slice(start, start + width) for start in range(0, width * num_blocks, width)]
     return torch.stack([product(x[:, block], weight[:, block], None) for block in blocks])
@@ -125,7 +129,7 @@ def native_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def native_products(
     x: Tensor,
-    layers: Iterable[tuple[Tensor, Tensor | None]],
+    layers: Iterable[Layer],
     entry: Callable[..., None] | None = None,
     *,
     gated: bool = False,
@@ -192,6 +196,39 @@ def triton_fixed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tens
     return triton_linear.fixed_product(x, weight, bias)
 
 
+def _native_gated(x: Tensor, gate: Layer, up: Layer) -> Tensor:
+    return native_products(x, (gate, up), gated=True)[0]
+
+
+def _triton_products(x: Tensor, layers: Sequence[Layer]) -> list[Tensor]:
+    from . import triton_kernels as triton_linear
+
+    return triton_linear.products(x, layers)
+
+
+def _triton_gated(x: Tensor, gate: Layer, up: Layer) -> Tensor:
+    from . import triton_kernels as triton_linear
+
+    return triton_linear.gated_product(x, gate, up)
+
+
+@dataclass(frozen=True)
+class Together:
+    """One call for several layers that read the same rows x [...,K], without autograd; the bits of separate calls."""
+
+    products: Callable[[Tensor, Sequence[Layer]], list[Tensor]]  # of each layer: [...,N]
+    gated: Callable[[Tensor, Layer, Layer], Tensor]  # silu(gate) * up [...,N] of two layers of one shape, as `swiglu`
+
+
+def together_of(method: LinearMethod) -> Together | None:
+    """Return a method's product of several layers at once, or None if it has none."""
+    return TOGETHER.get(method)
+
+
+TOGETHER: dict[str, Together] = {
+    "native": Together(native_products, _native_gated),
+    "triton": Together(_triton_products, _triton_gated),
+}
 PRODUCTS: dict[str, Product] = {
     "triton": triton_product,
     "triton_fixed": triton_fixed_product,

@@ -16,6 +16,7 @@ using namespace simd;
 constexpr int ROWS = 6;                     // the most rows computed together
 constexpr int COLUMNS = W == 16 ? 4 : 2;    // the columns computed together: their sums fill the registers
 constexpr int LEVEL = COLUMNS / 2;          // log2(COLUMNS): sums of lanes that are added before they are stored
+constexpr int STEPS = 4;                    // along K, between two that may branch
 constexpr int64_t X_BYTES = 1 << 19;        // bytes of x that stay in the L2 cache while all weights are read
 
 // Products of fp32 values; weights in bf16 are widened as they are loaded.
@@ -62,16 +63,23 @@ inline void add_step(const typename Dot::X* x, int64_t x_stride, const typename 
 }
 
 // Computes the sums of R rows by C columns, a register of lanes each.
-template <typename Dot, int R, int C>
+template <typename Dot, int R, int C, int LINES>
 inline void add_products(const typename Dot::X* x, int64_t x_stride, const typename Dot::Weight* weight, int64_t stride,
-                         int64_t K, int lines, Prefetch& next, Floats* acc) {
+                         int64_t K, Prefetch& next, Floats* acc) {
 #pragma GCC unroll 32
   for (int i = 0; i < R * C; i++) acc[i] = splat(0.0f);
   int64_t k = 0;
-  for (; k + Dot::STEP <= K; k += Dot::STEP) {
-    add_step<Dot, R, C>(x + k, x_stride, weight + k, stride, acc);
-    next.lines(lines);
+  for (; k + STEPS * Dot::STEP <= K; k += STEPS * Dot::STEP) {
+    const char* ahead = next.take(STEPS * LINES, weight);
+#pragma GCC unroll 8
+    for (int i = 0; i < STEPS; i++) {
+      add_step<Dot, R, C>(x + k + i * Dot::STEP, x_stride, weight + k + i * Dot::STEP, stride, acc);
+#pragma GCC unroll 8
+      for (int line = 0; line < LINES; line++)
+        prefetch_after(acc[line % (R * C)], ahead + (i * LINES + line) * 64);
+    }
   }
+  for (; k + Dot::STEP <= K; k += Dot::STEP) add_step<Dot, R, C>(x + k, x_stride, weight + k, stride, acc);
   if (k < K) {  // the last lanes hold zeros: one more step of the same chain
     typename Dot::X last_x[R * Dot::STEP] = {};
     typename Dot::Weight last_weight[C * Dot::STEP] = {};
@@ -83,11 +91,11 @@ inline void add_products(const typename Dot::X* x, int64_t x_stride, const typen
 }
 
 // Computes the sums of R rows by C columns, whose lanes are added up to LEVEL: parts[r * TILE / COLUMNS].
-template <typename Dot, int R>
+template <typename Dot, int R, int LINES>
 void add_columns(const typename Dot::X* x, int64_t x_stride, const typename Dot::Weight* weight, int64_t stride,
-                 int64_t K, int lines, Prefetch& next, Floats* parts) {
+                 int64_t K, Prefetch& next, Floats* parts) {
   Floats acc[R * COLUMNS];
-  add_products<Dot, R, COLUMNS>(x, x_stride, weight, stride, K, lines, next, acc);
+  add_products<Dot, R, COLUMNS, LINES>(x, x_stride, weight, stride, K, next, acc);
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) parts[r * TILE / COLUMNS] = sums<COLUMNS>(acc + r * COLUMNS);
 }
@@ -98,7 +106,7 @@ void add_last_columns(const typename Dot::X* x, int64_t x_stride, const typename
                       int64_t K, int64_t count, Prefetch& next, Floats* parts) {
   Floats acc[R * COLUMNS] = {}, column[R];
   for (int64_t c = 0; c < count; c++) {
-    add_products<Dot, R, 1>(x, x_stride, weight + c * stride, stride, K, 1, next, column);
+    add_products<Dot, R, 1, 1>(x, x_stride, weight + c * stride, stride, K, next, column);
     for (int r = 0; r < R; r++) acc[r * COLUMNS + c] = column[r];
   }
   for (int r = 0; r < R; r++) parts[r * TILE / COLUMNS] = sums<COLUMNS>(acc + r * COLUMNS);
@@ -106,7 +114,7 @@ void add_last_columns(const typename Dot::X* x, int64_t x_stride, const typename
 
 // Stores `count` columns of a row, whose lanes are added up to LEVEL, with the bias [TILE]. Overwrites `parts`.
 template <typename T>
-void store_row(Floats* parts, int64_t count, const float* bias, T* y) {
+inline __attribute__((always_inline)) void store_row(Floats* parts, int64_t count, const float* bias, T* y) {
   T found[TILE];
   const bool is_whole = count == TILE;
 #pragma GCC unroll 4
@@ -120,13 +128,15 @@ template <typename Dot, typename T, int R>
 void multiply_rows(const typename Dot::X* x, int64_t x_stride, const typename Dot::Weight* weight, int64_t stride,
                    int64_t K, int64_t count, const float* bias, Prefetch& next, T* y, int64_t y_stride) {
   constexpr int C = COLUMNS;
-  Floats parts[R * TILE / C] = {};
+  Floats parts[R * TILE / C];
   const int lines = next.share(std::max<int>(C * Dot::STEP * sizeof(T) / 64, 1), 1);
+  const auto add = lines > 2 ? add_columns<Dot, R, 4> : lines > 1 ? add_columns<Dot, R, 2> : add_columns<Dot, R, 1>;
   int64_t c = 0;
-  for (; c + C <= count; c += C)
-    add_columns<Dot, R>(x, x_stride, weight + c * stride, stride, K, lines, next, parts + c / C);
+  for (; c + C <= count; c += C) add(x, x_stride, weight + c * stride, stride, K, next, parts + c / C);
   if (c < count)
-    add_last_columns<Dot, R>(x, x_stride, weight + c * stride, stride, K, count - c, next, parts + c / C);
+    add_last_columns<Dot, R>(x, x_stride, weight + c * stride, stride, K, count - c, next, parts + c / C), c += C;
+  for (; c < TILE; c += C)  // of columns that are not there
+    for (int r = 0; r < R; r++) parts[r * TILE / C + c / C] = splat(0.0f);
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) store_row(parts + r * TILE / C, count, bias, y + r * y_stride);
 }

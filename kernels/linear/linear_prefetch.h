@@ -20,6 +20,16 @@ class Prefetch {
   }
   // Lines to prefetch after each of the instructions that read together `lines` lines of the current weights.
   int share(int lines, int instructions) const { return (lines - 1) / (instructions * blocks_) + 1; }
+  // Returns the address of the next `count` lines, which the caller prefetches; `other` where so many do not lie there.
+  const char* take(int count, const void* other) {
+    if (left_ < count) {
+      if (rows_) last_lines();
+      return (const char*)other;
+    }
+    const char* first = at_;
+    left_ -= count, at_ += 64 * count;
+    return first;
+  }
   void lines(int count) {
     if (left_ < count) {
       if (rows_) last_lines();

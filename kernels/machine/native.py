@@ -1,8 +1,7 @@
 """C++ kernels, compiled at first use and loaded with ctypes (which releases the GIL during a call).
 
-A library is stored in `$LOCKSTEP_CACHE_DIR`, or `$XDG_CACHE_HOME/lockstep`, or `~/.cache/lockstep`, under a name that
-is a digest of its sources, flags, compiler and processor. A library is code: a folder or file that another user owns or
-can write to is refused.
+A library is stored in the folder of `cache_folder.py`, under a name that is a digest of its sources, flags, compiler
+and processor. A library is code: a folder or file that another user owns or can write to is refused.
 `LOCKSTEP_NATIVE=0` switches native code off. `LOCKSTEP_MAX_ISA`, one of `ISA_LEVELS`, forbids all kernels the
 instructions above that level: for tests, and to make one machine compute as a less capable one would.
 """
@@ -13,7 +12,6 @@ import logging
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 import threading
@@ -21,10 +19,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from .cache_folder import cache_folder, check_owner, make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +38,6 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=off", "-f
 # From the least to the most capable; _WITHOUT: flag that forbids the next level. "plain" is the compiler's baseline.
 ISA_LEVELS = ("plain", "avx2", "avx512", "avx512_bf16", "amx")
 _WITHOUT = {"avx2": "-mno-avx512f", "avx512": "-mno-avx512bf16", "avx512_bf16": "-mno-amx-bf16"}
-
-
-class UnsafeCache(ValueError):
-    """A cache whose libraries another user could have put there; the message names it and the remedy."""
 
 
 class NativeUnavailable(Exception):
@@ -140,17 +137,16 @@ def build(source: Path, environ: Mapping[str, str], more_flags: Sequence[str] = 
     if environ.get("LOCKSTEP_NATIVE") == "0":
         raise NativeUnavailable("switched off by LOCKSTEP_NATIVE=0")
     compiler = find_compiler(environ)
-    version = _run([compiler, "--version"])
+    version = compiler_version(compiler)
     flags = [*compile_flags(environ), *more_flags]
     openmp = _openmp_link_flags(is_clang="clang" in version)
-    path = _cache_dir(environ) / f"{source.stem}-{_digest(source, version, [*flags, *openmp])}.so"
+    path = cache_folder(environ) / f"{source.stem}-{_digest(source, version, [*flags, *openmp])}.so"
     started = time.perf_counter()
     _make_folder(path.parent)
-    _check_owner(path.parent)
     compiled = not path.exists()
     if compiled:
         _compile(compiler, source, flags, openmp, path)
-    _check_owner(path)
+    check_owner(path)
     seconds = time.perf_counter() - started if compiled else 0.0
     try:
         return NativeLibrary(path, seconds, ctypes.CDLL(str(path)))
@@ -181,34 +177,17 @@ def find_compiler(environ: Mapping[str, str]) -> str:
     raise NativeUnavailable(f"no C++ compiler: {' and '.join(names)} not found on PATH")
 
 
-def _cache_dir(environ: Mapping[str, str]) -> Path:
-    if environ.get("LOCKSTEP_CACHE_DIR"):
-        return Path(environ["LOCKSTEP_CACHE_DIR"])
-    home = environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "lockstep"
-
-
 def _make_folder(folder: Path) -> None:
-    """Make the cache folder, for this user alone, unless it exists."""
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
         raise NativeUnavailable(f"the cache folder {folder} cannot be made: {error}") from error
 
 
-def _check_owner(path: Path) -> None:
-    """Raise UnsafeCache for a folder or a library that another user owns or can write to."""
-    found = path.stat()
-    owner, mode = found.st_uid, stat.S_IMODE(found.st_mode)
-    # Root may have filled a cache for all users of an image.
-    if owner in (os.geteuid(), 0) and not mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return
-    why = f"belongs to the user {owner}" if owner not in (os.geteuid(), 0) else f"has mode {mode:04o}"
-    raise UnsafeCache(
-        f"the kernel cache {path} {why}, so that another user could have put code there: "
-        f"make it yours (chmod go-w, chown) or set LOCKSTEP_CACHE_DIR to a folder of your own"
-    )
+@cache
+def compiler_version(compiler: str) -> str:
+    """Return what the compiler at that path says of itself. Raises NativeUnavailable."""
+    return _run([compiler, "--version"])
 
 
 def _openmp_link_flags(is_clang: bool) -> list[str]:
@@ -221,12 +200,12 @@ def _openmp_link_flags(is_clang: bool) -> list[str]:
 
 
 def _digest(source: Path, compiler_version: str, flags: list[str]) -> str:
-    parts = [*flags, compiler_version, _processor()]
+    parts = [*flags, compiler_version, processor()]
     parts += [file.read_text() for file in [source, *sorted({*source.parent.glob("*.h"), *KERNELS.rglob("*.h")})]]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _processor() -> str:
+def processor() -> str:
     """Describe the processor as -march=native sees it: a shared cache must not serve another machine's instructions."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists():

@@ -10,6 +10,13 @@
 
 namespace simd {
 
+// Fetches the line at an address into the second-level cache. The empty assembly keeps GCC from taking a function that
+// only prefetches for one without effects, whose calls it drops.
+static inline void prefetch(const void* p) {
+  __builtin_prefetch(p, 0, 2);
+  asm volatile("");
+}
+
 // Of two vectors, the even and the odd floats of each four lanes, and the even and the odd groups of four lanes: shuffles
 // that stay inside 128 bits, or move 128 bits, are the cheap ones.
 #if defined(__AVX512F__)
@@ -57,6 +64,18 @@ static inline Floats fused(Floats a, Floats b, Floats c) {  // a * b + c
   return r;
 #else
   return a * b + c;  // two roundings, everywhere
+#endif
+}
+
+// Fetches the line at an address into the second-level cache, after `value` was computed and before it is used: compilers
+// would gather such instructions from a whole loop at one place, where they wait for each other.
+static inline void prefetch_after(Floats& value, const void* p) {
+#if defined(__AVX512F__)
+  asm volatile("prefetcht1 (%1)" : "+v"(value) : "r"(p));
+#elif defined(__AVX2__) && defined(__FMA__)
+  asm volatile("prefetcht1 (%1)" : "+x"(value) : "r"(p));
+#else
+  __builtin_prefetch(p, 0, 2);
 #endif
 }
 
@@ -155,6 +174,9 @@ static inline float sum(Floats v) {
   return v[0];
 }
 static inline float largest(Floats v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#endif
   float m = v[0];
   for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
   return m;

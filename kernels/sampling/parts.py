@@ -25,10 +25,10 @@ Gather = Callable[
 
 @dataclass(frozen=True)
 class DrawnRows:
-    """R tokens that were drawn from rows of all parts."""
+    """R tokens that were drawn from rows of all parts; NaN where logits are broken."""
 
-    token_ids: list[int]
-    logprobs: list[float]
+    token_ids: Tensor  # int64
+    logprobs: Tensor  # float32
 
 
 def serves_parts(part_size: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -62,4 +62,4 @@ def draw_parts(logits: Tensor, settings: RowSettings, positions: Tensor, first_i
     logprobs = native_sampling.logprobs_of_parts(blocks, largest, best[:, 3].float(), settings.temperatures)
     is_broken = logprobs.isnan()
     token_ids = best[:, 2].long().masked_fill(is_broken, 0)
-    return DrawnRows(token_ids.tolist(), logprobs.tolist())
+    return DrawnRows(token_ids, logprobs)

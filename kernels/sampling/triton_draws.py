@@ -1,30 +1,45 @@
 """Draws of tokens from rows of logits on a GPU: one program a row, over tiles of fixed size (Triton).
 
-They follow the definition in reference.py bit for bit: its operations, in its order, unfused (UNFUSED). Bounds of the
-noise in float32 tell which tiles have a token that may win; only these get logarithms. The tokens that a filter keeps
-are looked for only if it removes the winner, by bisection over the order of float32 logits: no row is sorted.
+They follow the definition in reference.py bit for bit: its operations, in its order, unfused (UNFUSED). One pass finds
+the winner of all tokens, and what its log-probability follows from (`triton_scan.py`). Where a row has top_k or top_p,
+three passes find the exact cut: counts and masses of the tokens by 11, 11 and 10 bits of their rank, all integers, so
+that no order of addition matters. Only where a filter removes the winner does a fifth pass draw again among those that
+are kept. No row is sorted.
 
 Letters: R rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..machine.triton_numbers import widened
-from .triton_logprobs import BLOCK_V, NUM_WARPS, SIZES, dense, row_statistics, scaled_tile, selected
-from .triton_noise import gumbel_noise, noise_word, row_key
+from .triton_logprobs import logprobs_of
+from .triton_noise import row_key
+from .triton_scan import (
+    BLOCK_V,
+    NUM_WARPS,
+    SIZES,
+    UNFUSED,
+    bar_of,
+    better,
+    dense,
+    may_win,
+    raw_tile,
+    scaled_tile,
+    scan,
+    statistics,
+    step_of,
+)
 from .wanted import wanted_logits
 
-UNFUSED: dict[str, Any] = {"enable_fp_fusion": False}  # else the compiler makes one rounding of a product and a sum
+MOST_PASSES = 5  # over a row's logits
 _UNITS = tl.constexpr(2.0**40)  # reference.MASS_UNITS
-_MARGIN = tl.constexpr(1.0001)  # covers the errors of bounds in float32
-_FIRST_BAR = tl.constexpr(0.0247)  # exp(-3.7): the noise of the largest logit is above -3.7
+_BITS = tl.constexpr(11)  # of a rank that one pass tells apart
+_BINS = tl.constexpr(2048)
+_LEVELS = tl.constexpr(3)
 
 
 def draw(
@@ -44,18 +59,23 @@ def draw(
     if reshaped is not None or allowed is not None:
         wanted = wanted_logits(logits, reshaped, allowed)
     num_rows, vocab_size = logits.shape
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    found = scan(wanted, temperatures, noise_keys)
     chances = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     top_k, top_p, min_p = (limit.contiguous() for limit in filters)
     if num_rows:
+        counts, masses = (torch.empty(num_rows, _LEVELS.value, _BINS.value, dtype=dtype, device=logits.device)
+                          for dtype in (torch.int32, torch.int64))  # fmt: skip
         with torch.cuda.device_of(logits):
-            _draw_kernel[(num_rows,)](
-                *(wanted, temperatures.contiguous(), vocab_size, wanted.stride(0), int(len(temperatures) > 1)),
+            _choose_kernel[(num_rows,)](
+                *(wanted, temperatures.contiguous(), vocab_size, wanted.stride(0), step_of(temperatures)),
                 *(key.contiguous() for key in noise_keys),
-                *(top_k, top_p.double(), min_p, token_ids, chances),
+                *(top_k, top_p.double(), min_p, found.statistics, found.largest, counts, masses),
+                *(found.winners, chances),
                 BLOCK=BLOCK_V, num_warps=NUM_WARPS, **UNFUSED,
             )  # fmt: skip
-    return token_ids, selected(logits, token_ids, temperatures)[0], chances
+    stats = found.statistics if wanted is logits else statistics(logits, temperatures)
+    columns = found.winners.unsqueeze(-1)
+    return found.winners, logprobs_of(logits, temperatures, stats, columns).squeeze(-1), chances
 
 
 def weights(z: Tensor) -> Tensor:
@@ -73,102 +93,65 @@ def _weights_kernel(z_ptr, count, out_ptr, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["logits_ptr"])
-def _draw_kernel(
+def _choose_kernel(
     logits_ptr, temperatures_ptr, vocab_size, logits_row, temperature_step, seeds_ptr, positions_ptr,
-    top_k_ptr, top_p_ptr, min_p_ptr, ids_ptr, chances_ptr, BLOCK: tl.constexpr,
+    top_k_ptr, top_p_ptr, min_p_ptr, stats_ptr, largest_ptr, counts_ptr, masses_ptr, ids_ptr, chances_ptr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Replace a row's winner by the one that its filters keep; a row without filters is not read again."""
     r = tl.program_id(0).to(tl.int64)
     row = logits_ptr + r * logits_row
     temperature = tl.load(temperatures_ptr + r * temperature_step)
-    maximum, log_sum = row_statistics(row, vocab_size, temperature, BLOCK)
     top_k, top_p, min_p = tl.load(top_k_ptr + r), tl.load(top_p_ptr + r), tl.load(min_p_ptr + r)
-    largest, is_broken = _largest(row, vocab_size, BLOCK)
-    inverse = tl.div_rn(temperature * 0.0 + 1.0, temperature)
-    token = vocab_size * 0
-    if (top_k == 1) & (is_broken == 0):
-        token = _first_of_rank(row, vocab_size, _rank(largest), top_k, BLOCK)
-    elif is_broken == 0:
-        a, b, c, d = row_key(tl.load(seeds_ptr + r), tl.load(positions_ptr + r))
-        lowest, last_tie = top_k * 0 - (1 << 40), vocab_size  # below all ranks: all tokens are kept
-        token = _winner(
-            row, vocab_size, temperature, inverse, largest, lowest, last_tie, min_p * 0.0, a, b, c, d, BLOCK
-        )
-        mass_limit = top_k * 0 + (1 << 62)
-        if top_p < 1.0:
-            _, mass = _before(row, vocab_size, inverse, largest, lowest, vocab_size, BLOCK)
-            mass_limit = (mass.to(tl.float64) * top_p).to(tl.int64)
-        x = _logits(row, token, vocab_size)
+    largest = tl.load(largest_ptr + r)
+    token = tl.load(ids_ptr + r).to(tl.int32)
+    is_sound = largest == largest
+    if is_sound & (top_k == 1):
+        token = _first_of_rank(row, vocab_size, _rank(largest), BLOCK)
+    elif is_sound:
+        inverse = tl.div_rn(temperature * 0.0 + 1.0, temperature)
+        lowest, quota = top_k * 0 - (1 << 40), top_k  # below all ranks: all tokens are kept
+        x = raw_tile(row, token, vocab_size)
         is_kept = _weights((x - largest) * inverse) >= min_p
-        has_cut = (top_k < vocab_size) | (top_p < 1.0)
-        if has_cut:
-            count, mass = _before(row, vocab_size, inverse, largest, _rank(x), token, BLOCK)
-            is_kept &= (count < top_k) & (mass <= mass_limit)
+        if (top_k < vocab_size) | (top_p < 1.0):
+            lowest, quota, num_ties = _cut(
+                row, vocab_size, inverse, largest, top_k, top_p, counts_ptr + r * _LEVELS * _BINS,
+                masses_ptr + r * _LEVELS * _BINS, BLOCK,
+            )  # fmt: skip
+            is_kept &= (_rank(x) > lowest) | ((_rank(x) == lowest) & (quota >= num_ties))
         if is_kept == 0:
-            if has_cut:
-                lowest, quota = _cut(row, vocab_size, inverse, largest, top_k, mass_limit, BLOCK)
-                last_tie = _first_of_rank(row, vocab_size, lowest, quota, BLOCK)
-            token = _winner(row, vocab_size, temperature, inverse, largest, lowest, last_tie, min_p, a, b, c, d, BLOCK)
+            a, b, c, d = row_key(tl.load(seeds_ptr + r), tl.load(positions_ptr + r))
+            token = _winner(row, vocab_size, temperature, inverse, largest, lowest, quota, min_p, a, b, c, d, BLOCK)
     x = scaled_tile(row, token, vocab_size, temperature)
     tl.store(ids_ptr + r, token.to(tl.int64))
-    tl.store(chances_ptr + r, tl.exp(x - maximum - log_sum))
-
-
-@triton.jit
-def _logits(row, v, vocab_size):
-    return widened(tl.load(row + v, mask=v < vocab_size, other=-float("inf")))
-
-
-@triton.jit
-def _largest(row, vocab_size, BLOCK: tl.constexpr):
-    """Find the largest logit of a row, and whether the row has none to draw."""
-    largest = tl.full((BLOCK,), -float("inf"), tl.float32)
-    broken = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        x = _logits(row, start + tl.arange(0, BLOCK), vocab_size)
-        largest = tl.maximum(largest, x)
-        broken |= ((x != x) | (x == float("inf"))).to(tl.int32)
-    found = tl.max(largest, 0)
-    return found, tl.max(broken, 0) | (found == -float("inf")).to(tl.int32)
+    tl.store(chances_ptr + r, tl.exp(x - tl.load(stats_ptr + 2 * r) - tl.load(stats_ptr + 2 * r + 1)))
 
 
 @triton.jit
 def _winner(
-    row, vocab_size, temperature, inverse, largest, lowest, last_tie, least, a, b, c, d, BLOCK: tl.constexpr
+    row, vocab_size, temperature, inverse, largest, lowest, quota, least, a, b, c, d, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Find the kept token with the largest score, the first of equal ones.
-
-    A token whose noise is bounded by -log(v) loses if v * exp(best - largest scaled logit) is above its own exp(z).
-    """
+    """Find the kept token with the largest score: those above the lowest rank, and the first `quota` ones of it."""
     scale = temperature.to(tl.float64)
     top = largest.to(tl.float64) / scale
     best_high = top * 0.0 - float("inf")
     best_low = top * 0.0
-    bar = largest * 0.0 + _FIRST_BAR
     token = vocab_size * 0
+    seen = quota * 0
     for start in range(0, vocab_size, BLOCK):
         v = start + tl.arange(0, BLOCK)
-        x = _logits(row, v, vocab_size)
+        x = raw_tile(row, v, vocab_size)
         z = (x - largest) * inverse
         rank = _rank(x)
-        is_kept = (rank > lowest) | ((rank == lowest) & (v <= last_tie))
-        is_kept &= (_weights(z) >= least) & (x > -float("inf"))
-        bound = (noise_word(v, a, b) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
-        is_able = is_kept & (bound * bar <= tl.exp(z) * _MARGIN)
+        is_tie = (rank == lowest) & (v < vocab_size)
+        running = seen + tl.cumsum(is_tie.to(tl.int64), 0)
+        is_kept = (rank > lowest) | (is_tie & (running <= quota))
+        seen += tl.sum(is_tie.to(tl.int64), 0)
+        is_able = is_kept & (_weights(z) >= least) & (x > -float("inf")) & may_win(v, z, bar_of(best_high, top), a, b)
         if tl.max(is_able.to(tl.int32), 0) > 0:
-            y = x.to(tl.float64) / scale
-            g = gumbel_noise(v, a, b, c, d)
-            high = tl.where(is_able, y + g, -float("inf"))
-            high_here = tl.max(high, 0)
-            back = high - y
-            low = tl.where(high == high_here, (y - (high - back)) + (g - back), -float("inf"))
-            low_here = tl.max(low, 0)
-            first = tl.min(tl.where((high == high_here) & (low == low_here), v, vocab_size), 0)
-            is_better = (high_here > best_high) | ((high_here == best_high) & (low_here > best_low))
-            token = tl.where(is_better, first, token)
-            best_low = tl.where(is_better, low_here, best_low)
-            best_high = tl.where(is_better, high_here, best_high)
-            reached = tl.exp((best_high - top).to(tl.float32))
-            bar = tl.maximum(bar, reached)
+            best_high, best_low, token = better(
+                v, x, is_able, scale, vocab_size, a, b, c, d, best_high, best_low, token
+            )
     return token
 
 
@@ -198,50 +181,59 @@ def _rank(x):
 
 
 @triton.jit
-def _before(row, vocab_size, inverse, largest, rank, token, BLOCK: tl.constexpr):
-    """Count the tokens that rank above `rank`, or equal it and come before `token`, and sum their masses."""
-    count = tl.zeros((BLOCK,), tl.int64)
-    mass = tl.zeros((BLOCK,), tl.int64)
-    for start in range(0, vocab_size, BLOCK):
-        v = start + tl.arange(0, BLOCK)
-        x = _logits(row, v, vocab_size)
-        is_before = (v < vocab_size) & ((_rank(x) > rank) | ((_rank(x) == rank) & (v < token)))
-        count += is_before.to(tl.int64)
-        mass += tl.where(is_before, (_weights((x - largest) * inverse) * _UNITS).to(tl.int64), 0)
-    return tl.sum(count, 0), tl.sum(mass, 0)
+def _cut(row, vocab_size, inverse, largest, top_k, top_p, counts, masses, BLOCK: tl.constexpr):
+    """Find the lowest rank that is kept, the number of tokens kept of that rank, and the number that have it.
 
-
-@triton.jit
-def _cut(row, vocab_size, inverse, largest, top_k, mass_limit, BLOCK: tl.constexpr):
-    """Find the lowest rank that is kept, and the number of tokens kept of that rank: the first ones.
-
-    A rank is kept when fewer than top_k tokens, of no more than mass_limit together, rank above it.
+    A rank is kept when fewer than top_k tokens, of no more than top_p's share of the mass together, rank above it.
+    counts and masses: memory for [3, 2048] numbers.
     """
-    low, high = _rank(largest * 0.0 - float("inf")), _rank(largest)
-    while low < high:
-        middle = (low + high) >> 1
-        count, mass = _before(row, vocab_size, inverse, largest, middle, 0, BLOCK)
-        is_kept = (count < top_k) & (mass <= mass_limit)
-        high = tl.where(is_kept, middle, high)
-        low = tl.where(is_kept, low, middle + 1)
-    count, mass = _before(row, vocab_size, inverse, largest, low, 0, BLOCK)
-    count_with, mass_with = _before(row, vocab_size, inverse, largest, low - 1, 0, BLOCK)
-    each = (mass_with - mass) // tl.maximum(count_with - count, 1)
+    bins = tl.arange(0, _BINS)
+    prefix = top_k * 0  # the upper bits of the lowest kept rank, as far as they are known
+    count, mass = top_k * 0, top_k * 0  # of the tokens that rank above all with this prefix
+    num_ties, mass_of_ties = top_k * 0, top_k * 0
+    mass_limit = top_k * 0 + (1 << 62)
+    for level in range(_LEVELS):
+        shift = tl.maximum(32 - _BITS * (level + 1), 0)  # 21, 10, 0
+        width = tl.minimum(32 - _BITS * level, _BITS)  # 11, 11, 10
+        tl.store(counts + level * _BINS + bins, tl.zeros((_BINS,), tl.int32))
+        tl.store(masses + level * _BINS + bins, tl.zeros((_BINS,), tl.int64))
+        tl.debug_barrier()
+        for start in range(0, vocab_size, BLOCK):
+            v = start + tl.arange(0, BLOCK)
+            x = raw_tile(row, v, vocab_size)
+            key = _rank(x) + (1 << 31)
+            is_in = (v < vocab_size) & ((key >> (shift + width)) == prefix)
+            at = level * _BINS + ((key >> shift) & ((1 << width) - 1)).to(tl.int32)
+            weight = (_weights((x - largest) * inverse) * _UNITS).to(tl.int64)
+            tl.atomic_add(counts + at, tl.full((BLOCK,), 1, tl.int32), mask=is_in, sem="relaxed")
+            tl.atomic_add(masses + at, weight, mask=is_in & (weight > 0), sem="relaxed")
+        tl.debug_barrier()
+        num = tl.load(counts + level * _BINS + bins, cache_modifier=".cg").to(tl.int64)
+        sums = tl.load(masses + level * _BINS + bins, cache_modifier=".cg")
+        share = (tl.sum(sums, 0).to(tl.float64) * top_p).to(tl.int64)
+        mass_limit = tl.where((level == 0) & (top_p < 1.0), share, mass_limit)
+        num_above = count + tl.sum(num, 0) - tl.cumsum(num, 0)
+        mass_above = mass + tl.sum(sums, 0) - tl.cumsum(sums, 0)
+        is_kept = (num_above < top_k) & (mass_above <= mass_limit)
+        found = tl.min(tl.where(is_kept, bins, _BINS - 1), 0)
+        count = tl.sum(tl.where(bins == found, num_above, 0), 0)
+        mass = tl.sum(tl.where(bins == found, mass_above, 0), 0)
+        num_ties = tl.sum(tl.where(bins == found, num, 0), 0)
+        mass_of_ties = tl.sum(tl.where(bins == found, sums, 0), 0)
+        prefix = (prefix << width) | found.to(tl.int64)
+    each = mass_of_ties // tl.maximum(num_ties, 1)
     room = tl.where(each > 0, (mass_limit - mass) // tl.maximum(each, 1) + 1, top_k)
-    return low, tl.minimum(top_k - count, room)
+    return prefix - (1 << 31), tl.minimum(top_k - count, room), num_ties
 
 
 @triton.jit
-def _first_of_rank(row, vocab_size, rank, nth, BLOCK: tl.constexpr):
-    """Find the nth token, from 1, of this rank; V where there are fewer."""
+def _first_of_rank(row, vocab_size, rank, BLOCK: tl.constexpr):
+    """Find the first token of this rank; V where there is none."""
     found = vocab_size
-    seen = nth * 0
     start = vocab_size * 0
-    while (start < vocab_size) & (seen < nth):
+    while (start < vocab_size) & (found == vocab_size):
         v = start + tl.arange(0, BLOCK)
-        is_it = (_rank(_logits(row, v, vocab_size)) == rank) & (v < vocab_size)
-        running = seen + tl.cumsum(is_it.to(tl.int64), 0)
-        found = tl.minimum(found, tl.min(tl.where(is_it & (running >= nth), v, vocab_size), 0))
-        seen += tl.sum(is_it.to(tl.int64), 0)
+        is_it = (_rank(raw_tile(row, v, vocab_size)) == rank) & (v < vocab_size)
+        found = tl.minimum(found, tl.min(tl.where(is_it, v, vocab_size), 0))
         start += BLOCK
     return found

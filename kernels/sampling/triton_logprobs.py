@@ -1,8 +1,7 @@
 """Log-probabilities of rows of logits on a GPU, without a float32 copy of them (Triton).
 
-One program reads one row, in tiles of fixed size from the first token to the last: each lane keeps its own running
-maximum and sum, and the lanes are combined once, at the end. So a row's bits depend on that row alone. A reported value
-follows from the row's `statistics` by one division and two subtractions, for any set of tokens.
+A reported value follows from the row's `statistics` (`triton_scan.py`) by one division and two subtractions, for any
+set of tokens.
 
 Letters: R rows, V vocabulary, C columns asked for.
 """
@@ -14,36 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..machine.triton_numbers import INTERPRETED, rounded
-
-BLOCK_V = 4096
-NUM_WARPS = 8
-# Not specialised by the compiler, and neither are alignments: logits that start elsewhere in memory would get another
-# layout of lanes, and so another order of addition.
-SIZES = ["vocab_size", "logits_row", "temperature_step"]
+from ..machine.triton_numbers import rounded
+from .triton_scan import BLOCK_V, NUM_WARPS, dense, scaled_tile, statistics, step_of
 
 
 def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
     """Compute log-probabilities of logits [R, V] at temperatures float32 [R] or [1] -> float32 [R, V]."""
     logits = dense(logits)
-    return _logprobs(logits, temperatures, statistics(logits, temperatures), None)
+    return logprobs_of(logits, temperatures, statistics(logits, temperatures), None)
 
 
 def selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities of token_ids int64 [R] -> float32 [R], NaN for tokens beyond V; and the statistics."""
     logits = dense(logits)
     stats = statistics(logits, temperatures)
-    return _logprobs(logits, temperatures, stats, token_ids.unsqueeze(-1)).squeeze(-1), stats
-
-
-def statistics(logits: Tensor, temperatures: Tensor) -> Tensor:
-    """Compute the maximum m of logits / temperature, and log(sum(exp(x - m))) of these x: float32 [R, 2]."""
-    stats = torch.empty(len(logits), 2, dtype=torch.float32, device=logits.device)
-    if len(logits):
-        rows = (logits, temperatures, logits.shape[1], logits.stride(0), _step(temperatures))
-        with torch.cuda.device_of(logits):
-            _statistics_kernel[(len(logits),)](*rows, stats, BLOCK=BLOCK_V, num_warps=NUM_WARPS)
-    return stats
+    return logprobs_of(logits, temperatures, stats, token_ids.unsqueeze(-1)).squeeze(-1), stats
 
 
 def selected_gradient(logits: Tensor, token_ids: Tensor, temperatures: Tensor, stats: Tensor, grad: Tensor) -> Tensor:
@@ -54,26 +38,15 @@ def selected_gradient(logits: Tensor, token_ids: Tensor, temperatures: Tensor, s
     if num_rows:
         with torch.cuda.device_of(logits):
             _gradient_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK_V))](
-                *(logits, temperatures, vocab_size, logits.stride(0), _step(temperatures), stats),
+                *(logits, temperatures, vocab_size, logits.stride(0), step_of(temperatures), stats),
                 *(token_ids.contiguous(), grad.float().contiguous(), out),
                 BLOCK=BLOCK_V, num_warps=NUM_WARPS,
             )  # fmt: skip
     return out
 
 
-def dense(logits: Tensor) -> Tensor:
-    """Return logits [R, V] with contiguous rows. Raises ValueError where Triton does not serve them."""
-    if not logits.is_floating_point() or not (logits.is_cuda or INTERPRETED.value):
-        raise ValueError(f"Triton reads floating-point logits on a GPU, not {logits.dtype} on {logits.device}")
-    return logits if logits.stride(1) == 1 else logits.contiguous()
-
-
-def _step(temperatures: Tensor) -> int:
-    return temperatures.stride(0) if len(temperatures) > 1 else 0
-
-
-def _logprobs(logits: Tensor, temperatures: Tensor, stats: Tensor, columns: Tensor | None) -> Tensor:
-    """Compute float32 [R, C] at columns int64 [R, C], or at all columns where it is None."""
+def logprobs_of(logits: Tensor, temperatures: Tensor, stats: Tensor, columns: Tensor | None) -> Tensor:
+    """Compute float32 [R, C] at columns int64 [R, C], or at all columns where it is None, from rows' statistics."""
     num_rows, vocab_size = logits.shape
     width = vocab_size if columns is None else columns.shape[1]
     out = torch.empty(num_rows, width, dtype=torch.float32, device=logits.device)
@@ -81,44 +54,11 @@ def _logprobs(logits: Tensor, temperatures: Tensor, stats: Tensor, columns: Tens
         block = min(BLOCK_V, triton.next_power_of_2(width))
         with torch.cuda.device_of(logits):
             _logprobs_kernel[(num_rows, triton.cdiv(width, block))](
-                *(logits, temperatures, vocab_size, logits.stride(0), _step(temperatures), stats),
+                *(logits, temperatures, vocab_size, logits.stride(0), step_of(temperatures), stats),
                 *(None if columns is None else columns.contiguous(), width, out),
                 HAS_COLUMNS=columns is not None, BLOCK=block, num_warps=NUM_WARPS if block == BLOCK_V else 1,
             )  # fmt: skip
     return out
-
-
-@triton.jit
-def scaled_tile(row, v, vocab_size, temperature):
-    """Load the logits of tokens v of a row, divided by the temperature; -inf beyond V."""
-    return tl.div_rn(tl.load(row + v, mask=v < vocab_size, other=-float("inf")).to(tl.float32), temperature)
-
-
-@triton.jit
-def row_statistics(row, vocab_size, temperature, BLOCK: tl.constexpr):
-    """Compute the maximum m of a row's scaled logits x, and log(sum(exp(x - m)))."""
-    largest = tl.full((BLOCK,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, vocab_size, BLOCK):
-        x = scaled_tile(row, start + tl.arange(0, BLOCK), vocab_size, temperature)
-        previous = largest
-        largest = tl.maximum(previous, x)
-        base = tl.where(largest == -float("inf"), 0.0, largest)  # a lane that has seen only -inf stays at 0
-        total = total * tl.exp(previous - base) + tl.exp(x - base)
-    maximum = tl.max(largest, 0)
-    base = tl.where(maximum == -float("inf"), 0.0, maximum)
-    return maximum, tl.log(tl.sum(total * tl.exp(largest - base), 0))
-
-
-@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=["logits_ptr"])
-def _statistics_kernel(
-    logits_ptr, temperatures_ptr, vocab_size, logits_row, temperature_step, stats_ptr, BLOCK: tl.constexpr
-):  # fmt: skip
-    r = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperatures_ptr + r * temperature_step)
-    maximum, log_sum = row_statistics(logits_ptr + r * logits_row, vocab_size, temperature, BLOCK)
-    tl.store(stats_ptr + 2 * r, maximum)
-    tl.store(stats_ptr + 2 * r + 1, log_sum)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ...kernels.machine import kept_checks
 from ..model.hosted_model import HostedModel
 from ..model.supported import refused_if_it_fails
 from . import forwards
+from .checked_code import describe_module
 from .forwards import BESIDE, NUM_TOKENS, PIECES, Choices
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ ATTENTION_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # the same for
 LONGEST_WINDOW = 512  # of more tokens the first layer alone is run, and the start-up probe tries the mask
 PAST_WINDOW = 20  # tokens more than a window has
 _known: dict[tuple[Any, ...], Verdict] = {}
+_KIND = "module"  # of kept checks
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,14 @@ class Verdict:
         return f"{bits}{own} ({self.num_tokens} tokens, {self.seconds:.2f} s)"
 
 
-def check_hosted(hosted: HostedModel) -> Verdict | None:
+def check_hosted(hosted: HostedModel, *, anew: bool = False) -> Verdict | None:
     """Check a module before its engine generates; returns None where there is nothing to compare.
 
     A part of a model is checked as the whole module that it was copied from, or else for its bits alone, together with
-    the other ranks of its stage. A verdict is remembered for modules of equal configuration and classes. Raises
-    ValueError with the size of the difference and, where that can be told, the part of the module that differs. In an
-    engine that is not invariant, bits may differ.
+    the other ranks of its stage. A verdict is remembered for modules of equal configuration and classes, and that of a
+    module that passed on a CPU is kept on disk for other processes (`kept_checks`). Raises ValueError with the size of
+    the difference and, where that can be told, the part of the module that differs. In an engine that is not invariant,
+    bits may differ. anew: read no kept verdict.
     """
     trained = hosted.trained_module
     if hosted.mesh.num_ranks > 1 and trained is not hosted.module:
@@ -66,11 +70,24 @@ def check_hosted(hosted: HostedModel) -> Verdict | None:
     if hosted.mesh.num_ranks > 1:
         return _check_part(hosted)
     key = _key(hosted)
-    if key not in _known:
-        with refused_if_it_fails(hosted.module):
-            _known[key] = _check_whole(hosted)
-        logger.info("check of %s: %s", type(hosted.module).__name__, _known[key].describe())
+    if anew or key not in _known:
+        _known[key] = _kept_or_checked(hosted, anew)
     return _known[key]
+
+
+def _kept_or_checked(hosted: HostedModel, anew: bool) -> Verdict:
+    name = type(hosted.module).__name__
+    subject = describe_module(hosted) if hosted.device.type == "cpu" else None  # a GPU's driver has no name here
+    if subject is not None and not anew and (found := kept_checks.kept(_KIND, subject)) is not None:
+        verdict = Verdict(**found)
+        logger.info("check of %s, kept from an earlier process: %s", name, verdict.describe())
+        return verdict
+    with refused_if_it_fails(hosted.module):
+        verdict = _check_whole(hosted)
+    logger.info("check of %s: %s", name, verdict.describe())
+    if subject is not None and verdict.bits_gap == 0.0 and verdict.difference is not None:
+        kept_checks.keep(_KIND, subject, asdict(verdict))
+    return verdict
 
 
 def _key(hosted: HostedModel) -> tuple[Any, ...]:

@@ -209,7 +209,7 @@ class Driver:
                     if is_ready := is_mine and self._gate.can_step:
                         self._step()
                         self._wake.notify_all()
-                if not is_ready:
+                if not is_ready and self._thread is me:  # `stop` may have kicked before the kick was cleared
                     self._kick.wait()
         except Exception as error:
             logger.exception("the loop has ended")

@@ -141,6 +141,7 @@ class Mailboxes:
         if completion is None and len(token_ids) < (request.params.stream_interval or 1):
             return
         text = completion.text if completion is not None else request.text(final=False)
+        spans = record.span_starts
         chunk = StreamChunk(
             request.id,
             request.index,
@@ -156,6 +157,7 @@ class Mailboxes:
             streamed.num_taken_back,
             streamed.num_chars_taken_back,
             completion,
+            spans[-1].digest if spans and spans[-1].start <= first else None,
         )
         streamed.num_tokens += len(token_ids)
         streamed.num_chars = max(len(text), start)

@@ -280,7 +280,7 @@ class RequestDesk:
             for its_ids, (_, setting, option, _), name, group in zip(token_ids, asked, names, groups, strict=True):
                 made = self._intake.requests(its_ids, setting, option, group, number + len(requests))
                 for request in made:
-                    request.base_id = name
+                    request.base_id = option.base_id or name
                 requests += made
             with self._inbox.lock:
                 connect(ids)

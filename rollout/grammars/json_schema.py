@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_NESTING = 64  # the time to compile grows with its cube
@@ -70,6 +70,9 @@ def _faults(schema: object, at: str, root: object) -> Iterator[str]:
     if not isinstance(schema, dict):
         yield f"{at} is {_kind(schema)}, not a schema"
         return
+    if malformed := list(_malformed(schema, at)):
+        yield from malformed
+        return
     yield from _not_enforced(schema, at)
     yield from _shadowed(schema, at)
     yield from _wrong_references(schema, at, root)
@@ -86,6 +89,61 @@ def _faults(schema: object, at: str, root: object) -> Iterator[str]:
     for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
         for index, member in enumerate(_listed(schema.get(name))):
             yield from _faults(member, f"{at}/{name}/{index}", root)
+
+
+def _malformed(schema: dict, at: str) -> Iterator[str]:
+    """Yield keywords whose values are none that a schema can have."""
+    types = schema.get("type", "object")
+    for name in types if isinstance(types, list) and types else [types]:
+        if not isinstance(name, str) or name not in _TYPES:
+            yield f"{at}/type {_short(name)} is none of {', '.join(_TYPES)}"
+    for keywords, words, is_right in _FORMS:
+        for keyword in keywords:
+            if keyword in schema and not is_right(schema[keyword]):
+                yield f"{at}/{keyword} must be {words}, not {_short(schema[keyword])}"
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list) and bool(value)
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_number(value: object) -> bool:
+    return _has_type(value, "number")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+# Keywords, and what their values must be.
+_FORMS: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
+    (("enum", "anyOf", "oneOf", "allOf"), "a list with a member", _is_list),
+    (("required",), "a list of names", _is_names),
+    (("properties", "patternProperties", "$defs", "definitions"), "an object", _is_object),
+    (_BY_TYPE["number"], "a number", _is_number),
+    (
+        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
+        "an integer from 0",
+        _is_count,
+    ),
+    (("pattern", "$ref"), "a text", _is_text),
+)
+
+
+def _short(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)[:60]
 
 
 def _not_enforced(schema: dict, at: str) -> Iterator[str]:

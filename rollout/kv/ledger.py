@@ -53,6 +53,7 @@ class KVLedger:
         self.prefix_cache = prefix_cache
         self.events = KVEventLog()
         self._pool = BlockPool(num_blocks)
+        self.free_blocks = self._pool.free_ids  # a function: blocks that nothing owns or remembers
         self.cache = RadixCache(block_size, self.events)
         self.pins = Pins(self.cache, int(num_blocks * pin_budget), self.events, clock)
         self.states = states
@@ -79,8 +80,7 @@ class KVLedger:
     def usage(self) -> KVUsage:
         """Numbers of blocks by owner. `num_held` is the rest of the pool."""
         total, free, cached = self._pool.num_blocks, self._pool.num_free, self.cache.num_cached
-        pinned = self.cache.num_guarded_idle
-        return KVUsage(total, free, cached, pinned, total - free - cached - pinned)
+        return KVUsage(total, free, cached, pinned := self.cache.num_guarded_idle, total - free - cached - pinned)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

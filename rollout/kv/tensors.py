@@ -81,7 +81,7 @@ class KVCache:
     """
 
     def __init__(self, plan: KVPlan, shapes: list[KVShape], block_size: int, device: torch.device) -> None:
-        self._plan, self._shapes, self._block_size, self._device = plan, shapes, block_size, device
+        self._plan, self._shapes, self.block_size, self._device = plan, shapes, block_size, device
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         self.allocate()
@@ -99,7 +99,7 @@ class KVCache:
         succeed."""
         if self.is_allocated:
             return
-        rows = (self._plan.num_blocks, self._block_size)
+        rows = (self._plan.num_blocks, self.block_size)
         keys, values = [], []
         try:
             for shape in self._shapes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 
 from ..model.adapters.layers import State
-from ..running.model_runner import ModelRunner
 from .loop import Loop
 from .parts import Parts
 
@@ -61,5 +60,4 @@ class AdapterWatch:
 
     def _forget_records(self) -> None:
         # A recorded decode step replays the layers that were active when it was recorded.
-        if isinstance(self._parts.runner, ModelRunner):
-            self._parts.runner.release_memory()
+        self._parts.runner.release_memory()

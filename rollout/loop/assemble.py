@@ -24,6 +24,7 @@ from ..ranks.mesh import Mesh
 from ..ranks.opening import open_channel
 from ..replica.controller import ReplicaRunner
 from ..replica.stage import Stage
+from ..replica.stage_graphs import StageGraphs
 from ..reports.reports import Reports
 from ..reports.trace import Trace
 from ..running.decode_graphs import DecodeGraphs, decode_ladder, why_not_recorded
@@ -48,14 +49,17 @@ def make_runner(parts: RunnerParts) -> Runner:
     sampler, config = Sampler(parts.eos_token_ids), parts.config
     if parts.ranks.mesh.num_ranks > 1:
         trace, metrics = parts.reports.trace, parts.reports.metrics
-        stage = Stage(parts.ranks, parts.model, parts.kv_cache, parts.state_pool, sampler, config.block_size, trace)
+        stage = Stage(
+            parts.ranks, parts.model, parts.kv_cache, parts.state_pool, sampler, config.block_size, trace,
+            make_stage_graphs(parts),
+        )  # fmt: skip
         return ReplicaRunner(parts.ranks, stage, metrics, config.state_check_steps)
     # A CPU gains nothing from starting a decode step before the results of the last one, and computes rows of ended
     # sequences in vain. It starts early only if graph sizes are configured.
     begins_ahead = parts.model.device.type == "cuda" or config.cuda_graph_batch_sizes is not None
     return ModelRunner(
         parts.model, parts.kv_cache, parts.state_pool, sampler, config.block_size, parts.reports.trace,
-        overlap=config.overlap, graphs=_make_graphs(parts), begins_ahead=begins_ahead,
+        overlap=config.overlap, graphs=make_graphs(parts), begins_ahead=begins_ahead,
     )  # fmt: skip
 
 
@@ -194,7 +198,7 @@ def _make_grammars(
     )
 
 
-def _make_graphs(parts: RunnerParts) -> DecodeGraphs | None:
+def make_graphs(parts: RunnerParts) -> DecodeGraphs | None:
     """Make the recorded decode steps if they are configured or faster; else return None."""
     model, config = parts.model, parts.config
     asked = config.cuda_graph_batch_sizes
@@ -212,3 +216,25 @@ def _make_graphs(parts: RunnerParts) -> DecodeGraphs | None:
         recorder = PlainCalls()
     width = -(-parts.max_model_len // config.block_size)
     return DecodeGraphs(model, parts.kv_cache, parts.state_pool, sizes, width, recorder)
+
+
+def make_stage_graphs(parts: RunnerParts) -> StageGraphs | None:
+    """Make the recorded decode steps of this rank of a replica; None where they cannot be recorded.
+
+    A collective of the replica: all of its ranks record, or none.
+    """
+    model, config = parts.model, parts.config
+    most = config.max_num_seqs if config.speculation == "off" else config.max_num_seqs * (1 + DEPTH)
+    sizes = decode_ladder(config.cuda_graph_batch_sizes, most, model.device)
+    why = why_not_recorded(model)
+    if model.device.type == "cuda":
+        why = "a CUDA graph holds no exchange between ranks here"
+    if model.mesh.tp > 1 and model.mesh.tp_memory is None:
+        why = "the ranks of a stage do not share memory"
+    answers = parts.ranks.gather_json(why)
+    if found := sorted({answer for answer in answers if answer}):
+        logger.info("decode steps are not recorded: %s", "; ".join(found))
+        return None
+    if not sizes:
+        return None
+    return StageGraphs(model, parts.kv_cache, parts.state_pool, sizes, -(-parts.max_model_len // config.block_size))

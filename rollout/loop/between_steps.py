@@ -13,7 +13,6 @@ from ..kv.pins import PinReport
 from ..kv.prefix import Prefix
 from ..model.adapters.folder import AdapterFolder, AdapterLayers
 from ..replica.controller import ReplicaRunner
-from ..running.model_runner import ModelRunner
 from ..sequences.request import Request
 from ..sequences.sequence import State
 from .commands import (
@@ -172,6 +171,8 @@ class BetweenSteps:
         in_flight "verify": every sequence that has begun begins again, with its tokens as a draft.
         """
         num_verified = self.verify_begun() if in_flight == "verify" else 0
+        if digest is None or digest != self._sequences.weight_digest:
+            self._sequences.keep_kv()
         self._sequences.weight_version, self._sequences.weight_digest = version, digest
         lifted = self._gate.lift(lift)
         for key, why in refuse.items():
@@ -198,8 +199,7 @@ class BetweenSteps:
 
     def replace_adapter(self, adapter: AdapterFolder | AdapterLayers) -> AdapterLayers:
         """Put an adapter into the model, or take it out; see `HostedModel.replace_adapter`. Checks it anew."""
-        if isinstance(self._runner, ModelRunner):
-            self._runner.release_memory()  # recorded steps call the former layers
+        self._runner.release_memory()  # recorded steps call the former layers
         former = self._model.replace_adapter(adapter)
         try:
             check_hosted(self._model)
@@ -216,6 +216,7 @@ class BetweenSteps:
         """Free the weights' memory; returns its bytes. Raises NotIdle while sequences hold blocks."""
         if num_running := self._scheduler.num_running:
             raise NotIdle(f"cannot release the weights: {num_running} running: finish, retract or abort them first")
+        self._runner.release_memory()
         return self._model.release_weights()
 
     def release_kv(self) -> int:
@@ -224,8 +225,7 @@ class BetweenSteps:
         if not report.success:
             raise NotIdle(f"cannot release the KV pool: {report.error_msg}")
         num_bytes = self._kv_cache.num_bytes + self._state_pool.num_bytes
-        if isinstance(self._runner, ModelRunner):
-            self._runner.release_memory()
+        self._runner.release_memory()
         self._kv_cache.release()
         self._state_pool.release()
         return num_bytes

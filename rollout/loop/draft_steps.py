@@ -39,7 +39,6 @@ class DraftSteps:
         self._verified: set[Request] = set()  # whose earlier answer has tokens that were not drawn again yet
         self._shares: dict[int, float] = {}  # of steps in flight: share of their rows that verify earlier answers
         self._num_accepted = 0  # in the newest committed step
-        self._none_at_all: NoDraft | None = None  # why no sequence of the newest step has one
         # Steps that are planned before this one is committed need slots of states and blocks: each of them at most one
         # slot a sequence, and the blocks of its rows, with one more for each sequence whose rows begin inside a block.
         num_ahead, limits = parts.runner.num_stages - 1, parts.limits
@@ -64,25 +63,16 @@ class DraftSteps:
         started = time.perf_counter()
         size = StepSize(output.num_rows, len(output.scheduled))
         if (why := speculation.why_none(size)) is not None:
-            self._set_none_at_all(output, why)
+            speculation.reasons.begin(why, len(output.scheduled))
             return output
-        self._none_at_all = None
-        wanted: list[Wanted] = []
-        places: list[int] = []
-        for index, item in enumerate(output.scheduled):
-            request = self._managers.engine.request(item.id)
-            if (why := self._why_none(item, request)) is not None:
-                self._set_none(request, why)
-                continue
-            wanted.append(Wanted(request, self._most(request)))
-            places.append(index)
+        wanted, places = self._wanted(output, speculation.most_asked(len(output.scheduled)))
         budget = self._scheduler.row_limit.now - output.num_rows
         items = list(output.scheduled)
         for index, one, planned in zip(places, wanted, speculation.plan(wanted, size, budget), strict=True):
             if isinstance(planned, Planned):
                 items[index] = self._with_draft(items[index], one.request, planned)
             else:
-                self._set_none(one.request, planned)
+                speculation.reasons.note(one.request, planned)
         planning_s = time.perf_counter() - started
         self._planned[output.step] = (size, speculation.num_asked, planning_s)
         for step in [step for step in self._planned if step < output.step - MAX_IN_FLIGHT]:  # it has failed
@@ -125,7 +115,7 @@ class DraftSteps:
         """Learn the time of a step that holds decodes and drafts only, that of finding the drafts included."""
         planned = self._planned.pop(output.step, None)
         self._metrics.verify_seconds += self._shares.pop(output.step, 0.0) * seconds
-        if self._speculation is not None and all(item.num_tokens == 1 for item in output.scheduled):
+        if self._speculation is not None and output.has_one_token_each:
             self._speculation.on_step_timed(output.num_rows, seconds)
             if planned is not None:
                 size, num_asked, planning_s = planned
@@ -142,6 +132,26 @@ class DraftSteps:
         self._verified.discard(request)
         if self._speculation is not None:
             self._speculation.on_end(request)
+
+    def _wanted(self, output: ScheduleOutput, most: int) -> tuple[list[Wanted], list[int]]:
+        """Return the first sequences of a step that may have drafts, at most so many, and their places in it."""
+        wanted: list[Wanted] = []
+        places: list[int] = []
+        refused: list[tuple[Request, NoDraft]] = []
+        for index, item in enumerate(output.scheduled):
+            if len(wanted) == most:
+                break
+            request = self._managers.engine.request(item.id)
+            if (why := self._why_none(item, request)) is not None:
+                refused.append((request, why))
+            else:
+                wanted.append(Wanted(request, self._most(request)))
+                places.append(index)
+        if self._speculation is not None:
+            self._speculation.reasons.begin(NoDraft.RESTING, len(output.scheduled) - len(wanted) - len(refused))
+            for request, why in refused:
+                self._speculation.reasons.note(request, why)
+        return wanted, places
 
     def _verify(self, output: ScheduleOutput) -> ScheduleOutput:
         """Return the step with as many tokens of earlier answers as it has room for."""
@@ -184,19 +194,10 @@ class DraftSteps:
         left = request.params.max_new_tokens - sequence.num_output_tokens
         return min(left, self._limits.max_model_len - sequence.num_tokens) - 1  # one is drawn behind the draft
 
-    def _set_none_at_all(self, output: ScheduleOutput, why: NoDraft) -> None:
-        """Note why no sequence of a step has a draft; in each of them only in the first of such steps."""
-        assert self._speculation is not None
-        self._speculation.num_without[why] += len(output.scheduled)
-        if self._none_at_all is not why:
-            self._none_at_all = why
-            for item in output.scheduled:
-                self._managers.engine.request(item.id).why_no_draft = why.value
-
-    def _set_none(self, request: Request, why: NoDraft) -> None:
+    def _note(self, request: Request, why: NoDraft | None) -> None:
+        """Note why a sequence has no draft in this step; None: it has one."""
         if self._speculation is not None:
-            self._speculation.num_without[why] += 1
-        request.why_no_draft = why.value
+            self._speculation.reasons.note(request, why)
 
     def _with_draft(self, item: ScheduledSequence, request: Request, planned: Planned) -> ScheduledSequence:
         """Return the share with as much of a draft as its grammar allows and as there is room for."""
@@ -204,7 +205,7 @@ class DraftSteps:
         if request.grammar is not None:
             token_ids, masks = self._grammars.constrain_draft(request, planned.token_ids)
             if not token_ids:
-                self._set_none(request, NoDraft.GRAMMAR)
+                self._note(request, NoDraft.GRAMMAR)
                 return item
         table = self._ledger.block_table(request)
         num_known, num_blocks = item.start + item.num_tokens, len(table)
@@ -215,9 +216,9 @@ class DraftSteps:
             may_evict=planned.source == EARLIER or not self._scheduler.num_waiting,
         )  # fmt: skip
         if num_room <= 0:
-            self._set_none(request, NoDraft.NO_BLOCKS)
+            self._note(request, NoDraft.NO_BLOCKS)
             return item
-        request.why_no_draft = None
+        self._note(request, None)
         states = self._ledger.states.plan_draft(request, num_room) if self._ledger.states is not None else ()
         draft = Draft(token_ids[:num_room], masks[:num_room], states, planned.source, planned.confidence)
         return item._replace(draft=draft, new_blocks=(*item.new_blocks, *table[num_blocks:]))

@@ -185,6 +185,7 @@ class GrammarSteps:
         if jump.num_rolled_back:
             start = ledger.roll_back(request, min(start, sequence.num_tokens - jump.num_rolled_back - 1))
             num_kept = min(num_kept, len(table))
+            request.record.cut_kept_kv(start)
         num_room = min(item.num_tokens + draft.budget, self._limits.chunked_prefill_size)
         num_rows = min(_num_known(request, jump) - start, num_room)
         num_rows = self._scheduler.grow_up_to(request, start + num_rows) - start

@@ -27,7 +27,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from ..completion import FinishReason
@@ -40,6 +40,7 @@ from .answers import Answers, Interrupts
 from .draft_steps import DraftSteps
 from .grammar_steps import GrammarSteps
 from .parts import Parts
+from .receipts import Receipts
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,23 @@ class Flight:
     handle: StepHandle
     started: float  # of time.perf_counter()
     results: list[SequenceResult] = field(default_factory=list)  # after the commit: the committed results
+
+
+class _StartingOver:
+    """The context of `Loop._starting_over_on_failure`, which each step enters three times: a class costs a third of a
+    generator."""
+
+    __slots__ = ("_loop", "_output")
+
+    def __init__(self, loop: Loop, output: ScheduleOutput) -> None:
+        self._loop, self._output = loop, output
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._loop.on_failure(self._output, error)
 
 
 class Loop:
@@ -74,6 +92,7 @@ class Loop:
         self._trace = self._reports.trace
         self._grammars = GrammarSteps(parts)
         self._drafts = DraftSteps(parts, self._grammars)
+        self._receipts = Receipts(parts)
         self._answers, self._interrupts = answers, interrupts
         self._overlap = overlap  # plan ahead while the only stage runs, on a thread of its own
         self._flights: deque[Flight] = deque()  # launched steps, in the order of their launches
@@ -268,7 +287,9 @@ class Loop:
     def _answer(self, request: Request) -> None:
         """Answer an ended request, once, and free its blocks and state."""
         engine = self._managers.engine
-        completion = request.completion(engine.weight_version, engine.weight_digest)
+        completion = self._receipts.with_receipt(
+            request, request.completion(engine.weight_version, engine.weight_digest)
+        )
         self._drafts.on_end(request)
         self._scheduler.remove(request)
         self._runner.forget(request)
@@ -295,21 +316,19 @@ class Loop:
             exhausted=tuple(pair for pair in ahead.exhausted if lives(pair[0])),
         )
 
-    @contextmanager
-    def _starting_over_on_failure(self, output: ScheduleOutput) -> Iterator[None]:
+    def _starting_over_on_failure(self, output: ScheduleOutput) -> _StartingOver:
         """Drop all launched and planned steps on an error or interrupt, so that no sequence stays partly in one.
 
         Sequences that hold blocks, or were planned ahead, wait again as after a preemption. output: the step that may
         fail.
         """
-        with ExitStack() as undo:
-            undo.callback(self._start_over)
-            try:
-                yield
-            except (RuntimeError, MemoryError) as error:
-                self._too_large = output if is_out_of_memory(error) else None
-                raise
-            undo.pop_all()
+        return _StartingOver(self, output)
+
+    def on_failure(self, output: ScheduleOutput, error: BaseException) -> None:
+        """Drop all launched and planned steps; remember a step that found no memory."""
+        if isinstance(error, RuntimeError | MemoryError):
+            self._too_large = output if is_out_of_memory(error) else None
+        self._start_over()
 
     @contextmanager
     def _going_on_without_memory(self) -> Iterator[None]:
@@ -363,5 +382,6 @@ class Loop:
         self._scheduler.on_step_timed(flight.output, seconds)
         self._drafts.on_step_timed(flight.output, seconds)
         self.last_throughput = sum([result.token_id is not None for result in flight.results]) / seconds
-        usage = self._ledger.usage
-        self._trace.counter("blocks", free=usage.num_free, cached=usage.num_cached, held=usage.num_held)
+        if self._trace.is_on:
+            usage = self._ledger.usage
+            self._trace.counter("blocks", free=usage.num_free, cached=usage.num_cached, held=usage.num_held)

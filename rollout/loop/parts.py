@@ -18,6 +18,7 @@ from ..running.runner import Runner
 from ..scheduling.scheduler import Scheduler, StepLimits
 from ..sequences.engine_manager import EngineSequenceManager
 from ..sequences.event_log import ManagerPair
+from ..sequences.request import Request
 from ..speculation.speculation import Speculation
 from ..states.tensors import StatePlan, StatePool
 
@@ -58,6 +59,10 @@ class Parts(RunnerParts):
     def sequences(self) -> EngineSequenceManager:
         """The controller's manager, which knows all live requests."""
         return self.managers.engine
+
+    def why_no_draft(self, request: Request) -> str | None:
+        """Return why a running sequence had no draft in the newest step; None: it had one, or drafts are off."""
+        return None if self.speculation is None else self.speculation.reasons.of(request)
 
     def close(self) -> None:
         """End the threads and close the files. No step is in flight."""

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...kernels.attention.paged import AttentionPath, NewRows, PagedStep, paged_attention, varlen_attention
+from ...kernels.layers.rotary import rotary_into_cache
+from .deferred import IS_USED, Rotation, plain
 from .functions import outside_modes
 from .layer_probe import PROBING, KVShape, LayerProbe, MaskFunction
 from .recurrent.states import StepStates
@@ -59,6 +61,11 @@ class StepContext:
     value_caches: list[Tensor]
     first_layer: int = 0  # index in the whole model of the layer that the first cache belongs to
     states: StepStates | None = None  # of the recurrent layers; None: the module has none
+    ends_at: int | None = None  # the layer with whose KV the forward ends (`KVWritten`); None: it runs to its logits
+
+
+class KVWritten(Exception):
+    """The end of a forward of which only the KV is wanted: that of its last attention is in the cache."""
 
 
 class _KernelOptions(TypedDict):
@@ -91,6 +98,7 @@ def hosted_attention(
     names every unknown keyword; none is ignored.
     """
     step = others.pop(STEP_KEYWORD, None)
+    rotation, query, key = _unrotated(step, query, key) if IS_USED else (None, query, key)
     unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS)
     if unknown:
         raise ValueError(f"{type(module).__name__} asks its attention for {', '.join(unknown)}: not supported")
@@ -104,7 +112,6 @@ def hosted_attention(
             f"{type(module).__name__} brought {key.shape[2]} keys for {num_rows} queries: the hosted attention keeps "
             "its own KV, so call the module with use_cache=False and not through generate()"
         )
-    rows = [t.transpose(1, 2).reshape(batch * num_rows, t.shape[1], t.shape[3]) for t in (query, key, value)]
     options: _KernelOptions = {
         "scale": head_dim**-0.5 if scaling is None else scaling,
         "window": sliding_window,
@@ -112,10 +119,12 @@ def hosted_attention(
         "sinks": s_aux,
         "path": path,
     }
+    if rotation is not None and isinstance(step, StepContext):
+        out = _with_rotation(rotation, value, step, cast(int, module.layer_idx), options)
+        return out.view(batch, num_rows, num_heads, value.shape[3]), None
+    rows = [t.transpose(1, 2).reshape(batch * num_rows, t.shape[1], t.shape[3]) for t in (query, key, value)]
     if isinstance(step, StepContext):
-        layer = cast(int, module.layer_idx) - step.first_layer
-        new = NewRows(rows[1], rows[2], step.slots)
-        out = paged_attention(rows[0], step.key_caches[layer], step.value_caches[layer], step.paged, new=new, **options)
+        out = _in_step(rows, step, cast(int, module.layer_idx), options)
     else:
         if isinstance(step, LayerProbe):
             shape = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
@@ -125,6 +134,30 @@ def hosted_attention(
         query_start = _query_start(attention_mask, cu_seq_lens_q, batch, num_rows, query.device)
         out = varlen_attention(rows[0], rows[1], rows[2], query_start, **options)
     return out.view(batch, num_rows, num_heads, value.shape[3]), None
+
+
+def _unrotated(step: object, query: Tensor, key: Tensor) -> tuple[Rotation | None, Tensor, Tensor]:
+    """Return the rotation of query and key where the step computes it with its KV write, else None; and both tensors,
+    plain ones without a rotation."""
+    rotation = Rotation.of(query, key) if isinstance(step, StepContext) and step.ends_at is None else None
+    return (rotation, query, key) if rotation else (None, *plain((query, key)))
+
+
+def _in_step(rows: list[Tensor], step: StepContext, layer: int, options: _KernelOptions) -> Tensor:
+    """Attend with query, key and value rows [N, heads, D] -> [N, H, D]. Raises KVWritten where the forward ends."""
+    caches = step.key_caches[layer - step.first_layer], step.value_caches[layer - step.first_layer]
+    if step.ends_at == layer:
+        for cache, new in zip(caches, rows[1:], strict=True):
+            cache.flatten(0, 1).index_copy_(0, step.slots, new)
+        raise KVWritten
+    return paged_attention(rows[0], *caches, step.paged, new=NewRows(rows[1], rows[2], step.slots), **options)
+
+
+def _with_rotation(rotation: Rotation, value: Tensor, step: StepContext, layer: int, options: _KernelOptions) -> Tensor:
+    """Rotate queries and keys, write keys and values [1, K, N, D] to the layer's cache, and attend -> [N, H, D]."""
+    caches = step.key_caches[layer - step.first_layer], step.value_caches[layer - step.first_layer]
+    rotated = rotary_into_cache(*rotation.operands, value, caches, step.slots)
+    return paged_attention(rotated, *caches, step.paged, **options)
 
 
 def _query_start(mask: Tensor | None, packed: Tensor | None, batch: int, num_rows: int, device: torch.device) -> Tensor:
@@ -164,5 +197,5 @@ def hosted_mask(
 
 
 for _path, _name in ATTENTION_NAMES.items():
-    AttentionInterface.register(_name, outside_modes(partial(hosted_attention, path=_path)))
+    AttentionInterface.register(_name, outside_modes(partial(hosted_attention, path=_path), takes_deferred=True))
     AttentionMaskInterface.register(_name, hosted_mask)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ...kernels.layers.activation import elu, gelu, gelu_tanh, mish, rsqrt, sigmoid, silu, softplus
+from . import deferred
 from .products import Linear, replaced_products
 
 Table = Mapping[Callable[..., object], Callable[..., object]]
@@ -37,9 +38,13 @@ _DROPOUTS = (
 class ReplacedFunctions(TorchFunctionMode):
     """A mode that replaces functions by their entries in a table while it is active."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, *, defers: bool = False) -> None:
+        """Make a mode of the table.
+
+        defers: whether its functions return deferred tensors, whose operands must not change before they are read.
+        """
         super().__init__()
-        self._table = table
+        self._table, self._defers = table, defers
         self._inside = threading.local()  # .now: whether this thread is under the mode
 
     def __torch_function__(
@@ -49,6 +54,8 @@ class ReplacedFunctions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
+        if self._defers and deferred.is_any_waiting() and _changes_its_operand(func):
+            deferred.compute_all()
         return self._table.get(func, func)(*args, **(kwargs or {}))
 
     def around(self, forward: Callable[..., object]) -> Callable[..., object]:
@@ -61,23 +68,26 @@ class ReplacedFunctions(TorchFunctionMode):
             inside.now = True
             try:
                 with self:
-                    return forward(*args, **kwargs)
+                    result = forward(*args, **kwargs)
+                return deferred.plain(result) if self._defers else result
             finally:
                 inside.now = False
 
         return run
 
 
-def invariant_functions(linear: Linear) -> ReplacedFunctions:
+def invariant_functions(linear: Linear, *, defers: bool = False) -> ReplacedFunctions:
     """Return a mode that replaces functions that are not row-invariant, and refuses functions that are random.
 
-    linear: x [...,K], weight [N,K], bias [N] or None -> [...,N], the invariant product.
+    linear: x [...,K], weight [N,K], bias [N] or None -> [...,N], the invariant product. defers: whether sums wait for
+    the norm that may follow (`deferred.py`).
     """
     return ReplacedFunctions(
         {
             **replaced_products(linear),
             **dict.fromkeys((F.sigmoid, torch.sigmoid, torch.special.expit, Tensor.sigmoid), sigmoid),
             **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), rsqrt),
+            **(dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), deferred.add) if defers else {}),
             F.silu: lambda x, inplace=False: silu(x),
             F.gelu: lambda x, approximate="none": gelu_tanh(x) if approximate == "tanh" else gelu(x),
             F.mish: lambda x, inplace=False: mish(x),
@@ -85,18 +95,32 @@ def invariant_functions(linear: Linear) -> ReplacedFunctions:
             F.softplus: softplus,
             **{function: _refusing(function) for function in _RANDOM},
             **{function: _unless_off(function) for function in _DROPOUTS},
-        }
+        },
+        defers=defers,
     )
 
 
-def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, which then runs without function modes: for our kernels, which need none."""
+def outside_modes(function: Callable[..., Any], *, takes_deferred: bool = False) -> Callable[..., Any]:
+    """Return the function, which then runs without function modes: for our kernels, which need none.
+
+    takes_deferred: whether it looks for deferred tensors itself; others get their values.
+    """
+
+    is_used = deferred.IS_USED  # looked at in every call: on a CPU this must cost nothing
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        if is_used and not takes_deferred:
+            args, kwargs = deferred.plain(args), deferred.plain(kwargs)
         with torch._C.DisableTorchFunction():
             return function(*args, **kwargs)
 
     return run
+
+
+def _changes_its_operand(function: Callable[..., object]) -> bool:
+    """Return whether a function of torch writes to a tensor, by its name: add_, __iadd__, __setitem__, copy_."""
+    name = _name(function)
+    return name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
 def _refusing(function: Callable[..., object]) -> Callable[..., NoReturn]:

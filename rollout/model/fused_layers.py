@@ -21,12 +21,14 @@ from transformers import activations
 from ...kernels.layers.rms_norm import NormRule, reference_rms_norm, rms_norm
 from ...kernels.layers.rotary import reference_rotary, rotary
 from ...kernels.layers.swiglu import swiglu
-from ...kernels.linear.linear import native_products
+from ...kernels.linear.linear import Layer
+from ...kernels.machine.gpu import triton_serves
+from .deferred import DeferredSum, Rotation, plain
 from .functions import outside_modes
 
 Forward = Callable[..., object]
 
-_swiglu, _rotary = outside_modes(swiglu), outside_modes(rotary)
+hosted_swiglu, _rotary = outside_modes(swiglu), outside_modes(rotary)
 
 _ROTARY = "apply_rotary_pos_emb"  # the global name by which transformers' attention modules call it
 _SILU = (nn.SiLU, activations.SiLUActivation)
@@ -36,16 +38,21 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _UNLIKE = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
 
 
-def fused_forward(module: nn.Module, is_native: Callable[[nn.Module], bool] = lambda _: False) -> Forward | None:
+Gated = Callable[[Tensor, Layer, Layer], Tensor]  # x [...,K], gate, up -> silu(gate) * up [...,N]
+
+
+def fused_forward(
+    module: nn.Module, is_plain: Callable[[nn.Module], bool] = lambda _: False, gated: Gated | None = None
+) -> Forward | None:
     """Return a replacement for the module's forward, or None. It reads the module's parameters and calls its children
     at every call.
 
-    is_native: whether a child is a linear layer that computes the native product and nothing else. Without gradients
-    and hooks, the replacement may compute such children itself.
+    is_plain: whether a child is a linear layer that computes the product of `gated` and nothing else. Without gradients
+    and hooks, the replacement computes such children with `gated`.
     """
     if "forward" in vars(module):
         return None
-    return _norm_forward(module) or _gated_mlp_forward(module, is_native) or _attention_forward(module)
+    return _norm_forward(module) or _gated_mlp_forward(module, is_plain, gated) or _attention_forward(module)
 
 
 def _norm_forward(module: nn.Module) -> Forward | None:
@@ -63,10 +70,12 @@ def _norm_forward(module: nn.Module) -> Forward | None:
     def forward(hidden_states: Tensor) -> Tensor:
         weight = module.weight
         if weight.dtype is not hidden_states.dtype:
-            return own(hidden_states)
+            return own(plain(hidden_states))
+        if isinstance(hidden_states, DeferredSum):
+            return hidden_states.normed(weight, rule)
         return rms_norm(hidden_states, weight, rule)
 
-    return outside_modes(forward)
+    return outside_modes(forward, takes_deferred=True)
 
 
 @cache
@@ -94,7 +103,7 @@ def _norm_rule(kind: type[nn.Module], eps: float) -> NormRule | None:
     return rules[0] if len(rules) == 1 else None
 
 
-def _gated_mlp_forward(module: nn.Module, is_native: Callable[[nn.Module], bool]) -> Forward | None:
+def _gated_mlp_forward(module: nn.Module, is_plain: Callable[[nn.Module], bool], gated: Gated | None) -> Forward | None:
     children = dict(module.named_children())
     if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or list(module.parameters(recurse=False)):
         return None
@@ -104,18 +113,34 @@ def _gated_mlp_forward(module: nn.Module, is_native: Callable[[nn.Module], bool]
 
     @outside_modes
     def in_one_product(hidden_states: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
-        if not all(map(is_native, layers)) or has_hooks(layers) or needs_grad(hidden_states, layers):
+        if gated is None or not all(map(is_plain, layers)) or has_hooks(layers) or needs_grad(hidden_states, layers):
             return None
-        return native_products(hidden_states, [(layer.weight, layer.bias) for layer in layers], gated=True)[0]
+        gate, up = layers
+        return gated(hidden_states, (gate.weight, gate.bias), (up.weight, up.bias))
 
     def forward(hidden_states: Tensor) -> Tensor:
         layers = mlp.gate_proj, mlp.up_proj
         hidden = in_one_product(hidden_states, layers)
         if hidden is None:
-            hidden = _swiglu(*(layer(hidden_states) for layer in layers))
+            hidden = hosted_swiglu(*(layer(hidden_states) for layer in layers))
         return mlp.down_proj(hidden)
 
     return forward
+
+
+def gates_by_halves(experts: nn.Module) -> bool:
+    """Return whether the gate of an experts module is silu of the first half of its columns times the second half."""
+    return type(getattr(experts, "act_fn", None)) in _SILU and _halves_gate(cast(Hashable, type(experts)))
+
+
+@cache
+def _halves_gate(kind: type[nn.Module]) -> bool:
+    x = torch.arange(36, dtype=torch.float64).view(3, 12) / 7
+    try:
+        found = cast(Any, kind)._apply_gate(SimpleNamespace(act_fn=torch.sin), x)
+    except _UNLIKE:
+        return False
+    return _same(found, torch.sin(x[:, :6]) * x[:, 6:])
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
@@ -172,6 +197,9 @@ def _rotary_of(function: Forward) -> Forward:
         # Some functions rotate a part of the head's width, or round to q's dtype at the end. The trial shows neither.
         if cos.shape[-1] != q.shape[-1] or cos.dtype is not q.dtype:
             return function(q, k, cos, sin, *others, **named)
+        if triton_serves(q.device) and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)):
+            rotation = Rotation(*plain((q, k, cos, sin)))
+            return rotation.query, rotation.key
         return _rotary(q, k, cos, sin)
 
     return apply_rotary_pos_emb

@@ -69,7 +69,7 @@ class HostedModel:
         refuse_randomness(self.trained_module)
         warn_of_rounded_frequencies(self.trained_module)
         refuse_different_choices(self.numerics.guarantee, self.mesh)
-        self._phase = RolloutPhase(hosted, owned=owned)
+        self.phase = RolloutPhase(hosted, owned=owned)
         self._released_shapes: list[torch.Size] = []  # of the parameters in their order, while their memory is released
         use_huge_pages((parameter for _, parameter in self._tensors.parameters()), now=True)
         probe = self._probe()
@@ -191,7 +191,7 @@ class HostedModel:
 
     @property
     def in_rollout_phase(self) -> bool:
-        return self.owned or self._phase.is_open
+        return self.owned or self.phase.is_open
 
     def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's parameters by Hugging Face name, tied ones once under the first of their names.
@@ -267,7 +267,7 @@ class HostedModel:
                 put_in(self.module, former)
                 raise
 
-        hosted = self._trained = self._phase.replace(change)
+        hosted = self._trained = self.phase.replace(change)
         self.numerics, self.division = hosted.numerics, _whole(self.module, self.k_blocks).division
         self._tensors, self.adapters = HostedTensors(self.module), HostedAdapters(self.module)
         return former
@@ -290,7 +290,7 @@ class HostedModel:
         `before_phase_ends`, waits for it, and restores everything.
         admits: False for a phase whose holder has the engine's lock, which a borrower would need.
         """
-        return self._phase.entered(admits=admits)
+        return self.phase.entered(admits=admits)
 
     def borrowed(self, what: str, timeout_s: float) -> AbstractContextManager[float]:
         """Wait for a rollout phase and keep it open, for work beside the steps (e.g. writing weights).
@@ -298,16 +298,16 @@ class HostedModel:
         Yields the seconds left. Re-entrant; changes nothing by itself. Raises DeadlineExceeded if the trainer kept the
         module for `timeout_s`. The engine's own module is available at once.
         """
-        return self._phase.borrowed(what, timeout_s)
+        return self.phase.borrowed(what, timeout_s)
 
     @property
     def before_phase_ends(self) -> Callable[[], None]:
         """The function that runs to its end before the module goes back to the trainer."""
-        return self._phase.before_end
+        return self.phase.before_end
 
     @before_phase_ends.setter
     def before_phase_ends(self, function: Callable[[], None]) -> None:
-        self._phase.before_end = function
+        self.phase.before_end = function
 
     def forward(
         self,
@@ -325,7 +325,7 @@ class HostedModel:
         Returns hidden states [N, D], on the last stage logits [len(logit_rows), vocab]. Raises PhaseError outside the
         rollout phase. whole_logits: False for the part of the vocabulary that this rank has, if any.
         """
-        if not self._phase.is_set_up:
+        if not self.phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
         step.first_layer = self.division.layers.start
         divided = self.numerics.divided_logits

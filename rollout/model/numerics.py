@@ -20,13 +20,14 @@ from transformers import PreTrainedModel, activations
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...kernels.layers.activation import gelu, gelu_tanh, silu
-from ...kernels.linear.linear import Product, invariant_linear, product_of
+from ...kernels.linear.linear import Product, invariant_linear, product_of, together_of
+from ...kernels.machine.gpu import triton_serves
 from ...kernels.sampling.definition import DRAW_DEFINITION
 from ...kernels.self_test import Guarantee, self_test
-from ..sharding.collectives import GatheredColumns, RowReduction, VocabularyLookup
+from ..sharding.collectives import GatheredColumns, RowReduction, StageRanks, VocabularyLookup
 from ..sharding.division import Division
 from ..sharding.tp_plan import SUMS
-from .experts import REDUCTION
+from .experts import NATIVE, REDUCTION
 from .functions import ReplacedFunctions, invariant_functions, outside_modes
 from .fused_layers import fused_forward
 from .recurrent.heads import HeadDivision
@@ -115,8 +116,7 @@ class Numerics:
 
     def _plan_recurrent(self, root: nn.Module, division: Division) -> None:
         """Plan the forwards of recurrent layers, which keep their states in a rollout step."""
-        mesh = division.mesh
-        heads = HeadDivision(mesh.tp, mesh.tp_rank, mesh.tp_group)
+        heads = HeadDivision(StageRanks.of(division.mesh), division.mesh.tp_rank)
         for module in root.modules():
             if (forward := recurrent_forward(module, heads)) is not None:
                 self._patches.append((module, "forward", forward))
@@ -125,7 +125,8 @@ class Numerics:
         """Plan the forwards of layers that several ranks share, or that sum K-blocks as if ranks shared them."""
         mesh, in_order = division.mesh, self.guarantee is not None
         num_blocks = division.k_blocks // mesh.tp if in_order else 1
-        reduction = RowReduction(in_order, num_blocks, mesh.tp, mesh.tp_group)
+        ranks = StageRanks.of(mesh)
+        reduction = RowReduction(in_order, num_blocks, ranks)
         if mesh.tp == 1 and num_blocks == 1:
             return
         linear, product = self._linear(), self._product()
@@ -141,32 +142,37 @@ class Numerics:
                 self._patches.append((module, "forward", forward))
             elif role == "column_gather" and division.holds_part(f"{name}.weight"):
                 part = range(*division.shards[f"{name}.weight"].ranges[0])
-                columns = GatheredColumns(_linear_forward(module, linear), part, mesh.tp, mesh.tp_group)
+                columns = GatheredColumns(_linear_forward(module, linear), part, ranks)
                 self._patches.append((module, "forward", columns))
                 if module is root.get_output_embeddings():  # type: ignore[operator]  # a PreTrainedModel
                     self.divided_logits = columns
             elif role == "embedding" and division.holds_part(f"{name}.weight"):
-                assert mesh.tp_group is not None
                 first = division.shards[f"{name}.weight"].ranges[0][0]
-                functions = ReplacedFunctions({F.embedding: VocabularyLookup(first, mesh.tp_group)})
+                functions = ReplacedFunctions({F.embedding: VocabularyLookup(first, ranks)})
                 self._patches.append((module, "forward", functions.around(module.forward)))
 
     def _plan_invariant(self, root: nn.Module, guarantee: Guarantee) -> None:
-        self._functions = invariant_functions(outside_modes(self._linear()))
+        self._functions = invariant_functions(
+            outside_modes(self._linear()), defers=triton_serves(next(root.parameters()).device)
+        )
         planned = {id(module) for module, name, _ in self._patches if name == "forward"}
         divided = frozenset(planned)
 
-        def is_native(module: nn.Module) -> bool:
-            return guarantee.linear == "native" and type(module) is nn.Linear and id(module) not in divided
+        together = together_of(guarantee.linear)
 
-        if guarantee.linear == "native":
+        def is_plain(module: nn.Module) -> bool:
+            return type(module) is nn.Linear and id(module) not in divided
+
+        if together is not None:
             for layers in (found for parent in root.modules() for found in siblings_of(parent)):
                 if planned.isdisjoint(map(id, layers)):
-                    shared = SharedInput(layers, self._linear())
+                    shared = SharedInput(layers, self._linear(), together.products)
                     forwards = [outside_modes(shared.forward_of(index)) for index in range(len(layers))]
                     self._patches += [(layer, "forward", own) for layer, own in zip(layers, forwards, strict=True)]
                     planned.update(map(id, layers))
         for module in root.modules():
+            if guarantee.linear == "native" and hasattr(module, "has_gate"):  # experts
+                self._patches.append((module, NATIVE, True))
             if id(module) in planned:
                 continue
             forward: object = None
@@ -174,7 +180,7 @@ class Numerics:
                 forward = _linear_forward(module, self._linear())
             elif type(module) in _ACTIVATIONS:
                 forward = outside_modes(_ACTIVATIONS[type(module)])
-            elif (fused := fused_forward(module, is_native)) is not None:
+            elif (fused := fused_forward(module, is_plain, together.gated if together else None)) is not None:
                 forward = fused
             if forward is not None:
                 self._patches.append((module, "forward", forward))
@@ -216,7 +222,7 @@ def _row_forward(
     """
 
     def forward(x: Tensor) -> Tensor:
-        mine = x if part is None else x.chunk(reduction.tp, dim=-1)[part]
+        mine = x if part is None else x.chunk(reduction.ranks.tp, dim=-1)[part]
         out = reduction.product(mine.reshape(-1, mine.shape[-1]), module.weight, module.bias, product)
         return out.view(*x.shape[:-1], -1)
 

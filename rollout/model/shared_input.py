@@ -1,7 +1,7 @@
-"""Linear layers that read the same tensor one after another, computed in one call of the native product.
+"""Linear layers that read the same tensor one after another, computed in one call of the product.
 
 Siblings are found by transformers' names and share a call only after one forward in which the module gave all of them
-the same tensor object, unchanged, in their order. The bits are those of separate calls (`native_products`).
+the same tensor object, unchanged, in their order. The bits are those of separate calls (`linear.Together`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...kernels.linear.linear import native_products
+from ...kernels.linear.linear import Layer
 from .fused_layers import needs_grad
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -31,13 +31,18 @@ class SharedInput:
     """The forwards of siblings. One forward without gradients is watched; from then on the first layer's call computes
     all layers, and the other layers return their stored results as long as they get the same tensor."""
 
-    def __init__(self, layers: Sequence[nn.Linear], alone: Callable[..., Tensor]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[nn.Linear],
+        alone: Callable[..., Tensor],
+        products: Callable[[Tensor, Sequence[Layer]], list[Tensor]],
+    ) -> None:
         """Watch the first forward of `layers`.
 
-        alone: x [...,K], weight [N,K], bias [N] or None -> [...,N], the product of one layer.
+        alone: x [...,K], weight [N,K], bias [N] or None -> [...,N], the product of one layer; products: of all.
         """
         self._layers = layers
-        self._alone = alone
+        self._alone, self._products = alone, products
         self._is_shared: bool | None = None  # None until a forward was watched to its last layer
         self._x: Tensor | None = None  # the first layer's input, until the last layer has run
         self._seen: Tensor | None = None  # a copy of that input, while a forward is watched
@@ -49,13 +54,14 @@ class SharedInput:
 
     def _forward(self, index: int, x: Tensor) -> Tensor:
         layer = self._layers[index]
-        if self._is_shared is False or not x.is_cpu or needs_grad(x, self._layers):
+        if self._is_shared is False or needs_grad(x, self._layers):
             return self._alone(x, layer.weight, layer.bias)
         if self._is_shared is None:
-            self._watch(index, x)
+            if x.is_cpu or not torch.cuda.is_current_stream_capturing():  # the comparison is read on the host
+                self._watch(index, x)
             return self._alone(x, layer.weight, layer.bias)
         if index == 0:
-            outs = native_products(x, [(layer.weight, layer.bias) for layer in self._layers])
+            outs = self._products(x, [(layer.weight, layer.bias) for layer in self._layers])
             self._x, self._outs = x, outs[:0:-1]
             return outs[0]
         if x is not self._x or len(self._outs) != len(self._layers) - index:

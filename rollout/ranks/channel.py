@@ -38,6 +38,8 @@ class RankChannel(ABC):
         self.mesh, self.timeout_s = mesh, timeout_s
         self.handlers: dict[str, Callable[..., Any]] = {}  # by verb: the functions that `run_everywhere` calls here
         self.on_loss: list[Callable[[], None]] = []  # called when the replica is lost, by any thread
+        if mesh.tp_memory is not None:
+            self.on_loss.append(mesh.tp_memory.stop)
         self._changed = threading.Condition()
         self._said_goodbye: set[int] = set()
         self._num_collectives = 0

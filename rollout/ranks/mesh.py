@@ -12,6 +12,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ...kernels.collectives.exchange import SharedMemory
+from .stage_memory import open_stage_memory
+
 
 @dataclass(frozen=True)
 class Coords:
@@ -78,6 +81,7 @@ class Mesh:
     replica_group: dist.ProcessGroup | None  # the replica, for control messages: gloo, on GPUs too; None for one rank
     stage_group: dist.ProcessGroup | None  # the replica, for hidden states between stages; None when pp == 1
     timeout_s: float  # of every operation on the groups
+    tp_memory: SharedMemory | None = None  # of the ranks of this stage, for tensors, if they are on one host's CPUs
 
     @classmethod
     def single(cls) -> Mesh:
@@ -112,7 +116,10 @@ class Mesh:
             if pp > 1:
                 group = dist.new_group(list(ranks), timeout=timeout, backend=backend)
                 stage_group = group if is_mine else stage_group
-        return cls(plan, rank, tp_group, replica_group, stage_group, timeout_s)
+        memory = None
+        if tp_group is not None and backend == "gloo":
+            memory = open_stage_memory(tp_group, tp, plan.coords(rank).tp, timeout_s)
+        return cls(plan, rank, tp_group, replica_group, stage_group, timeout_s, memory)
 
     @property
     def coords(self) -> Coords:

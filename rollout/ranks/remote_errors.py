@@ -8,6 +8,7 @@ import json
 import torch
 import torch.distributed as dist
 
+from ...kernels.collectives.exchange import ExchangeFailed
 from .. import errors
 
 # Words in the text of a group's errors, which are plain RuntimeErrors; NCCL's and the store's have their own classes.
@@ -15,8 +16,8 @@ _OF_A_GROUP = ("gloo", "NCCL", "ProcessGroup")
 
 
 def is_of_a_group(error: BaseException) -> bool:
-    """Return whether a process group raised the error: its cause is then another rank or the network."""
-    if isinstance(error, dist.DistError):
+    """Return whether a group of processes raised the error: its cause is then another rank or the network."""
+    if isinstance(error, dist.DistError | ExchangeFailed):
         return True
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_A_GROUP)
 

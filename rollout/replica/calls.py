@@ -107,7 +107,8 @@ def completions_bytes(completions: list[Completion]) -> bytes:
 
 
 def _plain(completion: Completion) -> dict[str, Any]:
-    values = asdict(replace(completion, drawn_with=None))
+    values = asdict(replace(completion, drawn_with=None, receipt=None))
+    values["receipt"] = completion.receipt
     if (drawn := completion.drawn_with) is not None:
         options = changed(drawn.options)
         if drawn.options.renewal is not None:
@@ -132,5 +133,6 @@ def _completion(given: dict[str, Any]) -> Completion:
     if given["drawn_with"] is not None:
         params, options, seed = given["drawn_with"]
         values["drawn_with"] = DrawnWith(SamplingParams(**params), options_of(options), seed)
+    values["receipt"] = given["receipt"]
     values["drafts"] = tuple(DraftCounts(**counts) for counts in given["drafts"])
     return Completion(**values)

@@ -96,9 +96,12 @@ class ReplicaRunner:
     def settle(self) -> None:
         """Do nothing: no step begins before its launch."""
 
+    def release_memory(self) -> None:
+        """Drop this rank's recorded steps; followers drop theirs where they release memory."""
+        self.stage.release_memory()
+
     def computed_rows(self, num_rows: int) -> int:
-        """Return the same number: steps on several ranks are not recorded."""
-        return num_rows
+        return self.stage.computed_rows(num_rows)
 
     def forget(self, request: Request) -> None:
         self.stage.forget(request)

@@ -15,7 +15,7 @@ from ..sequences.sequence import Sequence as TokenSequence
 _CONTROLLERS_OWN = {"n", "stop", "stop_regex", "stream_interval", "custom_params", "no_stop_trim",
                     "skip_special_tokens", "kept_special_tokens", "spaces_between_special_tokens", "json_schema",
                     "regex", "ebnf", "structural_tag", "jump_forward", "draft_token_ids", "speculation", "renewal",
-                    "begun", "stream_when_final", "takes_back"}  # fmt: skip
+                    "begun", "stream_when_final", "takes_back", "return_receipt", "base_id"}  # fmt: skip
 
 
 def request_json(request: Request) -> bytes:

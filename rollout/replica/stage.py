@@ -23,12 +23,14 @@ from ..ranks.channel import RankChannel
 from ..ranks.remote_errors import is_of_a_group
 from ..reports.trace import Trace
 from ..running.batch import Batch, build_batch
+from ..running.decode_buffers import DecodeInputs
 from ..running.results import results_of
 from ..running.sampler import Sampler
 from ..sequences.request import Request
 from ..sequences.step import ScheduleOutput, SequenceResult
 from ..sequences.worker_manager import WorkerSequenceManager
 from ..states.tensors import StatePool
+from .stage_graphs import Ending, StageGraphs
 
 
 class StepSkipped(Exception):
@@ -47,8 +49,9 @@ class Stage:
         sampler: Sampler,
         block_size: int,
         trace: Trace,
+        graphs: StageGraphs | None = None,
     ) -> None:
-        self.mesh = ranks.mesh
+        self.mesh, self._graphs = ranks.mesh, graphs
         self._ranks, self._model, self._kv_cache, self._sampler = ranks, model, kv_cache, sampler
         self._state_pool, self._block_size, self._trace = state_pool, block_size, trace
         self.workers = WorkerSequenceManager(self.mesh.pp)
@@ -90,6 +93,16 @@ class Stage:
             return []
         return results_of(output, batch, out, self._sampler)
 
+    def computed_rows(self, num_rows: int) -> int:
+        """Return the rows that a step of so many decode rows computes: more where it is padded to a recorded size."""
+        recorded = self._graphs.size_for(num_rows) if self._graphs is not None else None
+        return recorded or num_rows
+
+    def release_memory(self) -> None:
+        """Drop all records before KV or weights are released. No step is in flight."""
+        if self._graphs is not None:
+            self._graphs.forget()
+
     @property
     def has_states(self) -> bool:
         """Whether the model has recurrent layers, on this rank or another."""
@@ -101,22 +114,39 @@ class Stage:
     @torch.inference_mode()
     def _forward(self, batch: Batch, hidden: Tensor | None) -> Tensor | DrawnRows:
         """Return hidden states, logits, or the tokens that the ranks of the last stage have drawn together."""
+        settings = self._settings_of_parts(batch)
+        self.num_forwards += 1
+        self.num_divided_draws += settings is not None
+        graphs = self._graphs
+        if graphs is not None and batch.is_decode and graphs.size_for(len(batch.sampled)) is not None:
+            return self._replay(graphs, batch, hidden, settings)
         states = self._state_pool.step(batch.states)
         context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values, states=states)
         # A step of mid-prompt chunks needs no logits, but the module computes at least one row of them.
         rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)
         received = {} if hidden is None else {"hidden": hidden}
-        settings = self._settings_of_parts(batch)
         out = self._model.forward(
             batch.token_ids, batch.positions, rows, context, **received, whole_logits=settings is None
         )
-        self.num_forwards += 1
         if settings is None:
             return out
         columns = self._model.numerics.divided_logits
         assert columns is not None and out.shape[-1] == len(columns.part), out.shape
-        self.num_divided_draws += 1
         return draw_parts(out, settings, batch.positions[batch.logit_rows] + 1, columns.part.start, columns.gather)
+
+    def _replay(
+        self, graphs: StageGraphs, batch: Batch, hidden: Tensor | None, settings: RowSettings | None
+    ) -> Tensor | DrawnRows:
+        """Run a decode step whose rows fit the ladder as a recorded one. settings: of a draw from parts."""
+        ending: Ending = "output" if settings is None else "draw parts"
+        if settings is None and self.mesh.is_sampling_rank and not batch.allowed:
+            settings = self._sampler.settings_of([row.request for row in batch.sampled])
+            ending = "output" if settings is None else "draw"
+        inputs = DecodeInputs(
+            batch.token_ids.numpy(), batch.positions.numpy(), batch.slots.numpy(), batch.paged.block_tables.numpy(),
+            settings, states=None if batch.states is None else batch.states.numpy(),
+        )  # fmt: skip
+        return graphs.step(inputs, hidden, ending)
 
     def _settings_of_parts(self, batch: Batch) -> RowSettings | None:
         """Return the settings of a batch that the ranks can draw from without the whole logits, else None.

@@ -37,6 +37,8 @@ class Metrics:
     speculation_seconds: float = 0.0  # finding drafts and making room for them
     jump_forward_seconds: float = 0.0  # planning jumps and making room for them; part of:
     grammar_seconds: float = 0.0  # masks, forced text and jumps
+    num_receipts: int = 0  # answers that were given a receipt
+    receipt_seconds: float = 0.0  # processor time that making them took
     step_seconds: float = 0.0
     control_bytes: int = 0  # sent by the controller of a replica to its followers
     control_messages: int = 0  # likewise: one a step and follower, and a few

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..completion import WeightSpan
@@ -24,7 +24,7 @@ class SequenceView:
     num_tokens_processed: int  # known tokens that have KV
     num_drafted_tokens: int  # rows for tokens that might have come next
     num_accepted_tokens: int  # of those tokens, the ones that did: each saved a step
-    why_no_draft: str | None  # in the newest step, by a name in `NoDraft`; None: it had one, or came during a rest
+    why_no_draft: str | None  # in the newest step, by a name in `NoDraft`; None: it had one, or waits
     num_retractions: int
     age_s: float  # since its arrival
     newest_ids: tuple[int, ...]  # the last tokens of prompt and output together
@@ -32,18 +32,20 @@ class SequenceView:
 
 
 def views(
-    running: Sequence[Request], waiting: Sequence[Request], num_newest: int, limit: int | None
-) -> list[SequenceView]:
+    running: Sequence[Request], waiting: Sequence[Request], num_newest: int, limit: int | None,
+    why_none: Callable[[Request], str | None],
+) -> list[SequenceView]:  # fmt: skip
     """Show `limit` at most of those that run, then of those that wait, with at most `num_newest` of their tokens each.
 
-    Changes nothing. Raises ValueError for a negative number.
+    Changes nothing. why_none: why one that runs has no draft. Raises ValueError for a negative number.
     """
     if num_newest < 0 or (limit is not None and limit < 0):
         raise ValueError(f"num_newest and limit must not be negative, not {num_newest} and {limit}")
-    return [view(request, num_newest) for request in (*running[:limit], *waiting[:limit])]
+    return [*(view(request, num_newest, why_none(request)) for request in running[:limit]),
+            *(view(request, num_newest, None) for request in waiting[:limit])]  # fmt: skip
 
 
-def view(request: Request, num_newest: int) -> SequenceView:
+def view(request: Request, num_newest: int, why_no_draft: str | None) -> SequenceView:
     """Return the sequence's present state, with at most `num_newest` of its newest tokens. Changes nothing."""
     sequence = request.sequence
     return SequenceView(
@@ -57,7 +59,7 @@ def view(request: Request, num_newest: int) -> SequenceView:
         num_tokens_processed=sequence.num_tokens_step_processed,
         num_drafted_tokens=sum(counts.num_drafted_tokens for counts in request.record.drafts.values()),
         num_accepted_tokens=sum(counts.num_accepted_tokens for counts in request.record.drafts.values()),
-        why_no_draft=request.why_no_draft,
+        why_no_draft=why_no_draft,
         num_retractions=request.num_retractions,
         age_s=time.monotonic() - request.arrival_time,
         newest_ids=tuple(sequence.token_ids[max(0, len(sequence.token_ids) - num_newest) :]),

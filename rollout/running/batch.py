@@ -86,7 +86,7 @@ def build_batch(
     items = output.scheduled
     num_drafted = [len(item.draft.token_ids) for item in items]
     is_decode = output.num_rows == len(items) + sum(num_drafted)  # one row of known tokens each
-    if is_decode and (rows := _decode_rows(items, workers, requests)) is not None:
+    if is_decode and (rows := decode_rows(items, workers, requests)) is not None:
         return _decode_batch(rows, workers, block_size, device)
     firsts = np.cumsum([0, *(1 + num for num in num_drafted)])  # of each item's parts: its known tokens, its draft's
     num_rows, starts = np.ones(firsts[-1], np.int32), np.empty(firsts[-1], np.int32)
@@ -181,7 +181,7 @@ def masks_of(item: ScheduledSequence) -> tuple[bytes | None, ...]:
 
 
 @dataclass(frozen=True)
-class DecodeRows:
+class StepRows:
     """The rows of a decode step before they become tensors."""
 
     ids: list[str]
@@ -192,9 +192,9 @@ class DecodeRows:
     states: np.ndarray | None
 
 
-def _decode_rows(
+def decode_rows(
     items: tuple[ScheduledSequence, ...], workers: WorkerSequenceManager, requests: Mapping[str, Request]
-) -> DecodeRows | None:
+) -> StepRows | None:
     """Return the rows of a step that samples after the last known token of each sequence, and after its draft's; None
     for any other step."""
     ids: list[str] = []
@@ -219,12 +219,10 @@ def _decode_rows(
             sampled += sampled_rows(item, request)[1:]
             allowed += masks_of(item)[1:]
     has_masks = any(mask is not None for mask in allowed)
-    return DecodeRows(
-        ids, token_ids, positions, tuple(sampled), tuple(allowed) if has_masks else (), state_slots(items)
-    )
+    return StepRows(ids, token_ids, positions, tuple(sampled), tuple(allowed) if has_masks else (), state_slots(items))
 
 
-def _decode_batch(rows: DecodeRows, workers: WorkerSequenceManager, block_size: int, device: torch.device) -> Batch:
+def _decode_batch(rows: StepRows, workers: WorkerSequenceManager, block_size: int, device: torch.device) -> Batch:
     num_rows = len(rows.ids)
     positions = np.array(rows.positions, np.int64)
     tables = workers.block_tables.gather(rows.ids)

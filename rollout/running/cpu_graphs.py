@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
+from ...kernels.collectives.exchange import SharedMemory
 from ...kernels.layers.rms_norm import with_sum
 from ...kernels.machine import native
 from ..model.fused_layers import has_hooks
@@ -28,6 +30,7 @@ from .recorders import Run
 logger = logging.getLogger(__name__)
 
 PLAIN_STEPS = 8  # of a size before it is recorded: about the time that recording and trying take
+LATER_PLAIN_STEPS = 2  # once another size is replayed: this module's steps can be, and sizes that return will again
 _ALIGNMENT = 64
 _aten = torch.ops.aten
 _EMPTY = {_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty_strided}
@@ -37,23 +40,44 @@ _REFUSED = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, 
 class CPUGraphs:
     """A recorder of one module's steps."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, module: nn.Module, memory: SharedMemory | None = None) -> None:
+        """Record nothing yet. memory: through which steps exchange tensors with other ranks, which record the same."""
+        self._module, self.memory = module, memory
+        self.plain_steps = PLAIN_STEPS  # of a size, before it is recorded
 
     def record(self, run: Run) -> Run:
         """Return the function to call in place of `run`. Its results are tensors that the next call may overwrite.
 
         `run` reads and writes fixed memory and returns its results.
         """
-        modules = list(self._module.modules())
-        return _Step(run, lambda: has_hooks(modules))
+        return _Step(run, _Hooks(list(self._module.modules())), self)
+
+
+class _Hooks:
+    """A watch for hooks on modules. It looks at all of them only after a hook was registered anywhere, or while it has
+    found one: a look at some hundred modules takes as long as planning a step."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._num_registered = -1
+        self._has_some = True
+
+    def __call__(self) -> bool:
+        """Return whether there are any now."""
+        registered = RemovableHandle.next_id  # grows with every registration of a hook
+        if self._has_some or registered != self._num_registered:
+            self._num_registered, self._has_some = registered, has_hooks(self._modules)
+        return self._has_some
 
 
 class _Step:
-    """A step that runs plain a few times, is recorded, tried on the next call, and replayed from then on."""
+    """A step that runs plain a few times, is recorded, tried on the next call, and replayed from then on.
 
-    def __init__(self, run: Run, has_hooks: Callable[[], bool]) -> None:
-        self._run, self._has_hooks = run, has_hooks
+    Every call makes the step's exchanges with other ranks exactly once, in whatever state the other ranks' steps are.
+    """
+
+    def __init__(self, run: Run, has_hooks: Callable[[], bool], graphs: CPUGraphs) -> None:
+        self._run, self._has_hooks, self._graphs, self._memory = run, has_hooks, graphs, graphs.memory
         self._num_plain = 0
         self._record: _Record | None = None
         self.is_trusted: bool | None = None  # None until the trial; False: this step stays a plain call
@@ -62,27 +86,48 @@ class _Step:
         if self.is_trusted is False or self._has_hooks():
             return self._run()
         if self.is_trusted and self._record is not None:
-            return self._record.replay() or self._run()
+            return self._replay(self._record)
         if self._record is not None:
             return self._try(self._record)
         self._num_plain += 1
-        if self._num_plain <= PLAIN_STEPS:
+        if self._num_plain <= self._graphs.plain_steps:
             return self._run()
-        try:
-            self._record = _Recording().record(self._run)
-        except _Unrecordable as reason:
-            self._give_up(str(reason))
-            return self._run()
-        return self._record.results
+        recording = _Recording()
+        results = recording.run(self._run)
+        if recording.refusal is None:
+            self._record = recording.record(results)
+        else:
+            self._give_up(recording.refusal)
+        return results
+
+    def _replay(self, record: _Record) -> Sequence[Tensor]:
+        results = record.replay()
+        if results is None and self._memory is not None:  # the step may have made some of its exchanges
+            raise RuntimeError("a call of a recorded step refused its input")
+        return self._run() if results is None else results
 
     def _try(self, record: _Record) -> Sequence[Tensor]:
-        replayed = record.replay()
-        found = None if replayed is None else [result.clone() for result in replayed]
-        expected = self._run()
+        """Compare a replay with a plain call, which is right and comes last: it writes what a wrong replay wrote."""
+        if self._memory is None:
+            found = record.replay_apart()
+            expected = self._run()
+            self._trust(found, expected)
+            return expected
+        with self._memory.recorded() as tape:
+            expected = [result.clone() for result in self._run()]
+        with self._memory.played(tape):
+            self._trust(record.replay_apart(), expected)
+        if self.is_trusted:
+            return expected
+        with self._memory.played(tape):
+            return self._run()
+
+    def _trust(self, found: Sequence[Tensor] | None, expected: Sequence[Tensor]) -> None:
         self.is_trusted = found is not None and all(map(torch.equal, found, expected))
-        if not self.is_trusted:
+        if self.is_trusted:
+            self._graphs.plain_steps = LATER_PLAIN_STEPS
+        else:
             self._give_up("a replay had other results")
-        return expected
 
     def _give_up(self, why: str) -> None:
         logger.warning("decode steps are not replayed: %s", why)
@@ -102,13 +147,14 @@ class _Record:
                 return None
         return self.results
 
-
-class _Unrecordable(Exception):
-    """The step depends on the values of its data."""
+    def replay_apart(self) -> Sequence[Tensor] | None:
+        """Replay the calls and return copies of the results."""
+        results = self.replay()
+        return None if results is None else [result.clone() for result in results]
 
 
 class _Recording(TorchDispatchMode):
-    """A dispatch mode that records the operations of one run."""
+    """A dispatch mode that records the operations of one run, up to one that cannot be recorded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,14 +162,22 @@ class _Recording(TorchDispatchMode):
         self._pieces = _Pieces()
         # Left, right and their sum, if that was the last call. The reference keeps their memory from being reused.
         self._sum: tuple[Tensor, Tensor, Tensor] | None = None
+        self.refusal: str | None = None  # why the run cannot be recorded; it goes on unrecorded
 
-    def record(self, run: Run) -> _Record:
+    def run(self, run: Run) -> Sequence[Tensor]:
+        """Run the step and return its results."""
         with native.recorded_by(self._native_call), self:
-            results = run()
+            return run()
+
+    def record(self, results: Sequence[Tensor]) -> _Record:
+        """Return the record of the run with these results."""
+        assert self.refusal is None
         # The calls are made last: a piece that a call references would not be reused for later results.
         return _Record([make() for make in self._calls], results, self._pieces.all)
 
     def _native_call(self, function: Callable[..., Any], arguments: tuple[Any, ...], kept: object) -> None:
+        if self.refusal is not None:
+            return
         own = tuple(type(a).from_buffer_copy(a) if isinstance(a, ctypes.Structure) else a for a in arguments)
         if self._sum is not None and (both := with_sum(function, own, *self._sum)) is not None:
             function, own = both
@@ -138,8 +192,10 @@ class _Recording(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not _REFUSED.isdisjoint(func.tags) and not _takes_rows(func, args):
-            raise _Unrecordable(f"{func} depends on the data")
+            self.refusal = self.refusal or f"{func} depends on the data"
         out = func(*args, **kwargs)
+        if self.refusal is not None:
+            return out
         if func._schema.is_mutable:
             self._add(func, args, kwargs, None)
             return out
@@ -147,27 +203,30 @@ class _Recording(TorchDispatchMode):
         outs = _tensors(out)
         if not outs or all(t.untyped_storage().data_ptr() in inputs or not t.numel() for t in outs):
             return out  # views
-        if not isinstance(out, Tensor):
-            raise _Unrecordable(f"{func} has several results")
-        kept = self._pieces.like(out)
+        if not isinstance(out, Tensor | tuple) or len(outs) != (1 if isinstance(out, Tensor) else len(out)):
+            self.refusal = f"{func} has results other than tensors"
+            return out
+        kept = [self._pieces.like(tensor) for tensor in outs]
         if func.overloadpacket not in _EMPTY:
-            kept.copy_(out)
+            for own, tensor in zip(kept, outs, strict=True):
+                own.copy_(tensor)
             self._add(func, args, kwargs, kept)
             if func is _aten.add.Tensor and not kwargs and all(isinstance(arg, Tensor) for arg in args):
-                self._sum = (*args, kept)
-        return kept
+                self._sum = (*args, kept[0])
+        return kept[0] if isinstance(out, Tensor) else tuple(kept)
 
-    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor | None) -> None:
+    def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[Tensor] | None) -> None:
         self._sum = None
-        packed = tree_map(self._pieces.place_of, (args, kwargs, out))
+        packed = tree_map(self._pieces.place_of, (args, kwargs, outs))
 
         def make() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-            args, kwargs, out = tree_map(_tensor_at, packed)
-            if out is None:
+            args, kwargs, outs = tree_map(_tensor_at, packed)
+            if outs is None:
                 return _quiet(partial(func, *args, **kwargs)), ()
-            if (variant := _writing_variant(func)) is not None:
-                return _quiet(partial(variant, *args, **kwargs, out=out)), ()
-            return _quiet(lambda: out.copy_(func(*args, **kwargs))), ()
+            if (found := _writing_variant(func, len(outs))) is not None:
+                variant, names = found
+                return _quiet(partial(variant, *args, **kwargs, **dict(zip(names, outs, strict=True)))), ()
+            return _quiet(lambda: _copy_each(func(*args, **kwargs), outs)), ()
 
         self._calls.append(make)
 
@@ -227,15 +286,21 @@ def _tensor_at(value: object) -> object:
     return value.tensor() if isinstance(value, _Place) else value
 
 
-def _writing_variant(func: Any) -> Any | None:
-    """Return the overload with equal arguments that writes its one result to `out`; None if there is none."""
+def _copy_each(found: Tensor | tuple[Tensor, ...], outs: list[Tensor]) -> None:
+    for out, tensor in zip(outs, (found,) if isinstance(found, Tensor) else found, strict=True):
+        out.copy_(tensor)
+
+
+def _writing_variant(func: Any, num_results: int) -> tuple[Any, list[str]] | None:
+    """Return the overload with equal arguments that writes its results to given tensors, and the names of these
+    arguments; None if there is none."""
     arguments = [(a.name, str(a.type)) for a in func._schema.arguments]
     for name in func.overloadpacket.overloads():
         variant = getattr(func.overloadpacket, name)
         own = [(a.name, str(a.type)) for a in variant._schema.arguments if not a.is_out]
         outs = [a.name for a in variant._schema.arguments if a.is_out]
-        if outs == ["out"] and own == arguments:
-            return variant
+        if len(outs) == num_results and own == arguments:
+            return variant, outs
     return None
 
 

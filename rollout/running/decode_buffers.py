@@ -6,12 +6,14 @@ Letters: M rows of the largest size, W blocks of the longest table, V vocabulary
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels.sampling.draws import RowSettings
+from ..sequences.block_tables import OwnBlocks
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,15 @@ class DecodeInputs:
     settings: RowSettings | None  # on the host; None: the drawn tokens are not read
     sources: np.ndarray | None = None  # int64 [n]: rows of the step before, whose drawn tokens are these rows' inputs
     states: np.ndarray | None = None  # int64 [2, n]: slots that the rows' sequences read and write, if there are any
+
+
+class DecodeRows(NamedTuple):
+    """The inputs of one decode step as lists, for a CPU: few numbers, which go to the buffers one by one."""
+
+    token_ids: list[int]
+    positions: list[int]
+    tables: list[OwnBlocks]  # the blocks of each row's sequence
+    settings: RowSettings
 
 
 @dataclass
@@ -95,6 +106,20 @@ class Staging:
     def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()
+
+
+class HostViews:
+    """The buffers of a CPU as sequences of numbers, which take and give single ones at little cost."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        def view(tensor: Tensor) -> memoryview:
+            return memoryview(tensor.numpy())
+
+        self.token_ids, self.slots = view(buffers.token_ids), view(buffers.slots)
+        self.positions, self.noise_positions = view(buffers.positions), view(buffers.noise_positions)
+        self.context_lens = view(buffers.context_lens)
+        self.drawn_ids, self.drawn_logprobs = view(buffers.drawn_ids), view(buffers.drawn_logprobs)
+        self.block_tables = buffers.block_tables.numpy()
 
 
 class DecodedStep:

@@ -11,7 +11,9 @@ that step can enter the queue before the host has read them; the host waits for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -24,12 +26,13 @@ from ..model.attention import StepContext
 from ..model.hosted_model import HostedModel
 from ..states.tensors import StatePool
 from .cpu_graphs import CPUGraphs
-from .decode_buffers import Buffers, DecodedStep, DecodeInputs, Staging
+from .decode_buffers import Buffers, DecodedStep, DecodeInputs, DecodeRows, HostViews, Staging
 from .recorders import CUDAGraphs, Recorder, Run
 
 _NUM_STAGINGS = 2  # steps that may be in the queue
 _LADDER = (1, 2, 4, *range(8, 257, 8))
-_CPU_LADDER = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 65, 8))  # finer: padding rows cost time
+# Finer: padding rows cost time.
+_CPU_LADDER = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 129, 8), *range(144, 257, 16))
 
 
 def decode_ladder(asked: Sequence[int] | None, max_num_seqs: int, device: torch.device) -> tuple[int, ...]:
@@ -49,12 +52,23 @@ def why_not_recorded(model: HostedModel) -> str | None:
     if path == "torch":
         remedy = ": install Triton" if model.device.type == "cuda" else ""
         wrong.append(f"its attention, in PyTorch, reads lengths on the host{remedy}")
-    if model.module._can_set_experts_implementation():
+    # Without invariant mode, experts are transformers' own, in products that can be recorded; tp ranks need ours.
+    is_native = guarantee is not None and guarantee.linear == "native"
+    is_ours = guarantee is not None or model.mesh.tp > 1 or model.device.type == "cuda"
+    if model.module._can_set_experts_implementation() and is_ours and not is_native:
         wrong.append("its experts read on the host which of them are chosen")
     rope = getattr(model.config, "rope_parameters", None) or {}
     if any(p.get("rope_type") in ("dynamic", "longrope") for p in (rope, *rope.values()) if isinstance(p, dict)):
         wrong.append("its rotary tables depend on the longest sequence, which the host looks for")
     return "; ".join(wrong) or None
+
+
+def padded_rows(inputs: DecodeInputs, size: int) -> np.ndarray:
+    """Return the rows of a step that is padded to `size`, int64 [size]."""
+    num_rows = len(inputs.positions)
+    rows = np.full(size, inputs.positions.argmin())
+    rows[:num_rows] = np.arange(num_rows)
+    return rows
 
 
 class DecodeGraphs:
@@ -81,15 +95,40 @@ class DecodeGraphs:
         self._tables = np.zeros((self.sizes[-1], width), np.int32)  # a copy of the device's tables
         self._settings: RowSettings | None = None  # the device's settings, for this many rows:
         self._settings_size = 0
-        self._records: dict[int, Run] = {}
+        self._records: dict[tuple[int, str], Run] = {}  # by size and kind
         self._owners: list[Mapping[str, Tensor | None]] = []  # by name; a name's tensor may be replaced
         self._memory: list[int] = []  # addresses that the records read
+        self._views = HostViews(self._buffers) if device.type == "cpu" else None
+        self._versions = [0] * self.sizes[-1]  # of the tables in the views, by row; 0: of none
         self._num_steps = 0
         self.num_tables_sent = 0  # rows of block tables that had changed
 
     def size_for(self, num_rows: int) -> int | None:
         """Return the smallest size that holds `num_rows` rows; None beyond the ladder."""
-        return next((size for size in self.sizes if size >= num_rows), None)
+        index = bisect_left(self.sizes, num_rows)
+        return self.sizes[index] if index < len(self.sizes) else None
+
+    @property
+    def unrecorded(self) -> list[int]:
+        """Return the sizes that have no record yet, the largest first: smaller ones then fit into its memory."""
+        return [size for size in reversed(self.sizes) if (size, "") not in self._records]
+
+    def record_ahead(self, size: int, block: int) -> None:
+        """Record a size before a step needs it. No step is in flight; its rows write to this block, which nothing
+        reads. Does nothing for a model with states, whose slots have owners."""
+        if self._state_pool.is_used or (size, "") in self._records:
+            return
+        self._forget_if_moved()
+        b = self._buffers
+        self._tables[:size], self._settings = 0, None
+        self._versions[:size] = [0] * size
+        for buffer in (b.token_ids, b.positions, b.noise_positions, b.block_tables):
+            buffer[:size].zero_()
+        b.block_tables[:size, 0] = self._tables[:size, 0] = block
+        b.slots[:size] = block * self._kv_cache.block_size
+        b.context_lens[:size] = 1
+        b.settings.top_k.fill_(1)
+        self._record_of(size, "", self._drawing_step)
 
     def forget(self) -> None:
         """Drop all records and the memory that they hold."""
@@ -99,25 +138,52 @@ class DecodeGraphs:
     def run(self, inputs: DecodeInputs) -> DecodedStep:
         """Put a step in the device's queue; returns at once on a GPU. Its rows fit the ladder."""
         num_rows = len(inputs.positions)
-        size = self.size_for(num_rows)
-        assert size is not None, num_rows
-        memory = self._addresses()
-        if memory != self._memory:
-            self.forget()
-            self._memory = self._addresses()
-        staging = self._stagings[self._num_steps % _NUM_STAGINGS]
-        self._num_steps += 1
-        staging.wait()  # its step may still run if its results were never read
-        self._fill(inputs, size, staging)
-        record = self._records.get(size)
-        if record is None:
-            record = self._records[size] = self._record(size)
-        buffers, logits = self._buffers, record()[0][:num_rows]
+        results, staging = self._run(inputs, "", self._drawing_step)
+        buffers, logits = self._buffers, results[0][:num_rows]
         staging.drawn_ids[:num_rows].copy_(buffers.drawn_ids[:num_rows], non_blocking=True)
         staging.drawn_logprobs[:num_rows].copy_(buffers.drawn_logprobs[:num_rows], non_blocking=True)
         if staging.done is not None:
             staging.done.record()
         return DecodedStep(num_rows, logits, staging)
+
+    def _run(self, inputs: DecodeInputs, kind: str, step: Callable[[int], Run]) -> tuple[Sequence[Tensor], Staging]:
+        """Run a step of a kind; returns its results, which the next step may overwrite, and the inputs' staging.
+
+        step: makes the function to record, by its size.
+        """
+        size = self.size_for(len(inputs.positions))
+        assert size is not None, len(inputs.positions)
+        self._forget_if_moved()
+        staging = self._stagings[self._num_steps % _NUM_STAGINGS]
+        self._num_steps += 1
+        staging.wait()  # its step may still run if its results were never read
+        self._fill(inputs, size, staging)
+        return self._record_of(size, kind, step)(), staging
+
+    def run_rows(self, rows: DecodeRows) -> tuple[list[int], list[float]]:
+        """Run a step on a CPU, and return its tokens and their log-probabilities. Its rows fit the ladder."""
+        num_rows, views = len(rows.positions), self._views
+        size = self.size_for(num_rows)
+        assert size is not None and views is not None, num_rows
+        self._forget_if_moved()
+        self._num_steps += 1
+        self._fill_views(rows, size, views)
+        self._record_of(size, "", self._drawing_step)()
+        logprobs: list[float] = views.drawn_logprobs[:num_rows].tolist()  # type: ignore[assignment]  # a view of floats
+        return views.drawn_ids[:num_rows].tolist(), logprobs
+
+    def _record_of(self, size: int, kind: str, step: Callable[[int], Run]) -> Run:
+        record = self._records.get((size, kind))
+        if record is None:
+            record = self._records[size, kind] = self._recorder.record(step(size))
+        return record
+
+    def _forget_if_moved(self) -> None:
+        """Drop all records if memory has moved. Looks at every address before each step: a record that reads memory
+        which was replaced and freed ends the process."""
+        if self._addresses() != self._memory:
+            self.forget()
+            self._memory = self._addresses()
 
     def _addresses(self) -> list[int]:
         """Return the addresses of all memory that a record reads and that may move, and the number of threads."""
@@ -125,32 +191,39 @@ class DecodeGraphs:
             modules = self._model.module.modules()
             owners: list[Mapping[str, Tensor | None]] = [own for m in modules for own in (m._parameters, m._buffers)]
             self._owners = [owner for owner in owners if owner]
-        hosted = (tensor for owner in self._owners for tensor in owner.values() if tensor is not None)
-        tensors = (*self._kv_cache.keys, *self._kv_cache.values, *self._state_pool.all(), *hosted)
-        return [torch.get_num_threads(), *(tensor.data_ptr() for tensor in tensors)]
+        hosted = chain.from_iterable(owner.values() for owner in self._owners)
+        tensors = chain(self._kv_cache.keys, self._kv_cache.values, self._state_pool.all(), hosted)
+        return [torch.get_num_threads(), *(tensor.data_ptr() for tensor in tensors if tensor is not None)]
 
-    def _record(self, size: int) -> Run:
-        """Record the step in the buffers: its logits [size, V], drawn tokens and log-probabilities."""
+    def _forward(self, size: int, hidden: Tensor | None = None, *, whole_logits: bool = True) -> Callable[[], Tensor]:
+        """Return the model's forward over the buffers. The arguments are `HostedModel.forward`'s."""
         b = self._buffers
         paged = PagedStep(b.block_tables[:size], b.query_start[: size + 1], b.context_lens[:size])
         token_ids, positions, rows = b.token_ids[:size], b.positions[:size], b.logit_rows[:size]
 
-        def run() -> Sequence[Tensor]:
+        def run() -> Tensor:
             states = self._state_pool.step(b.states[:, :size] if self._state_pool.is_used else None)
             context = StepContext(b.slots[:size], paged, self._kv_cache.keys, self._kv_cache.values, states=states)
-            logits = self._model.forward(token_ids, positions, rows, context)
+            return self._model.forward(token_ids, positions, rows, context, hidden, whole_logits=whole_logits)
+
+        return run
+
+    def _drawing_step(self, size: int) -> Run:
+        """Return the step in the buffers: its logits [size, V], drawn tokens and log-probabilities."""
+        b, forward = self._buffers, self._forward(size)
+
+        def run() -> Sequence[Tensor]:
+            logits = forward()
             drawn = draw_tokens(logits, b.first_settings(size), b.noise_positions[:size])
             b.drawn_ids[:size].copy_(drawn.token_ids)
             b.drawn_logprobs[:size].copy_(drawn.logprobs)
             return logits, b.drawn_ids[:size], b.drawn_logprobs[:size]
 
-        return self._recorder.record(run)
+        return run
 
     def _fill(self, inputs: DecodeInputs, size: int, staging: Staging) -> None:
         """Copy the inputs to the buffers, padded to `size`. Of the tables, only changed rows are copied."""
-        num_rows, b = len(inputs.positions), self._buffers
-        rows = np.full(size, inputs.positions.argmin())
-        rows[:num_rows] = np.arange(num_rows)
+        b, rows = self._buffers, padded_rows(inputs, size)
         numbers = staging.numbers.numpy()
         positions = inputs.positions[rows]
         numbers[0, :size], numbers[1, :size] = inputs.token_ids[rows], positions
@@ -171,18 +244,57 @@ class DecodeGraphs:
         self._fill_tables(inputs.block_tables[rows], staging)
         self._fill_settings(inputs.settings, rows)
 
+    def _fill_views(self, rows: DecodeRows, size: int, views: HostViews) -> None:
+        """Write the inputs to the buffers, padded to `size`. Of the tables, only changed rows are written."""
+        token_ids, positions, tables, block_size = (
+            rows.token_ids,
+            rows.positions,
+            rows.tables,
+            self._kv_cache.block_size,
+        )
+        num_rows, versions = len(positions), self._versions
+        padding = positions.index(min(positions)) if size > num_rows else 0
+        for row in range(size):
+            source = row if row < num_rows else padding
+            position, own = positions[source], tables[source]
+            views.token_ids[row], views.positions[row] = token_ids[source], position
+            views.noise_positions[row] = views.context_lens[row] = position + 1
+            block, offset = divmod(position, block_size)
+            views.slots[row] = own.blocks[block] * block_size + offset
+            if versions[row] != own.version:
+                versions[row] = own.version
+                self.num_tables_sent += 1
+                views.block_tables[row, : len(own.blocks)] = own.blocks
+                self._tables[row] = views.block_tables[row]
+        settings = rows.settings
+        if settings is not self._settings or size != self._settings_size:
+            sources = [*range(num_rows), *[padding] * (size - num_rows)]
+            self._fill_settings(settings, np.array(sources))
+
     def _fill_tables(self, tables: np.ndarray, staging: Staging) -> None:
+        """Copy the rows of the tables that have changed; neighbours at once, for drafts move all rows behind them."""
         size, width = tables.shape
-        known = self._tables[:size, :width]
+        changed = np.flatnonzero((self._tables[:size, :width] != tables).any(1))
+        self.num_tables_sent += len(changed)
         staged = staging.block_tables.numpy()
-        for row in np.flatnonzero((known != tables).any(1)).tolist():
-            self.num_tables_sent += 1
-            known[row] = staged[row, :width] = tables[row]
-            self._buffers.block_tables[row, :width].copy_(staging.block_tables[row, :width], non_blocking=True)
+        for run in np.split(changed, np.flatnonzero(np.diff(changed) > 1) + 1) if len(changed) else ():
+            rows = slice(int(run[0]), int(run[-1]) + 1)
+            self._versions[rows] = [0] * len(run)
+            staged[rows, :width] = tables[rows]
+            self._tables[rows] = staged[rows]  # whole rows lie side by side: one copy
+            self._buffers.block_tables[rows].copy_(staging.block_tables[rows], non_blocking=True)
 
     def _fill_settings(self, settings: RowSettings | None, rows: np.ndarray) -> None:
-        """Copy the settings if the batch has changed: a sampler returns the same object for the same batch."""
-        if settings is None or (settings is self._settings and len(rows) == self._settings_size):
+        """Copy the settings if the batch has changed: a sampler returns the same object for the same batch.
+
+        Where the host draws, from logits of its own, the record's draws are not read: they take the cheapest settings.
+        """
+        if settings is None:
+            if self._settings is not None:
+                self._buffers.settings.top_k.fill_(1)  # the largest logit: no filter, no noise
+            self._settings = None
+            return
+        if settings is self._settings and len(rows) == self._settings_size:
             return
         self._settings, self._settings_size = settings, len(rows)
         index, ours = torch.from_numpy(rows), self._buffers.settings

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -20,8 +21,8 @@ from ..sequences.request import Request
 from ..sequences.step import ScheduleOutput, SequenceResult
 from ..sequences.worker_manager import WorkerSequenceManager
 from ..states.tensors import StatePool
-from .batch import Batch, build_batch, state_slots
-from .decode_buffers import DecodedStep, DecodeInputs
+from .batch import Batch, build_batch, decode_rows, state_slots
+from .decode_buffers import DecodedStep, DecodeInputs, DecodeRows
 from .decode_graphs import DecodeGraphs
 from .results import drawn_results, results_of
 from .sampler import Sampler
@@ -60,6 +61,7 @@ class ModelRunner:
         self.begins_ahead = begins_ahead and graphs is not None
         has_queue = graphs is not None and model.device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, "lockstep-model") if overlap and not has_queue else None
+        self._runs_rows = graphs is not None and not overlap and model.device.type == "cpu"
         self.workers = WorkerSequenceManager(self.num_stages)
         self.num_forwards = 0
         self.num_begun = 0  # steps that began before the step before was delivered
@@ -72,6 +74,8 @@ class ModelRunner:
         if begun is not None and begun.holds(output):
             self._newest = begun
             return LaunchedStep(lambda: begun.results(output))
+        if self._runs_rows and (launched := self._launch_rows(output, requests)) is not None:
+            return launched
         # With graphs the batch stays on the host: it is copied with the graphs' inputs, or as a whole when it runs.
         on = torch.device("cpu") if self._graphs is not None else self._model.device
         batch = build_batch(output, self.workers, requests, self._block_size, on)
@@ -87,6 +91,26 @@ class ModelRunner:
             return LaunchedStep(self._start(output, lambda: self._decode_with_host(output, batch, inputs)))
         self._newest = step = self._decode(output, inputs)
         return LaunchedStep(lambda: step.results(output))
+
+    def _launch_rows(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> LaunchedStep | None:
+        """Run a decode step on a CPU whose rows go to the recorded step's buffers one by one; returns None for any
+        other step. A batch of tensors would take longer to make than all else around a step of few rows."""
+        graphs, tables = self._graphs, self.workers.block_tables
+        rows = decode_rows(output.scheduled, self.workers, requests)
+        if rows is None or rows.allowed or rows.states is not None:
+            return None
+        assert graphs is not None
+        if graphs.size_for(len(rows.ids)) is None:
+            return None
+        settings = self._sampler.settings_of([row.request for row in rows.sampled])
+        if settings is None:
+            return None
+        inputs = DecodeRows(rows.token_ids, rows.positions, [tables.own(id) for id in rows.ids], settings)
+        self.num_forwards += 1
+        self._newest = None
+        with self._trace.span("forward", step=output.step, rows=len(rows.ids)), torch.inference_mode():
+            drawn = graphs.run_rows(inputs)
+        return LaunchedStep(lambda: drawn_results(output.scheduled, *drawn))
 
     def anticipate(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> None:
         """Begin the step that will probably be launched next, if its inputs are on the device already.
@@ -134,6 +158,18 @@ class ModelRunner:
         self.settle()
         if self._graphs is not None:
             self._graphs.forget()
+
+    @property
+    def unrecorded_sizes(self) -> list[int]:
+        """Return the numbers of rows of decode steps that are not recorded yet, the largest first."""
+        return self._graphs.unrecorded if self._graphs is not None else []
+
+    def record_ahead(self, size: int, block: int) -> None:
+        """Record the decode step of `size` rows, between two steps. block: a free one, to which its rows write."""
+        assert self._graphs is not None, size
+        self.settle()
+        self._newest = None
+        self.call(partial(torch.inference_mode()(self._graphs.record_ahead), size, block))
 
     def computed_rows(self, num_rows: int) -> int:
         recorded = self._graphs.size_for(num_rows) if self._graphs is not None else None
@@ -189,9 +225,9 @@ class ModelRunner:
         launched, graphs = time.perf_counter(), self._graphs
         assert graphs is not None
 
-        @torch.inference_mode()
         def run() -> DecodedStep:
-            with self._trace.span("forward", since=launched, step=output.step, rows=len(inputs.positions)):
+            span = self._trace.span("forward", since=launched, step=output.step, rows=len(inputs.positions))
+            with span, torch.inference_mode():
                 self.num_forwards += 1
                 step = graphs.run(inputs)
                 if not self._overlap or self._thread is not None:

@@ -34,7 +34,7 @@ def results_of(
     """
     items, num_sampled = output.scheduled, len(batch.sampled)
     if isinstance(logits, DrawnRows):
-        choices = [Sampled(*row, ()) for row in zip(logits.token_ids, logits.logprobs, strict=True)]
+        choices = [Sampled(*row, ()) for row in zip(logits.token_ids.tolist(), logits.logprobs.tolist(), strict=True)]
     else:
         choices = sampler.sample(logits[:num_sampled], batch.sampled, batch.allowed) if num_sampled else []
     if batch.is_decode:

@@ -79,6 +79,11 @@ class Runner(Protocol):
         """Cancel the anticipated step unless it was launched. Returns when it no longer reads or writes KV."""
         ...
 
+    def release_memory(self) -> None:
+        """Drop recorded steps, and what they keep of the weights and of KV, before these are released. No step is in
+        flight."""
+        ...
+
     def computed_rows(self, num_rows: int) -> int:
         """Return the rows that a step of so many decode rows computes: more where it is padded to a recorded size."""
         ...

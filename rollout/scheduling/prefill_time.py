@@ -23,7 +23,7 @@ class PrefillTimePredictor:
         self._max_rows = max_rows_per_step
         self._decode_steps: deque[float] = deque(maxlen=_WINDOW)  # seconds
         self._prefill_steps: deque[tuple[int, float]] = deque(maxlen=_WINDOW)  # (prompt rows, seconds)
-        self._step_seconds: float | None = None
+        self._step_seconds: float | None = None  # medians of the newest steps; None: not computed since
         self._row_seconds: float | None = None
 
     @property
@@ -33,14 +33,20 @@ class PrefillTimePredictor:
         Before the first decode-only step it is 0 if prompt rows were measured, whose time then covers the whole step;
         else the prior.
         """
-        if self._step_seconds is not None:
-            return self._step_seconds
-        return 0.0 if self._prefill_steps else PRIOR_STEP_SECONDS
+        if not self._decode_steps:
+            return 0.0 if self._prefill_steps else PRIOR_STEP_SECONDS
+        if self._step_seconds is None:
+            self._step_seconds = sorted(self._decode_steps)[len(self._decode_steps) // 2]
+        return self._step_seconds
 
     @property
     def row_seconds(self) -> float:
         """Seconds of one prompt row; the prior before the first measurement."""
-        return PRIOR_ROW_SECONDS if self._row_seconds is None else self._row_seconds
+        if not self._prefill_steps:
+            return PRIOR_ROW_SECONDS
+        if self._row_seconds is None:
+            self._row_seconds = self._median_row_seconds()
+        return self._row_seconds
 
     def observe(self, output: ScheduleOutput, seconds: float) -> None:
         """Learn from a step that ran. Rows of a sequence with more than one row in the step count as a prompt's."""
@@ -51,9 +57,7 @@ class PrefillTimePredictor:
             self._prefill_steps.append((num_rows, seconds))
         elif output.scheduled:
             self._decode_steps.append(seconds)
-            self._step_seconds = sorted(self._decode_steps)[len(self._decode_steps) // 2]
-        if self._prefill_steps:
-            self._row_seconds = self._median_row_seconds()
+        self._step_seconds = self._row_seconds = None  # computed when a prediction needs them, not at every step
 
     def predict(self, num_tokens: int) -> float:
         """Predict the seconds of `num_tokens` prompt rows when no other prompt is in their steps; 0.0 for none."""

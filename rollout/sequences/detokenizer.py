@@ -12,10 +12,11 @@ in a similar way).
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import regex
 
@@ -35,6 +36,23 @@ class Tokenizer(Protocol):
     """The interface of a tokenizer. transformers' tokenizers have it."""
 
     def decode(self, token_ids: list[int], **options: bool) -> str | list[str]: ...
+
+
+class Backend(Protocol):
+    """The interface of a tokenizer of the tokenizers library."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
+
+
+def _plain_backend(tokenizer: object) -> Backend | None:
+    """Return the backend of a fast tokenizer of transformers whose `decode` adds nothing to that of its backend, else
+    None. The way through transformers takes as long as the decoding itself."""
+    fast: Any = getattr(sys.modules.get("transformers"), "PreTrainedTokenizerFast", None)  # not imported for this
+    if fast is None or not isinstance(tokenizer, fast):
+        return None
+    kind: Any = type(tokenizer)
+    is_plain = kind.decode is fast.decode and kind._decode is fast._decode and "decode" not in vars(tokenizer)
+    return cast(Any, tokenizer).backend_tokenizer if is_plain else None
 
 
 class StopRegexTimeout(LockstepError):
@@ -76,6 +94,7 @@ class IncrementalDetokenizer:
         if tokenizer is None and params.needs_text:
             raise ValueError("stop and stop_regex need a tokenizer, and the engine has none")
         self._tokenizer = tokenizer
+        self._backend = _plain_backend(tokenizer)
         self._params = params
         self._patterns = params.stop_patterns
         self._search_time = search_time or SearchTime()
@@ -176,6 +195,8 @@ class IncrementalDetokenizer:
             skips = False
             if not (token_ids := [id for id in token_ids if not self._skips(id)]):
                 return ""
+        if self._backend is not None:
+            return self._backend.decode(token_ids, skip_special_tokens=skips)
         text = self._tokenizer.decode(
             token_ids,
             skip_special_tokens=skips,

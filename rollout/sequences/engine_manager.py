@@ -9,7 +9,7 @@ from ..completion import FinishReason, NextToken
 from ..grammars.jump import Jump
 from .detokenizer import StopRegexTimeout
 from .manager import TAKES_NO_RESULT, SequenceManager
-from .output_record import ScoredToken
+from .output_record import RecordedJump, ScoredToken
 from .request import Request
 from .sequence import Sequence, State
 from .step import ScheduledSequence, SequenceResult
@@ -70,6 +70,13 @@ class EngineSequenceManager(SequenceManager):
         request.num_retractions += 1
         request.in_flight.forget()
         request.record.forget_scored()
+        request.record.kept_kv = ()
+
+    def keep_kv(self) -> None:
+        """Note in each live request that its KV stays at a commit, which comes next. No step is in flight."""
+        for request in self._requests.values():
+            if num_rows := request.sequence.num_tokens_step_processed:
+                request.record.keep_kv(self.weight_version, self.weight_digest, num_rows)
 
     def free(self, id: str) -> None:
         super().free(id)
@@ -107,6 +114,9 @@ class EngineSequenceManager(SequenceManager):
             return reason is not None
         if jump.token_ids:
             self._score(request, result, jump.token_ids)
+            if request.may_be_rewritten:
+                at = len(record.logprobs) - jump.num_rolled_back
+                record.jumps.append(RecordedJump(at, sequence.newest_replaced, jump.token_ids))
         drawn = (*result.accepted, result.sampled())
         scored = [ScoredToken(token, self.weight_version, self.weight_digest) for token in drawn]
         for token, version, digest in (*record.begin_tokens(jump), *scored):

@@ -19,6 +19,29 @@ class SpanStart(NamedTuple):
     start: int
 
 
+class KeptKV(NamedTuple):
+    """Rows of a sequence whose KV a commit of other weights has left as it was, up to row `end` - 1."""
+
+    version: str  # of the weights that computed them
+    digest: str | None
+    end: int
+
+
+class KVStart(NamedTuple):
+    """The kept KV under which the output tokens from `start` on were drawn; later rows are of each token's weights."""
+
+    start: int
+    kept: tuple[KeptKV, ...]  # one run of rows after another, from row 0
+
+
+class RecordedJump(NamedTuple):
+    """A jump of the mode `text`: where it stood in the output, and the tokens that it removed and inserted there."""
+
+    at: int  # number of output tokens before the inserted ones
+    removed: tuple[int, ...]  # draws that are no part of the output
+    inserted: tuple[int, ...]
+
+
 class ScoredToken(NamedTuple):
     """A token of a jump whose rows have run in part, and the weights that scored it."""
 
@@ -53,6 +76,9 @@ class OutputRecord:
     num_undelivered: int = 0  # tokens of that step, its jump's included, that are not text yet
     drafts: dict[str, DraftCounts] = field(default_factory=dict)  # by source: also of steps whose tokens were cut later
     num_kept: int | None = None  # tokens that no rollback has cut since this was last set to None; None: all
+    kept_kv: tuple[KeptKV, ...] = ()  # of the sequence now: of weights before the present ones
+    kv_starts: list[KVStart] = field(default_factory=list)  # empty: no token was drawn with kept KV
+    jumps: list[RecordedJump] = field(default_factory=list)  # in their order, also those that later ones replaced
     num_chars_kept: int | None = None  # likewise of the text, which changes only where an answer begins again
 
     def begin_prompt(self) -> None:
@@ -138,6 +164,23 @@ class OutputRecord:
         last = self.span_starts[-1] if self.span_starts else None
         if last is None or last.version != version or last.digest != digest:
             self.span_starts.append(SpanStart(version, digest, len(self.logprobs) - 1))
+        if self.kept_kv or self.kv_starts:
+            newest = self.kv_starts[-1].kept if self.kv_starts else ()
+            if newest != self.kept_kv:
+                self.kv_starts.append(KVStart(len(self.logprobs) - 1, self.kept_kv))
+
+    def keep_kv(self, version: str, digest: str | None, num_rows: int) -> None:
+        """Note that the KV of the first `num_rows` rows, computed so far, stays at a commit. version, digest: before
+        the commit."""
+        if num_rows > (self.kept_kv[-1].end if self.kept_kv else 0):
+            self.kept_kv = (*self.kept_kv, KeptKV(version, digest, num_rows))
+
+    def cut_kept_kv(self, num_rows: int) -> None:
+        """Note that the rows from number `num_rows` on will be computed again."""
+        if self.kept_kv and self.kept_kv[-1].end > num_rows:
+            before = [kept for kept in self.kept_kv if kept.end < num_rows]
+            cut = next(kept for kept in self.kept_kv if kept.end >= num_rows)
+            self.kept_kv = (*before, cut._replace(end=num_rows)) if num_rows else ()
 
     def roll_back(self, num_tokens: int) -> None:
         """Remove the last output tokens from all lists. The sequence's tokens are changed elsewhere."""
@@ -149,6 +192,8 @@ class OutputRecord:
         del self.kept_ids[self.kept_ends[-1] if self.kept_ends else 0 :]
         while self.span_starts and self.span_starts[-1].start >= num_kept:
             self.span_starts.pop()
+        while self.kv_starts and self.kv_starts[-1].start >= num_kept:
+            self.kv_starts.pop()
         self.num_kept = num_kept if self.num_kept is None else min(self.num_kept, num_kept)
 
     @property

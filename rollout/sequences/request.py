@@ -44,7 +44,6 @@ class Request:
     in_flight: InFlight = field(init=False, default_factory=InFlight)
     next_token: NextToken | None = None
     num_cached_tokens: int = 0
-    why_no_draft: str | None = None  # in its newest step, a name in `NoDraft`; None: it had one, or came in a rest
     num_retractions: int = 0  # also the incarnation: results of an earlier one are dropped
     finish_reason: FinishReason | None = None
     # Seconds of time.monotonic(); None: not yet.
@@ -94,9 +93,14 @@ class Request:
         return self.sequence.num_output_tokens + self.in_flight.num_tokens >= self.params.max_new_tokens
 
     @property
+    def may_be_rewritten(self) -> bool:
+        """Whether jumps may replace tokens that were drawn."""
+        return self.grammar is not None and self.grammar.mode == "text"
+
+    @property
     def may_take_back(self) -> bool:
         """Whether the next jump may replace output tokens."""
-        if self.grammar is None or self.grammar.mode != "text":
+        if not self.may_be_rewritten:
             return False
         return self.sequence.num_output_tokens > 0 and self.sequence.jump_start is None
 

@@ -52,6 +52,7 @@ class Sequence:
         "_state",
         "_replaced",
         "_num_jumped",
+        "newest_replaced",
     )
 
     def __init__(self, id: str, prompt_ids: SequenceOf[int]) -> None:
@@ -63,6 +64,7 @@ class Sequence:
         self._state = State.WAITING
         self._replaced: list[int] | None = None  # tokens that an unsettled jump replaces; None without one
         self._num_jumped = 0  # tokens of that jump
+        self.newest_replaced: tuple[int, ...] = ()  # tokens that the jump settled last has replaced
 
     @property
     def state(self) -> State:
@@ -117,6 +119,7 @@ class Sequence:
         if self._replaced is None:
             return NO_JUMP
         jump = Jump(len(self._replaced), tuple(self.token_ids[self.jump_start :]))
+        self.newest_replaced = tuple(self._replaced)
         self._replaced, self._num_jumped = None, 0
         return jump
 

@@ -18,6 +18,18 @@ class StateSlots(NamedTuple):
     write: int  # gets its states after them
 
 
+class Vote(NamedTuple):
+    """How the places in earlier tokens that end like a sequence, and went on as proposed so far, went on."""
+
+    length: int  # tokens of the ending that is equal there
+    num_alike: int  # places that the proposed token followed
+    num_places: int
+
+
+# A class of proposals that are accepted about equally often; or the vote for each token, which is such a class too.
+Confidence = int | tuple[Vote, ...]
+
+
 class Draft(NamedTuple):
     """Tokens that are proposed behind the last known one of a sequence. The step draws the token after each of them.
 
@@ -28,8 +40,8 @@ class Draft(NamedTuple):
     token_ids: tuple[int, ...]
     allowed: tuple[bytes | None, ...] = ()  # after each: the tokens that a grammar allows; empty without a grammar
     states: tuple[int, ...] = ()  # with recurrent layers: the slots that get the states after each
-    source: str = ""  # who proposed them, and the class of the proposal; known to the controller only
-    confidence: int = 0
+    source: str = ""  # who proposed them, and with what votes; known to the controller only
+    confidence: Confidence = 0
 
 
 NO_DRAFT = Draft(())
@@ -69,9 +81,16 @@ class ScheduleOutput:
     def num_rows(self) -> int:
         return sum([item.num_tokens + len(item.draft.token_ids) for item in self.scheduled])
 
+    @property
+    def has_one_token_each(self) -> bool:
+        """Whether each sequence has one known token, and rows of drafts behind it at most."""
+        if not self.has_drafts:
+            return self.num_rows == len(self.scheduled)  # none has no token
+        return all(item.num_tokens == 1 for item in self.scheduled)
+
     @cached_property
     def has_drafts(self) -> bool:
-        return any(item.draft.token_ids for item in self.scheduled)
+        return any(item.draft is not NO_DRAFT for item in self.scheduled)
 
 
 @dataclass(slots=True)

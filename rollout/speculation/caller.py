@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..sequences.request import Request
 from .proposer import NO_PROPOSAL, Proposal
-from .token_history import LENGTHS, TokenHistory
+from .token_history import LENGTHS, TokenHistory, vote
 
 
 class CallersDraft:
@@ -31,8 +31,7 @@ class CallersDraft:
         if request not in self._given:
             self._given[request] = TokenHistory(given)
         ending = TokenHistory(sequence.token_ids[max(sequence.num_tokens - LENGTHS[0], first) :]).last(LENGTHS[0])
-        token_ids, length = self._given[request].after(ending, most)
-        return Proposal(token_ids, length) if token_ids else NO_PROPOSAL
+        return vote((self._given[request],), ending, most)
 
     def on_tokens(self, request: Request, num_cut: int) -> None:
         if num_cut:

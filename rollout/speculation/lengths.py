@@ -69,14 +69,18 @@ class BestRate:
 
     def choose(self, size: StepSize, chances: Sequence[Sequence[float]], budget: int) -> list[int]:
         # The chances of a proposal never grow with depth, so the likeliest tokens of all are beginnings of proposals.
-        tokens = ((chance, -depth, index) for index, its in enumerate(chances) for depth, chance in enumerate(its))
+        tokens = [(chance, -depth, index) for index, its in enumerate(chances) for depth, chance in enumerate(its)]
         ranked = sorted(tokens, reverse=True)[:budget]
-        expected, num_taken = float(size.num_tokens), 0
-        best = MIN_GAIN * expected / self._costs.seconds(size.num_rows)
+        expected, num_taken, predict = float(size.num_tokens), 0, self._costs.seconds
+        most = expected + sum([chance for chance, _, _ in ranked])
+        best = MIN_GAIN * expected / predict(size.num_rows)
         for num, (chance, _, _) in enumerate(ranked, 1):
             expected += chance
-            if (rate := expected / self._costs.seconds(size.num_rows + num)) > best:
+            seconds = predict(size.num_rows + num)
+            if (rate := expected / seconds) > best:
                 best, num_taken = rate, num
+            elif most <= best * seconds:  # and seconds never fall
+                break
         lengths = [0] * len(chances)
         for _, _, index in ranked[:num_taken]:
             lengths[index] += 1

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..sequences.request import Request
-from .proposer import NO_PROPOSAL, Proposal
-from .token_history import LENGTHS, TokenHistory
+from .proposer import Proposal
+from .token_history import LENGTHS, TokenHistory, vote
 
 
 class OwnPast:
@@ -27,8 +27,7 @@ class OwnPast:
 
     def propose(self, request: Request, most: int) -> Proposal:
         history = self.history(request)
-        token_ids, length = history.after(history.last(LENGTHS[0]), most)
-        return Proposal(token_ids, length) if token_ids else NO_PROPOSAL
+        return vote((history,), history.last(LENGTHS[0]), most)
 
     def on_tokens(self, request: Request, num_cut: int) -> None:
         if num_cut and (history := self._histories.get(request)) is not None:

@@ -10,13 +10,14 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from ..sequences.request import Request
+from ..sequences.step import Confidence
 
 
 class Proposal(NamedTuple):
     """Tokens that may come next in a sequence, the first of which follows its last known token."""
 
     token_ids: Sequence[int]
-    confidence: int = 0  # a class of proposals that are accepted about equally often, such as the length of a match
+    confidence: Confidence = 0  # the class of the proposal, or the vote for each token
 
 
 NO_PROPOSAL = Proposal(())

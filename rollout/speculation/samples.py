@@ -15,8 +15,8 @@ from itertools import islice
 from ..sequences.request import Request
 from .history_file import KEY_BYTES, Histories
 from .own_past import OwnPast
-from .proposer import NO_PROPOSAL, Proposal
-from .token_history import LENGTHS, TokenHistory, token_bytes
+from .proposer import Proposal
+from .token_history import LENGTHS, TokenHistory, token_bytes, vote
 
 MAX_SEARCHED = 16  # live siblings for each proposal: a group of hundreds would search for longer than it runs
 MAX_SEARCHED_BYTES = 1 << 16  # of ended ones, and of a history
@@ -69,7 +69,9 @@ class _Prompt:
         self.num_sample_bytes = 0
 
     def _cut(self, samples: list[bytes]) -> None:
-        dropped = samples[: max(len(samples) - MAX_SAMPLES, 0)]
+        if len(samples) <= MAX_SAMPLES:
+            return
+        dropped = samples[: len(samples) - MAX_SAMPLES]
         self.num_sample_bytes -= sum(map(len, dropped)) + _SAMPLE_BYTES * len(dropped)
         del samples[: len(dropped)]
 
@@ -170,15 +172,8 @@ class Siblings:
         self._samples = samples
 
     def propose(self, request: Request, most: int) -> Proposal:
-        """Return what followed the longest match; of equally long ones the first."""
-        best, ending = NO_PROPOSAL, self._samples.ending(request)
-        for history in self._found(request):
-            token_ids, length = history.after(ending, most)
-            if token_ids and length > best.confidence:
-                best = Proposal(token_ids, length)
-                if length == LENGTHS[0]:
-                    break
-        return best
+        """Return what followed most of the places with the longest match."""
+        return vote(self._found(request), self._samples.ending(request), most)
 
     def _found(self, request: Request) -> list[TokenHistory]:
         return self._samples.siblings(request)

@@ -11,11 +11,12 @@ from ..config import DRAFT_SOURCES as SOURCES
 from ..config import MAX_DRAFT as MAX_DEPTH
 from ..config import EngineConfig
 from ..sequences.request import Request
+from ..sequences.step import Confidence
 from .acceptance import Acceptance
 from .added_source import AddedSource
 from .caller import CallersDraft
-from .lengths import FIRST_GAIN, BestRate, Lengths, StepSize
-from .no_draft import NoDraft
+from .lengths import BestRate, Lengths, StepSize
+from .no_draft import NoDraft, Reasons
 from .own_past import OwnPast
 from .proposer import NO_PROPOSAL, Proposal, Proposer
 from .rests import Rests
@@ -24,10 +25,9 @@ from .step_costs import StepCosts
 
 logger = logging.getLogger(__name__)
 
-DEPTH = 8  # tokens of a draft, at most, of a source without a number of its own
-GAIN_WEIGHT = 0.1  # of the newest step; a rest follows where steps with drafts bring less than steps without
-PAYS = 1.05  # gain with which sources are asked for all sequences, and the next rest is short again
-NUM_ASKED = 8  # sequences for which sources are asked before: a search for hundreds takes a step's time
+DEPTH = 16  # tokens of a draft, at most, of a source without a number of its own
+NUM_ASKED = 8  # sequences for which sources are asked before drafts pay: a search for hundreds takes a step's time
+LIKELY = 0.8  # chance of a first token with which no further source is asked
 TRIAL_SHARE = 8  # of so many sequences, one tries a token after a rest
 
 
@@ -48,7 +48,15 @@ class Planned(NamedTuple):
 
     token_ids: tuple[int, ...]
     source: str
-    confidence: int
+    confidence: Confidence
+
+
+class _Asked(NamedTuple):
+    """The proposal for a sequence, and the chances of its tokens, each with all before it."""
+
+    source: str
+    proposal: Proposal
+    chances: tuple[float, ...]
 
 
 @dataclass
@@ -91,16 +99,12 @@ class Speculation:
         # Who is not asked still hears of ends: others read what it keeps.
         hearers: tuple[Proposer, ...] = (Siblings(self.samples), past, *self._sources.values())
         self._hearers = {source.name: source for source in hearers}
-        self._costs, self._acceptance, self._rests = (
-            StepCosts(computed_rows),
-            Acceptance(),
-            Rests(search_is_dear=search_is_dear),
-        )
+        self._costs, self._acceptance = StepCosts(computed_rows), Acceptance()
+        self._rests = Rests(search_is_dear=search_is_dear)
         self.num_asked = 0  # sequences for which sources were asked in the newest plan
-        self._gain = FIRST_GAIN  # of tokens a second by drafts, in recent steps
         self.lengths: Lengths = BestRate(self._costs)
         self.counts: dict[str, SourceCounts] = {name: SourceCounts() for name in self._sources}
-        self.num_without = dict.fromkeys(NoDraft, 0)  # sequences in steps that had no draft, by the reason
+        self.reasons = Reasons()
 
     @classmethod
     def of(
@@ -145,6 +149,10 @@ class Speculation:
             return NoDraft.MEASURING
         return NoDraft.RESTING if self._rests.next_step(size.num_tokens) else None
 
+    def most_asked(self, num_sequences: int) -> int:
+        """Return for how many of so many sequences the sources are to be asked: a few while drafts do not pay."""
+        return num_sequences if self._rests.pays(num_sequences) else min(num_sequences, NUM_ASKED)
+
     def plan(self, wanted: Sequence[Wanted], size: StepSize, budget: int) -> list[Planned | NoDraft]:
         """Return a draft for each sequence, or the reason why it has none. size: of the step without drafts; budget:
         rows that it may add."""
@@ -152,22 +160,21 @@ class Speculation:
             self.num_asked = 0
             return [NoDraft.NO_ROWS] * len(wanted)
         names = sorted(self._sources, key=self._acceptance.of_source, reverse=True)
-        self.num_asked = len(wanted) if self._gain > PAYS else min(len(wanted), NUM_ASKED)
-        found = [self._ask(names, one) for one in wanted[: self.num_asked]]
-        chances = [tuple(self._acceptance.chances(source, proposal.confidence, len(proposal.token_ids)))
-                   for source, proposal in found]  # fmt: skip
+        self.num_asked = len(wanted)
+        found = [self._ask(names, one) for one in wanted]
+        chances = [one.chances for one in found]
         lengths = self.lengths.choose(size, chances, budget)
         if not any(lengths):
             if self._rests.is_trial:
                 lengths = _trial(chances, budget)
             self._rests.begin(size.num_tokens, were_proposals=any(chances))
         return [
-            Planned(tuple(proposal.token_ids[:length]), source, proposal.confidence) if length
-            else NoDraft.TOO_COSTLY if proposal.token_ids else NoDraft.NO_PROPOSAL
-            for (source, proposal), length in zip(found, lengths, strict=True)
-        ] + [NoDraft.RESTING] * (len(wanted) - self.num_asked)  # fmt: skip
+            Planned(tuple(one.proposal.token_ids[:length]), one.source, one.proposal.confidence) if length
+            else NoDraft.TOO_COSTLY if one.chances else NoDraft.NO_PROPOSAL
+            for one, length in zip(found, lengths, strict=True)
+        ]  # fmt: skip
 
-    def on_draft(self, source: str, confidence: int, num_drafted: int, num_accepted: int) -> None:
+    def on_draft(self, source: str, confidence: Confidence, num_drafted: int, num_accepted: int) -> None:
         """Learn from a draft of a committed step."""
         counts = self.counts[source]
         counts.num_drafts += 1
@@ -187,17 +194,12 @@ class Speculation:
 
         Where they take more time than they save, that of the search included, no source is asked for a while.
         """
-        if self._rests.is_resting or not num_asked:
+        if not num_asked:
             return
         of_all = size.num_tokens / num_asked
         num_rows = size.num_rows + round(num_drafted * of_all)
         gain = self.lengths.gain(size, num_rows, num_accepted * of_all, planning_s * of_all)
-        self._gain += GAIN_WEIGHT * (gain - self._gain)
-        if self._gain < 1:
-            self._gain = FIRST_GAIN
-            self._rests.begin(size.num_tokens, were_proposals=True)
-        elif self._gain > PAYS:
-            self._rests.paid()
+        self._rests.learn(size.num_tokens, gain)
 
     def on_cut(self, request: Request, num_cut: int) -> None:
         """Hear that a jump has replaced the last tokens of a sequence."""
@@ -214,7 +216,7 @@ class Speculation:
         return {
             "why_not": self._why_not(),
             "is_resting": self._rests.is_resting,
-            "num_without": {str(why): num for why, num in self.num_without.items()},
+            "num_without": {str(why): num for why, num in self.reasons.counts.items()},
             "history_bytes": self.samples.num_bytes,
             "num_prompts_kept": len(self.samples),
             "sources": {
@@ -231,14 +233,20 @@ class Speculation:
             return "no source is asked: the table of EngineConfig.speculation is empty"
         return self._rests.why
 
-    def _ask(self, names: Sequence[str], wanted: Wanted) -> tuple[str, Proposal]:
-        """Return the first proposal, of the sources in this order."""
+    def _ask(self, names: Sequence[str], wanted: Wanted) -> _Asked:
+        """Return the first likely proposal of the sources in this order, or the one that promises most."""
+        best = _Asked("", NO_PROPOSAL, ())
         for name in names:
             most = min(wanted.most, self._depths[name])
             proposal = self._sources[name].propose(wanted.request, most) if most > 0 else NO_PROPOSAL
-            if proposal.token_ids and (usable := self._usable(name, proposal, most)).token_ids:
-                return name, usable
-        return "", NO_PROPOSAL
+            if not proposal.token_ids or not (usable := self._usable(name, proposal, most)).token_ids:
+                continue
+            one = _Asked(name, usable, tuple(self._acceptance.chances(name, usable.confidence, len(usable.token_ids))))
+            if sum(one.chances) > sum(best.chances):
+                best = one
+            if best.chances and best.chances[0] >= LIKELY:
+                break
+        return best
 
     def _usable(self, name: str, proposal: Proposal, most: int) -> Proposal:
         """Return the beginning of a proposal that a step can take. The rest is counted, and told once for a source."""

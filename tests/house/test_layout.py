@@ -25,12 +25,13 @@ ROOMS = {  # room: the rooms that it may import
 # the same room that it may import. docs/images/rooms.svg shows the same arrows.
 PLACES = {
     "rollout.ahead": "completion control engine errors request_options sampling_params",
+    "rollout.proving": ("control grammars kv loop model receipt request_options running sampling_params sequences"),
     "rollout.engine": "completion config control kv loop ranks replica reports request_options",
     "rollout.control": (
         "completion errors giving_way grammars loop model replica request_options sampling_params sequences speculation"
     ),
     "rollout.loop": (
-        "check completion config errors grammars kv model ranks replica reports running scheduling sequences "
+        "check completion config errors grammars kv model ranks receipt replica reports running scheduling sequences "
         "speculation states"
     ),
     "rollout.replica": (
@@ -49,6 +50,7 @@ PLACES = {
     "rollout.grammars": "errors giving_way sampling_params",
     "rollout.ranks": "errors",
     "rollout.completion": "request_options sampling_params",
+    "rollout.receipt": "model sampling_params",
     "rollout.request_options": "",
     "rollout.config": "",
     "rollout.errors": "",
@@ -78,18 +80,21 @@ PLACES = {
     "integration.bench.ahead": "bench.parts grpo.backends grpo.engines grpo.rewards grpo.settings grpo.training ranks",
     "integration.bench.serve": "bench.parts http.edge http.server service",
     "integration.cli": (
-        "failures grpo.plan grpo.probe grpo.results grpo.settings http.edge http.server launcher lost_ranks ranks "
-        "router.config router.server service service_config version"
+        "explain failures grpo.plan grpo.probe grpo.results grpo.settings http.edge http.server launcher lost_ranks "
+        "pages ranks replay router.config router.server service service_config version warming"
     ),
+    "integration.warming": "",
+    "integration.explain": "grpo.first_gap grpo.results grpo.training launcher ranks",
+    "integration.grpo.first_gap": "failures grpo.settings grpo.training ranks",
     "integration.grpo.probe": "grpo.engines grpo.job grpo.results grpo.settings grpo.training ranks",
     "integration.grpo.job": (
-        "failures grpo.backends grpo.engines grpo.environments grpo.evaluation grpo.plan grpo.results grpo.rewards "
-        "grpo.settings grpo.tasks grpo.training http.edge http.server ranks"
+        "failures grpo.backends grpo.engines grpo.environments grpo.evaluation grpo.first_gap grpo.plan grpo.results "
+        "grpo.rewards grpo.settings grpo.tasks grpo.training http.edge http.server ranks"
     ),
     "integration.grpo.evaluation": "grpo.engines grpo.results grpo.settings grpo.tasks ranks",
-    "integration.http.server": "http.app http.edge http.generation service",
+    "integration.http.server": "http.app http.edge http.generation http.observe service",
     "integration.router.server": "http.edge router.app router.changes router.config router.fleet",
-    "integration.bench.gpu": "bench.decode bench.parts bench.pause service",
+    "integration.bench.gpu": "bench.decode bench.parts bench.pause service bench.on_gpu",
     "integration.http.app": (
         "http.admin http.conversations http.edge http.generation http.observe http.openai http.vllm service version"
     ),
@@ -103,11 +108,14 @@ PLACES = {
     "integration.bench.overlap": "bench.parts",
     "integration.bench.pause": "bench.parts",
     "integration.bench.pin": "bench.parts",
-    "integration.bench.pipeline": "bench.parts",
+    "integration.bench.replay": "bench.parts service",
     "integration.bench.rollout": "bench.parts bench.rivals",
     "integration.bench.schedule": "bench.parts",
+    "integration.bench.on_gpu": "bench.parts",
+    "integration.bench.several_ranks": "bench.parts",
     "integration.bench.soak": "bench.parts",
     "integration.bench.speculation": "bench.parts",
+    "integration.bench.startup": "bench.parts",
     "integration.bench.sync": "bench.parts push.adapters service",
     "integration.http.openai": "chat_tail http.chat http.conversations http.edge http.generation http.observe",
     "integration.http.vllm": (
@@ -119,9 +127,9 @@ PLACES = {
         "failures grpo.backends grpo.environments grpo.results grpo.rewards grpo.settings grpo.tasks grpo.training "
         "push.adapters push.local_target push.pusher push.remote_engine ranks service"
     ),
-    "integration.http.observe": "http.admin http.chat http.conversations http.edge service version",
+    "integration.http.observe": "http.admin http.chat http.conversations http.edge pages service version",
     "integration.router.generation": (
-        "http.edge router.budget router.fleet router.proxy router.router router.sessions"
+        "http.edge router.budget router.course router.fleet router.moving router.router router.sessions"
     ),
     "integration.router.router": (
         "http.edge router.budget router.calls router.changes router.config router.counters router.fleet "
@@ -131,9 +139,14 @@ PLACES = {
     "integration.push.remote_engine": "push.local_target service",
     "integration.router.metrics": "router.changes router.counters router.fleet",
     "integration.router.proxy": (
-        "http.edge router.budget router.calls router.config router.counters router.fleet router.relay router.sessions "
-        "router.wire"
+        "http.edge router.calls router.choosing router.config router.counters router.course router.fleet router.moving "
+        "router.passing router.relay router.sessions router.wire"
     ),
+    "integration.router.choosing": "http.edge router.config router.counters router.course router.fleet router.moving",
+    "integration.router.course": "router.calls router.fleet router.moving router.relay",
+    "integration.router.passing": "router.budget router.moving router.relay",
+    "integration.push.http_target": "one_line push.vllm_wire",
+    "integration.router.moving": "http.edge one_line push.http_target router.calls router.relay router.wire",
     "integration.router.sessions": "http.edge router.calls router.fleet",
     "integration.grpo.plan": (
         "grpo.backends grpo.engines grpo.environments grpo.rewards grpo.sampling_check grpo.settings grpo.tasks "
@@ -144,18 +157,19 @@ PLACES = {
     "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",
     "integration.router.relay": "router.calls router.counters router.fleet",
     "integration.router.fleet": "http.edge router.calls router.config router.wire",
-    "integration.service": "service_config weights",
+    "integration.service": "replay service_config weights",
     "integration.grpo.training": "grpo.backends grpo.settings ranks",
-    "integration.grpo.results": "failures grpo.backends grpo.environments grpo.rewards grpo.tasks",
+    "integration.grpo.results": "failures grpo.backends grpo.environments grpo.rewards grpo.tasks pages replay",
+    "integration.pages": "",
     "integration.grpo.tasks": "failures grpo.settings",
     "integration.grpo.backends": "grpo.settings push.adapters ranks",
     "integration.http.chat": "http.edge http.generation",
     "integration.http.generation": "http.conversations http.edge",
     "integration.http.conversations": "chat_tail http.edge",
-    "integration.push.http_target": "one_line push.vllm_wire",
     "integration.push.vllm_wire": "",
     "integration.push.pusher": "push.adapters",
     "integration.router.config": "http.edge",
+    "integration.replay": "",
     "integration.trl": "service",
     "integration.weights": "plain_values service_config",
     "integration.failures": "one_line",
@@ -180,9 +194,11 @@ PLACES = {
     "integration.version": "",
     "kernels.self_test": "attention linear machine",
     "kernels.attention": "machine",
+    "kernels.drafts": "machine",
+    "kernels.collectives": "machine",
     "kernels.layers": "machine",
     "kernels.recurrent": "layers machine",
-    "kernels.linear": "machine",
+    "kernels.linear": "layers machine",
     "kernels.sampling": "machine",
     "kernels.sha256": "machine",
     "kernels.machine": "",

@@ -8,11 +8,14 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton.language as tl
+from triton.runtime import interpreter
+
 from lockstep.kernels.layers import triton_rms_norm
 from lockstep.kernels.layers.rms_norm import NormRule, reference_rms_norm, rms_norm
 from lockstep.kernels.sampling import draws as sampling
 from lockstep.kernels.sampling import triton_draws as triton_sampling
-from lockstep.kernels.sampling import triton_logprobs
+from lockstep.kernels.sampling import triton_logprobs, triton_scan
 from lockstep.kernels.sampling.logprobs import selected_logprobs
 
 HAS_GPU = torch.cuda.is_available()
@@ -95,6 +98,28 @@ def test_draws_from_several_tiles_are_those_of_the_reference() -> None:
     check_draws(5000, 5)
 
 
+@pytest.mark.skipif(HAS_GPU, reason="counts the interpreter's reads")
+@pytest.mark.parametrize(
+    ("setting", "most"),
+    [((EVERY, 1.0, 0.0), 1), ((1, 1.0, 0.0), 2), ((3, 1.0, 0.0), 5), ((EVERY, 0.1, 0.0), 5), ((3, 0.3, 0.9), 5)],
+)
+def test_a_row_is_read_once_and_filters_read_it_four_times_more(
+    monkeypatch: pytest.MonkeyPatch, setting: tuple[int, float, float], most: int
+) -> None:
+    reads, load = [], interpreter.InterpreterBuilder.create_masked_load
+    whole = (triton_scan.BLOCK_V,)
+
+    def counted(builder: object, pointers: interpreter.TensorHandle, *others: object) -> object:
+        if pointers.data.shape == whole and pointers.dtype.element_ty is tl.float32:
+            reads.append(1)
+        return load(builder, pointers, *others)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", counted)
+    draw(noise(1, 2 * whole[0]), slice(None), *([value] for value in setting))
+    assert len(reads) / 2 <= most <= triton_sampling.MOST_PASSES
+    assert most < 5 or len(reads) / 2 >= 4
+
+
 def test_a_row_is_drawn_alike_in_any_batch() -> None:
     logits, settings = noise(4, 4100), ([EVERY, 1, EVERY, 4], [1.0, 1.0, 1.0, 0.9], [0.0, 0.0, 0.2, 0.0])
     whole, _, _ = draw(logits, slice(None), *settings)
@@ -131,6 +156,18 @@ def test_rows_with_other_logits_or_a_grammar_are_drawn_from_those_and_reported_b
             assert int(ids[row]) < 8 * width and mask[int(ids[row]) // 8] >> int(ids[row]) % 8 & 1
     assert int(ids[0]) == 0 and float(chances[0]) == 1.0  # the one token that its mask allows
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_sum_and_its_norm_have_the_bits_of_two_launches(dtype: torch.dtype, rule: NormRule) -> None:
+    left, right, weight = noise(3, 5, 100, dtype=dtype), noise(3, 5, 100, dtype=dtype, seed=2), noise(100, dtype=dtype)
+    arguments = (weight, rule.eps, rule.weight_offset, rule.round_first)
+    total, normed = triton_rms_norm.forward_of_sum(left, right, *arguments)
+    assert torch.equal(total, left + right)
+    assert torch.equal(normed, triton_rms_norm.forward(left + right, *arguments))
+    alone = triton_rms_norm.forward_of_sum(left[1, 2:3], right[1, 2:3], *arguments)
+    assert torch.equal(alone[0], total[1, 2:3]) and torch.equal(alone[1], normed[1, 2:3])
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -51,7 +51,7 @@ def make_engine(model, **config: object) -> Engine:
 
 def trainer_logprobs(engine: Engine, completion: Completion) -> list[float]:
     """Return the log-probabilities of all tokens after the first, prompt included, by the trainer's forward."""
-    ids = torch.tensor([completion.prompt_ids + completion.token_ids])
+    ids = torch.tensor([completion.prompt_ids + completion.token_ids], device=engine.model.device)
     with engine.model.training_numerics():
         logits = engine.model.module(ids, use_cache=False).logits[0, :-1]
     assert logits.requires_grad

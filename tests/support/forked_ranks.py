@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,17 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lockstep.integration.bench.parts.ports import free_ports
 from lockstep.weight_sync.group.rendezvous import Rendezvous
 from lockstep.weight_sync.group.weight_group import WeightGroup
 
-HOST = "127.0.0.1"
 _FORK = multiprocessing.get_context("fork")
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+    (port,) = free_ports(1)
+    return port
 
 
 def join_group(*arguments: Any, **settings: Any) -> WeightGroup:

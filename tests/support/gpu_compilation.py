@@ -21,17 +21,21 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
+from lockstep.kernels.attention import triton_gradients
 from lockstep.kernels.attention import triton_kernels as triton_attention
 from lockstep.kernels.attention.step import RowLayout, ScoreRule
-from lockstep.kernels.layers import triton_rms_norm
+from lockstep.kernels.layers import triton_rms_norm, triton_rotary, triton_swiglu
 from lockstep.kernels.linear import triton_kernels as triton_linear
 from lockstep.kernels.recurrent import triton_kernels as triton_recurrent
 from lockstep.kernels.sampling import triton_draws as triton_sampling
-from lockstep.kernels.sampling import triton_logprobs, triton_noise
+from lockstep.kernels.sampling import triton_logprobs, triton_noise, triton_scan
 from lockstep.kernels.sha256 import triton_kernels as triton_sha256
 
 # modules with INTERPRETED
-MODULES = (triton_attention, triton_linear, triton_logprobs, triton_recurrent, triton_rms_norm, triton_sha256)
+MODULES = (
+    triton_attention, triton_gradients, triton_linear, triton_recurrent, triton_rms_norm, triton_rotary, triton_scan,
+    triton_sha256, triton_swiglu,
+)  # fmt: skip
 
 
 class Hopper:
@@ -51,6 +55,16 @@ def linear(dtype: torch.dtype, row_counts: tuple[int, ...], has_bias: bool = Fal
     weight, bias = torch.zeros(128, 256, dtype=dtype), torch.zeros(128, dtype=dtype)
     for count in row_counts:
         triton_linear.product(torch.zeros(count, 256, dtype=dtype), weight, bias if has_bias else None)
+
+
+def joined(dtype: torch.dtype, row_counts: tuple[int, ...], has_bias: bool = False) -> None:
+    """Launch the products of an 8B model's layers that share their input."""
+    for count in row_counts:
+        x = torch.zeros(count, 256, dtype=dtype)
+        layers = [(torch.zeros(n, 256, dtype=dtype), torch.zeros(n, dtype=dtype) if has_bias else None)
+                  for n in (4096, 1024, 1024)]  # fmt: skip
+        triton_linear.products(x, layers)
+        triton_linear.gated_product(x, *layers[1:])
 
 
 def logits_in_places(dtype: torch.dtype) -> Iterator[Tensor]:
@@ -81,7 +95,26 @@ def norms(dtype: torch.dtype, width: int, weight_offset: float) -> None:
     weight, fused = torch.ones(width, dtype=dtype), torch.zeros(6, width + 3, dtype=dtype)
     for x in (torch.zeros(1, width, dtype=dtype), torch.zeros(32, width, dtype=dtype), fused[1:, 1 : width + 1]):
         triton_rms_norm.forward(x, weight, 1e-6, weight_offset, True)
+        triton_rms_norm.forward_of_sum(x, x, weight, 1e-6, weight_offset, True)
     triton_rms_norm.backward(x, weight, 1e-6, weight_offset, x)
+
+
+def activations(dtype: torch.dtype) -> None:
+    for rows in (1, 32):
+        gate = torch.zeros(rows, 96, dtype=dtype)
+        triton_swiglu.forward(gate, gate)
+        triton_swiglu.slopes(gate, gate, gate)
+
+
+def rotations(dtype: torch.dtype) -> None:
+    """Launch a decode, a chunk, and the trainer's forward and backward, of 32 and 8 heads."""
+    caches = torch.zeros(2, 8, 16, 8, 128, dtype=dtype)
+    for tokens in (1, 33):
+        query, key = (torch.zeros(1, tokens, heads, 128, dtype=dtype).transpose(1, 2) for heads in (32, 8))
+        angles, slots = torch.zeros(1, tokens, 128, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
+        triton_rotary.rotary_into_cache(query, key, key, angles, angles, (caches[0], caches[1]), slots)
+    triton_rotary.rotary(query, key, angles, angles)
+    triton_rotary.rotary(query, key, angles, angles, back=True)
 
 
 def attention(dtype: torch.dtype, width: int, rule: ScoreRule, has_sinks: bool = False) -> None:
@@ -97,6 +130,21 @@ def attention(dtype: torch.dtype, width: int, rule: ScoreRule, has_sinks: bool =
             triton_attention.triton_attention(query, cache, cache, layout, rule, sinks, sharing=sharing)
     packed = cache.flatten(0, 1)[: len(query)]
     triton_attention.triton_attention(query, packed, packed, RowLayout(starts, None, None), rule, sinks)
+
+
+def prompts(dtype: torch.dtype, width: int) -> None:
+    """Launch packed rows in tall tiles."""
+    tiling = triton_attention.tall_tiling(triton_attention.tiling_of(dtype, width))
+    query, key = torch.zeros(96, 8, width, dtype=dtype), torch.zeros(96, 2, width, dtype=dtype)
+    layout = RowLayout(torch.tensor([0, 40, 96], dtype=torch.int32), None, None)
+    triton_attention.triton_attention(query, key, key, layout, PLAIN, None, tiling=tiling)
+
+
+def gradients(dtype: torch.dtype, width: int, rule: ScoreRule, has_sinks: bool = False) -> None:
+    """Launch the gradients of two packed sequences of 8 heads."""
+    query, key = torch.zeros(96, 8, width, dtype=dtype), torch.zeros(96, 2, width, dtype=dtype)
+    starts, sinks = torch.tensor([0, 40, 96], dtype=torch.int32), torch.zeros(8) if has_sinks else None
+    triton_gradients.triton_gradients(query, key, key, sinks, starts, rule, query, query)
 
 
 def recurrences(dtype: torch.dtype, by_channel: bool) -> None:
@@ -125,6 +173,9 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "linear, few rows, bfloat16": lambda: linear(HALF, (1, 2, 16, 100)),
     "linear, few rows, float16": lambda: linear(torch.float16, (1, 33), has_bias=True),
     "linear, many rows, bfloat16": lambda: linear(HALF, (128, 300)),
+    "joined, few rows, bfloat16": lambda: joined(HALF, (1, 2, 33)),
+    "joined, many rows, bfloat16": lambda: joined(HALF, (128, 300)),
+    "joined, biases, float32": lambda: joined(FULL, (1, 33), has_bias=True),
     "linear, float32": lambda: linear(FULL, (1, 2, 16, 300)),
     "linear, float64": lambda: linear(torch.float64, (3,)),
     "logprobs, bfloat16": lambda: logprobs(HALF),
@@ -134,9 +185,17 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "norms, bfloat16": lambda: norms(HALF, 4096, 0.0),
     "norms, float32": lambda: norms(FULL, 4096, 0.0),
     "norms of heads, bfloat16": lambda: norms(HALF, 128, 1.0),
+    "rotations, bfloat16": lambda: rotations(HALF),
+    "rotations, float32": lambda: rotations(FULL),
+    "activations, bfloat16": lambda: activations(HALF),
+    "activations, float32": lambda: activations(FULL),
     "attention, bfloat16": lambda: attention(HALF, 128, PLAIN),
     "attention, float32": lambda: attention(FULL, 128, PLAIN),
     "attention with everything, bfloat16": lambda: attention(HALF, 80, RICH, has_sinks=True),
+    "prompts, bfloat16": lambda: prompts(HALF, 128),
+    "gradients, bfloat16": lambda: gradients(HALF, 128, PLAIN),
+    "gradients, float32": lambda: gradients(FULL, 128, PLAIN),
+    "gradients with everything, bfloat16": lambda: gradients(HALF, 80, RICH, has_sinks=True),
     "recurrences, bfloat16": lambda: recurrences(HALF, by_channel=False),
     "recurrences, float32": lambda: recurrences(FULL, by_channel=True),
     "digests, 64 bytes side by side": lambda: digests(FULL, 64),

@@ -77,7 +77,7 @@ def finish(agents: Sequence[prepared_python.Popen], folder: Path, timeout_s: flo
 
 def run_jobs(folder: Path, num_ranks: int, runs: Mapping[str, str]) -> None:
     """Run these jobs on `num_ranks` ranks."""
-    finish([start_agent(folder, "--nproc-per-node", str(num_ranks), *jobs(runs))], folder)
+    finish([start_agent(folder, "--standalone", "--nproc-per-node", str(num_ranks), *jobs(runs))], folder)
 
 
 def log_of(folder: Path, name: str) -> list[dict[str, object]]:

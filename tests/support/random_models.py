@@ -8,6 +8,8 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from lockstep.tests.optional_packages import needs_transformers
+
 _COMMON = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -108,6 +110,8 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: o
 
     Example: `random_model("gemma2", vocab_size=128)`.
     """
+    if family == "lfm2":
+        needs_transformers(5, 23)
     key = repr((family, dtype, sorted(overrides.items()), torch.get_default_device()))
     if key not in _made:
         _made[key] = _make(family, dtype, overrides), torch.get_rng_state()

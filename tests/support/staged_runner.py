@@ -62,6 +62,9 @@ class StagedRunner:
             messages.put((output, requests, [] if stage == 0 else news, step))
         return step
 
+    def release_memory(self) -> None:
+        """Do nothing: it records no step."""
+
     def computed_rows(self, num_rows: int) -> int:
         return num_rows
 

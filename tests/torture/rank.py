@@ -38,7 +38,7 @@ class RankJob:
         os.environ.update(keys)
         try:
             arguments = jobs({name: settings})
-            self._agent = start_agent(folder, "--nproc-per-node", "2", *arguments, log=f"log-{name}")
+            self._agent = start_agent(folder, "--standalone", "--nproc-per-node", "2", *arguments, log=f"log-{name}")
         finally:
             for key, value in before.items():
                 os.environ.pop(key) if value is None else os.environ.update({key: value})

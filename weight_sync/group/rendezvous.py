@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import struct
 import threading
 from datetime import timedelta
 from typing import cast
@@ -285,6 +286,11 @@ class Rendezvous:
                 # TCPStore counts this rank in at a host that waits for all of them (wait_for_workers, which only hosts
                 # wait for).
                 with socket.create_connection(self._address, timeout=max(0.05, soon.left_s)) as connection:
+                    if connection.getsockname() == connection.getpeername():
+                        # The system gave this socket the very port that it looks for, and TCP connects it to itself.
+                        # Reset, for after a plain close the host could not listen there for a minute.
+                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                        raise ConnectionRefusedError(f"nobody listens at {address}:{port}")
                     self._own_address = connection.getsockname()[0]
                 return dist.TCPStore(address, port, self._world_size, False, timeout=soon.left)
             except (OSError, RuntimeError) as error:

@@ -17,7 +17,6 @@ import multiprocessing
 import os
 import random
 import signal
-import socket
 import tempfile
 import threading
 import time
@@ -39,10 +38,10 @@ from ....weight_sync.group.rendezvous import Rendezvous
 from ....weight_sync.group.weight_group import WeightGroup
 from ....weight_sync.manifest import Manifest, specs_of
 from ....weight_sync.transaction.transaction import WeightTransaction
+from .ports import HOST, free_ports
 
 logger = logging.getLogger(__name__)
 
-HOST = "127.0.0.1"
 CALL_S = 1.0  # deadline of every rendezvous and every transfer
 GRACE_S = 10.0  # extra time for a loaded machine, added to all of a process's deadlines together
 NUM_PARALLEL = 6  # schedules at a time: most of them wait
@@ -122,15 +121,6 @@ class Forked:
         out.send((result, error))
         out.close()
         os._exit(0)  # skips joining threads of torch, which may wait for a stopped host
-
-
-def free_ports(count: int) -> list[int]:
-    """Find different ports that are free now."""
-    probes = [socket.create_server((HOST, 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
 
 
 # -- schedules ---------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ....rollout.config import EngineConfig
 from ....rollout.engine import Engine
@@ -30,36 +30,48 @@ class DecodeWork:
 
     @classmethod
     def of(cls, model: PreTrainedModel, batch: int, context: int, kv_bytes_per_token: int) -> DecodeWork:
-        """Count every weight once and the KV of every sequence; an embedding counts only if it is the head too."""
+        """Count every weight once and the KV of every sequence; an embedding counts only if it is the head too.
+
+        Of experts, those count that rows with even chances choose: all experts are equal, and a row is multiplied with
+        its own ones only.
+        """
         config = model.config
-        num_weights = sum(parameter.numel() for parameter in model.parameters())
+        num_weights: float = sum(parameter.numel() for parameter in model.parameters())
         if not config.tie_word_embeddings:
             embedding = model.get_input_embeddings().weight
             assert isinstance(embedding, Tensor)
             num_weights -= embedding.numel()
+        in_experts = sum(weight.numel() for m in model.modules() if hasattr(m, "has_gate") for weight in m.parameters())
+        chosen = config.num_experts_per_tok / config.num_experts if in_experts else 0.0  # by a row
+        num_read = num_weights - in_experts * (1 - chosen) ** batch
+        num_weights -= in_experts * (1 - chosen)
         itemsize = next(model.parameters()).element_size()
-        num_bytes = num_weights * itemsize + batch * context * kv_bytes_per_token
+        num_bytes = num_read * itemsize + batch * context * kv_bytes_per_token
         heads = config.num_attention_heads
         width = heads * getattr(config, "head_dim", config.hidden_size // heads)
         attention = 4 * width * context * config.num_hidden_layers
-        return cls(num_bytes, batch * (2 * num_weights + attention))
+        return cls(round(num_bytes), round(batch * (2 * num_weights + attention)))
 
     def floor_seconds(self, peaks: Peaks) -> float:
         return peaks.floor_seconds(self.num_bytes, self.num_operations)
 
 
-def make_decode_engine(model: PreTrainedModel, batch: int, context: int, num_steps: int, *, invariant: bool) -> Engine:
-    """Make an engine with room for one load of `decode_steps`."""
+def make_decode_engine(
+    model: PreTrainedModel, batch: int, context: int, num_steps: int, *, invariant: bool, overlap: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Engine:  # fmt: skip
+    """Make an engine with room for one load of `decode_steps`. With a tokenizer it turns every token into text."""
     blocks_each = -(-(context + num_steps + _NUM_SKIPPED + 2) // EngineConfig.block_size)
     config = EngineConfig(
         kv_cache=batch * blocks_each + 1,
         max_num_seqs=batch,
         max_num_batched_tokens=max(batch * context, batch),
         invariant=invariant,
+        overlap=overlap,
         prefix_cache=False,
         speculation="off",  # each step has one row of every sequence
     )
-    return Engine(model, config)
+    return Engine(model, config, tokenizer=tokenizer)
 
 
 def decode_steps(
@@ -81,10 +93,11 @@ def decode_steps(
         for index, prompt in enumerate(prompts.tolist()):
             params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, sampling_seed=index)
             engine.add(prompt, params)
-        with _no_forward(engine):
-            engine.step()
         for keys in (*engine.parts.kv_cache.keys, *engine.parts.kv_cache.values):
             keys.normal_()
+        with without_forward(engine):
+            engine.step()
+            engine.parts.runner.call(lambda: None)  # with overlap the step runs on a thread: it has run then
         for index in range(_NUM_SKIPPED + num_steps):
             num_rows, started = engine.metrics.num_rows, clock(engine.model.device)
             if index < _NUM_SKIPPED:
@@ -98,8 +111,8 @@ def decode_steps(
 
 
 @contextmanager
-def _no_forward(engine: Engine) -> Iterator[None]:
-    """Replace the model's forward by one that computes nothing: any token follows."""
+def without_forward(engine: Engine) -> Iterator[None]:
+    """Replace the model's forward by one that computes nothing, for the time of the context: any token follows."""
     model = engine.model
 
     def forward(

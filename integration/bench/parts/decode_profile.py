@@ -24,7 +24,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
     ("attention", "lockstep_attention"),
     ("sampler", "lockstep_draw"),
     ("norms, rotary, activation", "lockstep_(rms_norm|add_rms_norm|rotary|swiglu)"),
-    ("products", "lockstep_linear"),
+    ("products", "lockstep_linear(_grouped)?"),
 )
 OPERATIONS = "torch's operations"
 # Parts by pattern of the path, the first match counts.
@@ -62,11 +62,42 @@ def profile_decode(engine: Engine, batch: int, context: int, num_steps: int) -> 
     return _in_order(seconds)
 
 
+class HostTime:
+    """The seconds of decode steps outside the replay of their record: planning, delivery, text. Pass it as `around`."""
+
+    def __init__(self, engine: Engine, batch: int) -> None:
+        self._engine, self._batch = engine, batch
+        self.seconds: list[float] = []  # of the steps that replayed a record
+
+    def __call__(self, step: Callable[[], object]) -> None:
+        """Run a step and measure it."""
+        record = _record_of(self._engine, self._batch)
+        if record is None:
+            step()
+            return
+        replay, in_replay = record.replay, 0.0
+
+        def timed() -> Any:
+            nonlocal in_replay
+            began = time.perf_counter()
+            found = replay()
+            in_replay += time.perf_counter() - began
+            return found
+
+        record.replay = timed
+        try:
+            started = time.perf_counter()
+            step()
+            self.seconds.append(time.perf_counter() - started - in_replay)
+        finally:
+            del record.replay  # the method of its class again
+
+
 def _record_of(engine: Engine, batch: int) -> Any | None:
     """Return the record that a step of this many rows replays on a CPU; None where it does not replay."""
     runner: Any = engine.parts.runner  # of one rank: it has graphs
     graphs = runner._graphs
-    step = graphs and graphs._records.get(graphs.size_for(batch))
+    step = graphs and graphs._records.get((graphs.size_for(batch), ""))
     return step._record if getattr(step, "is_trusted", None) else None
 
 

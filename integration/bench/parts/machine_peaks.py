@@ -8,8 +8,12 @@ from dataclasses import dataclass
 
 import torch
 
+from .device_time import device_ms
+
 _BUFFER_BYTES = 512 * 2**20  # larger than every cache
 _PRODUCT_SIZE = 2048
+_GPU_BUFFER_BYTES = 2 * 2**30
+_GPU_PRODUCT_SIZE = 8192  # a smaller product is over before a GPU runs at its rate
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,27 @@ class Peaks:
 
 
 def measure_peaks(dtype: torch.dtype, device: torch.device, repeats: int = 5) -> Peaks:
-    """Read a large buffer and multiply large matrices of that dtype; the best of the repeats counts."""
+    """Read a large buffer and multiply large matrices of that dtype; the best of the repeats counts.
+
+    On a GPU the buffer is copied, since sums of integers are slower than its memory, and the matrices are random, since
+    products of equal numbers take less power than others.
+    """
+    if device.type == "cuda":
+        return _measure_gpu(dtype, device)
     buffer = torch.ones(_BUFFER_BYTES // 8, dtype=torch.int64, device=device)
     reading = _best(lambda: buffer.sum(), device, repeats)
     matrix = torch.ones(_PRODUCT_SIZE, _PRODUCT_SIZE, dtype=dtype, device=device)
     product = _best(lambda: matrix @ matrix, device, repeats)
     return Peaks(buffer.nbytes / reading, 2 * _PRODUCT_SIZE**3 / product)
+
+
+def _measure_gpu(dtype: torch.dtype, device: torch.device) -> Peaks:
+    source = torch.randn(_GPU_BUFFER_BYTES // 4, device=device)
+    target = torch.empty_like(source)
+    copying = device_ms([lambda: target.copy_(source)], device) / 1e3
+    left, right = (torch.randn(_GPU_PRODUCT_SIZE, _GPU_PRODUCT_SIZE, device=device).to(dtype) for _ in range(2))
+    product = device_ms([lambda: left @ right], device) / 1e3
+    return Peaks(2 * source.nbytes / copying, 2 * _GPU_PRODUCT_SIZE**3 / product)
 
 
 def _best(act: Callable[[], object], device: torch.device, repeats: int) -> float:

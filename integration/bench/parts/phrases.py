@@ -8,12 +8,14 @@ is lognormal. Real models are more open in some places and less in others: the b
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from .presets import cast_parameters
+from .presets import PRESETS, cast_parameters
 
 END = 0
 _VOCAB_SIZE, _NUM_TOPICS, _FIRST_WORD = 512, 16, 32
@@ -24,8 +26,12 @@ _PROMPT_TOKENS = 16
 _MEDIAN_PHRASES, _SIGMA, _MIN_PHRASES, _MAX_PHRASES = 7, 0.9, 3, 40
 MIN_ANSWER_TOKENS = _LENGTHS[0]  # a phrase: the model would end one answer in fifty before
 MAX_ANSWER_TOKENS = _MAX_PHRASES * _LENGTHS[1]
-_LAYERS, _WIDTH = 3, 384  # that are trained
-_PADDED_LAYERS, _PADDED_WIDTH = 12, 12288
+TRAINED = PRESETS["small"] | {  # the shape that is trained: layers of a sixth of the width, a quarter of the heads
+    "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 3,
+    "num_key_value_heads": 1, "vocab_size": _VOCAB_SIZE,
+}  # fmt: skip
+PADDED = PRESETS["small"] | {"vocab_size": _VOCAB_SIZE}
+_EPSILON = 1e-6  # of the trained model's norms
 _BATCH, _CONTEXT, _STEPS, _LEARNING_RATE = 12, 160, 260, 4e-3
 
 
@@ -70,12 +76,16 @@ class PhraseLanguage:
 
 
 def train_phrase_model(
-    language: PhraseLanguage, dtype: torch.dtype, num_layers: int = _PADDED_LAYERS, mlp_width: int = _PADDED_WIDTH
+    language: PhraseLanguage, dtype: torch.dtype, shape: Mapping[str, int] = PADDED
 ) -> PreTrainedModel:
-    """Train a model of 3 layers of width 128 on answers of the language, and return it with so many layers of so wide
-    MLPs. Takes half a minute on two cores."""
+    """Train a model of 3 layers of width 128 on answers of the language, and return it as one of a larger shape. Takes
+    half a minute on two cores.
+
+    shape: sizes by their names in Qwen3's configuration, none below the trained one's; three query heads of 64 to each
+    KV head. By default those of the preset `small`, with the language's vocabulary: 83 M parameters.
+    """
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(_config(_LAYERS, _WIDTH))
+    model = Qwen3ForCausalLM(_config(TRAINED))
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, _LEARNING_RATE, _STEPS, pct_start=0.1)
     draw = random.Random(1)
@@ -87,24 +97,26 @@ def train_phrase_model(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    padded = _padded(model, num_layers, mlp_width).eval()
+    padded = _padded(model, shape).eval()
     cast_parameters(padded, dtype)
     return padded
 
 
-def _config(num_layers: int, intermediate_size: int) -> Qwen3Config:
+def _config(shape: Mapping[str, Any]) -> Qwen3Config:
     return Qwen3Config(
-        vocab_size=_VOCAB_SIZE, hidden_size=128, intermediate_size=intermediate_size, num_hidden_layers=num_layers,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=32, tie_word_embeddings=True, eos_token_id=END,
+        **shape, tie_word_embeddings=True, eos_token_id=END,
+        rms_norm_eps=_EPSILON * TRAINED["hidden_size"] / shape["hidden_size"],
         max_position_embeddings=_PROMPT_TOKENS + MAX_ANSWER_TOKENS + 16,
     )  # fmt: skip
 
 
-def _padded(model: PreTrainedModel, num_layers: int, mlp_width: int) -> PreTrainedModel:
-    """Return the same function as a model of more parameters, 58 M by default: with layers that add nothing, and wider
-    MLPs whose further columns are zero. A step then takes the time of a model, and not that of the program around
-    it."""
-    padded, small = Qwen3ForCausalLM(_config(num_layers, mlp_width)), model.state_dict()
+def _padded(model: PreTrainedModel, shape: Mapping[str, int]) -> PreTrainedModel:
+    """Return the same function as a model of more parameters: with layers and heads that add nothing, and hidden states
+    and MLPs whose further columns are zero. A step then takes the time of a model of that shape, and not that of the
+    program around it."""
+    padded, small = Qwen3ForCausalLM(_config(shape)), model.state_dict()
+    # The mean of squares of a wider hidden state is smaller by this ratio.
+    narrowing = (TRAINED["hidden_size"] / shape["hidden_size"]) ** 0.5
     with torch.no_grad():
         for name, parameter in padded.named_parameters():
             known = small.get(name)
@@ -112,8 +124,9 @@ def _padded(model: PreTrainedModel, num_layers: int, mlp_width: int) -> PreTrain
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     parameter.zero_()
                 continue
-            if ".mlp." in name:
-                parameter.zero_()
+            if parameter.dim() == 1 and parameter.shape != known.shape:
+                known = known * narrowing
+            parameter.zero_()
             parameter[tuple(slice(size) for size in known.shape)] = known
     return padded
 

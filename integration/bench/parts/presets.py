@@ -10,17 +10,20 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
-    Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
 )
 
 _SEED = 0
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
-# Widths of Qwen3 models, and of a Qwen3.5. The head is the embedding, so the parameters of the vocabulary count once.
+# Widths of Qwen3 models, of a mixture of experts and of a Qwen3.5. The head is the embedding, so the parameters of the
+# vocabulary count once.
 PRESETS: dict[str, dict[str, int]] = {
     "tiny": {  # 7.3 M parameters
         "hidden_size": 256,
@@ -49,6 +52,11 @@ PRESETS: dict[str, dict[str, int]] = {
         "head_dim": 128,
         "vocab_size": 32768,
     },
+}
+PRESETS["small-moe"] = PRESETS["small"] | {  # 286 M parameters, of which 95 M compute a token, as in "small"
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 1152,
 }
 PRESETS["small-qwen3.5"] = PRESETS["small"] | {  # 136 M parameters: gated delta nets in three of four layers
     "full_attention_interval": 4,
@@ -86,8 +94,9 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 def random_model(
     widths: Mapping[str, Any], *, tie_word_embeddings: bool, device: str = "cpu", dtype: torch.dtype = torch.float32
-) -> Qwen3ForCausalLM:
-    """Make a Qwen3 model of these widths, with random weights drawn on the device in the dtype, from a fixed seed.
+) -> Qwen3ForCausalLM | Qwen3MoeForCausalLM:
+    """Make a Qwen3 model of these widths, with experts if they name any, and with random weights drawn on the device in
+    the dtype, from a fixed seed.
 
     A model drawn as float32 on the CPU has the same numbers after it moves to any device or dtype.
     Matrices are drawn with a standard deviation of in_features ** -0.5, which keeps the size of their inputs; the
@@ -95,7 +104,8 @@ def random_model(
     about 1, like the logits of a barely trained model. Nothing overflows, no token is likely, and greedy choices are
     not ties.
     """
-    config = Qwen3Config(
+    kind: Any = Qwen3MoeForCausalLM if "num_experts" in widths else Qwen3ForCausalLM
+    config = kind.config_class(
         **widths,
         tie_word_embeddings=tie_word_embeddings,
         max_position_embeddings=4096,
@@ -104,7 +114,7 @@ def random_model(
         pad_token_id=0,
     )
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(config)
+        model: Qwen3ForCausalLM | Qwen3MoeForCausalLM = kind(config)
     cast_parameters(model, dtype)
     model.to_empty(device=device)
     # The constructor computes rotary tables as buffers, but not on the meta device.
@@ -138,3 +148,14 @@ def random_recurrent_model(widths: Mapping[str, Any], *, tie_word_embeddings: bo
             if parameter.dim() > 1:
                 parameter.normal_(0.0, parameter.shape[-1] ** -0.5)
     return model
+
+
+def save_llama(folder: Path, widths: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Write a Llama model of these widths, tied, with random weights as transformers initialises them, to a folder."""
+    config = LlamaConfig(**widths, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_SEED)
+        model = LlamaForCausalLM(config)
+    cast_parameters(model, dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(folder)

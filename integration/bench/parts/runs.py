@@ -26,14 +26,19 @@ class Run:
     decode_step_seconds: tuple[float, ...]
 
 
-def make_engine(model: PreTrainedModel, load: Load, *, invariant: bool, prefix_cache: bool = True) -> Engine:
-    """Make an engine that holds the whole load at once. Raises ValueError for a too short context."""
+def make_engine(
+    model: PreTrainedModel, load: Load, *, invariant: bool, prefix_cache: bool = True, tp: int = 1, pp: int = 1
+) -> Engine:
+    """Make an engine that holds the whole load at once, on tp x pp ranks. Raises ValueError for a too short context."""
     config = EngineConfig(
         kv_cache=num_kv_blocks(load),
         max_num_seqs=load.batch,
         max_num_batched_tokens=max(EngineConfig.max_num_batched_tokens, load.batch),
         invariant=invariant,
         prefix_cache=prefix_cache,
+        tp=tp,
+        pp=pp,
+        k_blocks=tp,
     )
     engine = Engine(model, config)
     if load.length > engine.max_model_len:

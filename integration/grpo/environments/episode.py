@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ....rollout.completion import Completion, FinishReason, WeightSpan
 
@@ -43,6 +44,7 @@ class Episode:
     num_retractions: int
     num_accepted_tokens: int  # of drafts
     value: object  # what the environment was given for it: a number, or numbers by name
+    receipts: tuple[Mapping[str, Any], ...] = ()  # of the turns, if the engine makes some
     forced: tuple[bool, ...] | None = (
         None  # [N]: of the sampled ones, whether a grammar left no choice; None: no grammar
     )

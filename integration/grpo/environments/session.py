@@ -112,7 +112,8 @@ class Session:
             self._chat.text(self._token_ids), len(self._turns), self._end(),
             sum(one.num_cached_tokens for one in self._completions),
             sum(one.num_retractions for one in self._completions),
-            sum(one.num_accepted_tokens for one in self._completions), reward, self._forced(),
+            sum(one.num_accepted_tokens for one in self._completions), reward,
+            tuple(one.receipt for one in self._completions if one.receipt is not None), self._forced(),
         )  # fmt: skip
 
     def _added(self, new: New) -> tuple[list[int], list[dict[str, Any]] | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FOLDER = "rollouts"
+TOKENIZER = "tokenizer"  # in that folder
 _SUFFIX = ".jsonl.zst"
 _LEVEL = 3
 
@@ -33,6 +34,9 @@ def sample_row(
 ) -> dict[str, object]:
     """Return what is kept of one sample. episode: that it is, where it has several turns."""
     reason = completion.finish_reason
+    receipts: tuple[object, ...] = () if completion.receipt is None else (completion.receipt,)
+    if episode is not None:
+        receipts = episode.receipts
     return {
         "source": problem.source,
         "prompt": problem.prompt,
@@ -50,6 +54,7 @@ def sample_row(
         **({"forced": completion.forced} if completion.forced is not None else {}),
         "weight_versions": [(span.version, span.start, span.end) for span in completion.weight_versions],
         **(episode.kept() if episode is not None else {}),
+        **({"receipts": receipts} if receipts else {}),
     }
 
 
@@ -80,6 +85,16 @@ class SampleFiles:
         for step in saved_steps(folder):
             if step > first_step:
                 sample_path(folder, step).unlink()
+
+    def write_tokenizer(self, save: Callable[[Path], object]) -> None:
+        """Write the model's tokenizer beside the samples, so that the text of each token can be shown later. save:
+        writes it into a folder."""
+        path = self._folder / TOKENIZER
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            save(path)
+        except OSError as error:
+            logger.error("%s is not written, the run goes on: %s", path, error)
 
     def write(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
         """Write the samples of a step, counted from 1, and remove the oldest beyond the number that is kept."""

@@ -192,7 +192,15 @@ class JobConfig:
             sequence_pipelining=settings.sequence_pipelining,
             rank_timeout_s=settings.rank_timeout_s,
             speculation=settings.speculation,
+            receipts=self._receipts,
         )
+
+    @property
+    def _receipts(self) -> str:
+        """The receipts of samples that are kept; those of several turns are no parts of a kept sample as they stand."""
+        if not self.run.rollouts_every:
+            return "off"
+        return "tokens" if self.environment else "digests"
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -47,10 +49,19 @@ class TrainStats:
     num_unmeasured: int = 0  # samples that had no forward either: their gap was not measured
 
 
+@dataclass(frozen=True)
+class SampleGap:
+    """The sample of this rank whose log-probabilities differ most between engine and trainer."""
+
+    gap: float
+    sample: Sample
+
+
 @dataclass
 class _Batch:
     """A micro-batch, with values that do not change from one pass to the next."""
 
+    samples: Sequence[Sample]
     packed: PackedBatch
     learns: bool
     is_last: bool
@@ -85,7 +96,12 @@ class GrpoTrainer:
     numerics. num_steps: of the whole run, at whose end a schedule of the learning rate ends. max_new_tokens: the most
     that a sample may have, by which the loss "dr_grpo" divides. announce_step: makes a
     context for the optimizer's step; for an engine that aliases the module, it is `RolloutService.optimizer_step`.
+
+    on_gap: called on all ranks, before the optimizer's step, if any rank's gap is not 0.0: with the number of the step,
+    the largest gap, and this rank's sample with its largest one. None: nothing is called.
     """
+
+    on_gap: Callable[[int, float, SampleGap | None], None] | None = None
 
     def __init__(
         self,
@@ -140,15 +156,18 @@ class GrpoTrainer:
             normaliser = self._divisor(made)
         gap = norm = 0.0
         for epoch in range(settings.epochs_per_step):
-            losses, epoch_gap = self._backward(passing, normaliser)
-            gap = epoch_gap if epoch == 0 else gap
+            losses, own = self._backward(passing, normaliser)
+            if epoch == 0:
+                gap = self._ranks.largest(own.gap if own is not None else 0.0)
+                if gap != 0.0 and self.on_gap is not None:
+                    self.on_gap(step, gap, own)
             passing = made.learning
             scale = normaliser / self._divisor(made)
             with self._announce_step():
                 norm = self.backend.step(scale)
         total = self._ranks.total
         return TrainStats(
-            logprob_gap=self._ranks.largest(gap),
+            logprob_gap=gap,
             loss=total(sum(item.loss.item() for item in losses)) * scale,
             kl=total(sum(item.kl for item in losses)) * scale,
             clip_fraction=total(sum(item.clip_fraction for item in losses)) * scale,
@@ -180,16 +199,23 @@ class GrpoTrainer:
             if not part.learns and self._settings.skip_forward:
                 into.num_unmeasured += len(part.samples)
                 continue
-            batch = _Batch(packed, part.learns, part.is_last, self._reference_logprobs(packed) if part.learns else None)
+            batch = _Batch(
+                part.samples,
+                packed,
+                part.learns,
+                part.is_last,
+                self._reference_logprobs(packed) if part.learns else None,
+            )
             if part.learns:
                 into.learning.append(batch)
             else:
                 into.num_without_gradient += len(part.samples)
             yield batch
 
-    def _backward(self, batches: Iterable[_Batch], normaliser: int) -> tuple[list[PolicyLoss], float]:
-        """Accumulate the gradients of one pass. Returns its losses and the largest gap in its forwards."""
-        losses, gap = [], 0.0
+    def _backward(self, batches: Iterable[_Batch], normaliser: int) -> tuple[list[PolicyLoss], SampleGap | None]:
+        """Accumulate the gradients of one pass. Returns its losses and the sample with the largest gap in its forwards;
+        None: no gap."""
+        losses, worst = [], None
         for batch, is_last, is_extra in self._in_turn(batches):
             with self._hosted.training_numerics():
                 if not batch.learns:
@@ -204,9 +230,11 @@ class GrpoTrainer:
                         losses.append(loss)
             if not is_extra:
                 # Of older weights' tokens, the log-probabilities differ because the weights do.
-                gaps = torch.where(batch.packed.is_older, 0.0, logprobs.detach() - batch.packed.logprobs)
-                gap = max(gap, gaps.abs().max().item())
-        return losses, gap
+                gaps = torch.where(batch.packed.is_older, 0.0, logprobs.detach() - batch.packed.logprobs).abs()
+                gap, token = (value.item() for value in gaps.max(0))
+                if gap != 0.0 and (worst is None or not gap <= worst.gap):
+                    worst = SampleGap(gap, batch.samples[bisect(list(accumulate(batch.packed.lengths)), int(token))])
+        return losses, worst
 
     def _in_turn(self, batches: Iterable[_Batch]) -> Iterator[tuple[_Batch, bool, bool]]:
         """Yield each batch, whether it is the last with a backward pass, and whether its numbers do not count.

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .config import HttpConfig
 from .errors import HttpError, error_response
 
-OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ready", "/ping", "/metrics"})
+OPEN_PATHS = frozenset({"/", "/health", "/health_generate", "/ready", "/ping", "/metrics", "/lockstep/rollouts"})
 NORMAL_PATHS = frozenset(
     {"/generate", "/renew", "/model_info", "/get_model_info", "/server_info", "/get_server_info", "/get_weight_version",
      "/parallelism_config", "/state", "/openapi.json", "/docs", "/get_load", "/inference/v1/generate", "/tokenize",

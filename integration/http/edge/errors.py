@@ -41,6 +41,7 @@ from ....weight_sync.errors import WeightSyncError
 
 logger = logging.getLogger(__name__)
 
+SERVER_ENDED = "the server ended"  # why open requests are aborted at the end of a drain
 _OPENAI_PREFIXES = ("/v1/", "/inference/")  # of paths with OpenAI's errors
 _OPENAI_PATHS = frozenset(
     {"/tokenize", "/detokenize", "/pause", "/resume", "/is_paused", "/abort_requests", "/reset_prefix_cache", "/sleep",

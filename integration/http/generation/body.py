@@ -17,8 +17,9 @@ from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import fresh_ids
 from ..conversations.next_turn import NextTurn
 from ..conversations.params import SessionParams, read_session_params, refuse_samples
-from ..edge.bodies import Body, fields_of
+from ..edge.bodies import ReceiptKind, fields_of
 from ..edge.errors import BadField
+from .going_on import MovingBody
 from .limits import RequestLimits
 from .meta import Wanted
 from .subscriptions import Asked
@@ -26,7 +27,7 @@ from .subscriptions import Asked
 # Fields that may have an entry for each prompt.
 PER_PROMPT = (
     "text", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "extra_key",
-    "cache_salt", "speculation",
+    "cache_salt", "speculation", "return_receipt",
 )  # fmt: skip
 # Fields of SGLang's that we do not support and cannot ignore: without them the answer would be a different one.
 REFUSED = (
@@ -34,10 +35,12 @@ REFUSED = (
     "lora_id", "custom_logit_processor",
     "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_sampling_mask",
     "return_entropy", "bootstrap_host", "bootstrap_port", "bootstrap_room",
+    "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "watermark", "max_thinking_tokens",
+    "require_reasoning", "positional_embed_overrides", "multi_item_delimiter_indices", "token_indices_to_pool",
 )  # fmt: skip
 
 
-class GenerateBody(Body):
+class GenerateBody(MovingBody):
     """Fields of POST /generate. Exactly one of text and input_ids is given; nested lists are batches."""
 
     text: str | list[str] | None = None
@@ -58,6 +61,9 @@ class GenerateBody(Body):
     )
     speculation: bool | list[bool] = Field(True, description="false: no drafts for this request")
     stream_when_final: bool = Field(False, description="nothing is streamed before the answer's end")
+    return_receipt: ReceiptKind | list[ReceiptKind | None] | None = Field(
+        None, description="true: meta_info has a receipt of the sample; digests: with hashes in the place of tokens"
+    )
     session_params: Any = Field(None, description="the session, and the turn of it, that the prompt goes on from")
 
 
@@ -129,15 +135,17 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
         _spread("cache_salt", body.cache_salt, count, is_batch),
         drafts_of(body.draft_token_ids, count, is_batch, limits),
         _spread("speculation", body.speculation, count, is_batch),
+        _spread("return_receipt", body.return_receipt, count, is_batch),
         strict=True,
     )
     per_prompt = zip(params, fields, strict=True)
     text_of = text_of_token(engine) if body.return_text_in_logprobs else None
     options, wanted = [], []
-    for its_params, (has_logprobs, start, num_top, listed, extra_key, salt, draft, has_drafts) in per_prompt:
+    for its_params, (has_logprobs, start, num_top, listed, extra_key, salt, draft, has_drafts, receipt) in per_prompt:
         others: dict[str, Any] = {
             "extra_key": namespace(extra_key, salt), "draft_token_ids": draft, "speculation": has_drafts,
             "stream_when_final": body.stream_when_final, "max_kept_ids": limits.max_kept_ids(its_params),
+            "return_receipt": receipt,
         }  # fmt: skip
         if not has_logprobs:
             options.append(RequestOptions(**others))

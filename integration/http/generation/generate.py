@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -19,7 +20,9 @@ from ..edge.errors import HttpError, as_http_error
 from .admission import Size
 from .body import GenerateBody, GenerateRequest, RenewBody, has_stop_regex, read_generate, read_renew
 from .encoding import chunk_cost, completion_cost, copy_cost
+from .going_on import Moving, read_moving
 from .meta import Wanted, meta_info, stream_meta
+from .seam import Seam
 from .session_turns import answer_turn, begin_turn
 from .sse import DONE, GrowingList, GrowingText, Piece, dumps, event, event_of
 from .subscriptions import Asked, Subscription, hub_of
@@ -44,10 +47,14 @@ async def _answer(request: Request, read: Callable[..., GenerateRequest]) -> Res
     received = time.monotonic()
     hub = hub_of(request.app)
     hub.refuse_if_draining()
-    reads = partial(read, engine=hub.engine, limits=hub.limits)
-    ask = await read_as(request, reads, is_slow=has_stop_regex, ends_with_client=True)
+
+    def reads(values: dict[str, object]) -> tuple[GenerateRequest, Moving]:
+        moving = Moving() if read is read_renew else read_moving(values)
+        return read(values, engine=hub.engine, limits=hub.limits), moving
+
+    ask, moving = await read_as(request, reads, is_slow=has_stop_regex, ends_with_client=True)
     turn = begin_turn(request, ask.session, ask.rids[0])
-    return await answer_turn(hub, request, GenerateReply(ask, hub.engine, received, turn), turn)
+    return await answer_turn(hub, request, GenerateReply(ask, hub.engine, received, turn, moving), turn)
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class GenerateReply:
     engine: Engine
     received: float  # on the monotonic clock
     turn: NextTurn | None = None  # of a session
+    moving: Moving = field(default_factory=Moving)
 
     @property
     def is_streamed(self) -> bool:
@@ -80,11 +88,12 @@ class GenerateReply:
 
     def asked(self) -> Asked:
         """See `Reply.asked`."""
-        return self.request.asked(self.engine, self.turn)
+        return self.moving.asked(self.request.asked(self.engine, self.turn), self.engine)
 
     def whole(self, completions: list[Completion]) -> object:
         """See `Reply.whole`."""
-        pairs = zip(completions, self._wanted_by_sequence(), strict=True)
+        seam = Seam(self.moving, self.engine)
+        pairs = zip(map(seam.completion, count(), completions), self._wanted_by_sequence(), strict=True)
         answers = [self._answer(completion, wanted) for completion, wanted in pairs]
         return answers if self.request.answers_list else answers[0]
 
@@ -92,16 +101,22 @@ class GenerateReply:
         """Make the events: each chunk repeats the earlier output. A slow client gets one chunk for several steps."""
         is_list, wanted = self.request.answers_list, self._wanted_by_sequence()
         answers = [StreamedAnswer(one, index if is_list else None) for index, one in enumerate(wanted)]
+        seam = Seam(self.moving, self.engine)
         try:
             while subscription.num_open:
-                for index, chunks in by_sequence(subscription, await subscription.take()).items():
+                for index, given in by_sequence(subscription, await subscription.take()).items():
+                    known, chunks = seam.parts(index, given)
+                    for chunk in known:
+                        answers[index].add(chunk)
+                    if not chunks:
+                        continue
                     if (completion := chunks[-1].completion) is None:
                         make = partial(answers[index].event, chunks, self.received)
-                        yield await subscription.encode(make, answers[index].cost(chunks))
+                        cost = answers[index].cost(chunks)
                     else:
                         make = partial(self._last_event, completion, wanted[index], index if is_list else None)
                         cost = completion_cost(completion, has_texts=wanted[index].text_of is not None)
-                        yield await subscription.encode(make, cost)
+                    yield seam.notes(index, chunks) + await subscription.encode(make, cost)
         except (HttpError, EngineStopped) as error:
             yield error_event(error)
         yield DONE

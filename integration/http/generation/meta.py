@@ -78,6 +78,8 @@ def meta_info(completion: Completion, wanted: Wanted, received: float) -> dict[s
         info |= _drafts(c)
     if c.kept_ids is not None:
         info |= _kept(c.kept_ids)
+    if c.receipt is not None:
+        info["receipt"] = c.receipt
     if wanted.logprobs:
         info |= _output_logprobs(c, wanted) | _input_logprobs(c, wanted)
         if c.forced is not None:
@@ -133,11 +135,16 @@ def _head(
         "completion_tokens": num_new,
         "reasoning_tokens": 0,
         "cached_tokens": num_cached,
-        "cached_tokens_details": {"device": num_cached, "host": 0},
+        "cached_tokens_details": cached_details(num_cached),
         "num_retractions": num_retractions,
         "dp_rank": 0,
         "e2e_latency": time.monotonic() - received,
     }
+
+
+def cached_details(num_cached: int) -> dict[str, int]:
+    """Make SGLang's count of cached tokens by the place where their KV was."""
+    return {"device": num_cached, "host": 0}
 
 
 def _output_logprobs(c: Completion, wanted: Wanted) -> dict[str, object]:

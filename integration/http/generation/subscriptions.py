@@ -61,6 +61,7 @@ class Asked:
     params: Sequence[SamplingParams]
     options: Sequence[RequestOptions]
     rids: Sequence[str]
+    names_weights: bool = False  # the tokens' weights must have a digest, as for a receipt
 
 
 class Subscription:
@@ -151,10 +152,12 @@ class Hub:
     """The open requests of one event loop."""
 
     def __init__(
-        self, engine: Engine, config: HttpConfig | None = None, loss: Callable[[], str | None] = lambda: None
-    ) -> None:
-        """Start the threads. loss: the reason why no request runs until the weights are updated; None: they run."""
-        self.engine = engine
+        self, engine: Engine, config: HttpConfig | None = None, loss: Callable[[], str | None] = lambda: None,
+        name_weights: Callable[[], object] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Start the threads. loss: the reason why no request runs until the weights are updated; None: they run.
+        name_weights: gives the weights a digest, which receipts need."""
+        self.engine, self._name_weights = engine, name_weights
         self.config = config or HttpConfig()
         self.limits = RequestLimits(engine, self.config)
         self.admission = Admission(engine, self.config)
@@ -261,6 +264,10 @@ class Hub:
             asked = subscription.asked = prepare()
             check_grammars(asked.params, self.config)
             self.entries.take(subscription, self.limits.num_open_entries(asked.prompts, asked.params, asked.options))
+            if self.engine.weight_digest is None and (
+                asked.names_weights or any(map(self._has_receipt, asked.options))
+            ):
+                self._name_weights()
             missing.extend(self.engine.requests.ask_grammars(asked.params))
             return [] if missing else submit()
 
@@ -271,6 +278,10 @@ class Hub:
         ids = [id for group in groups for id in group]
         subscription.index_of = {id: index for index, id in enumerate(ids)}
         subscription.num_open += len(ids)
+
+    def _has_receipt(self, options: RequestOptions) -> bool:
+        asked: object = options.return_receipt
+        return asked not in (None, False) or (asked is None and self.engine.config.receipts != "off")
 
     async def _compiled(self, missing: Sequence[Promise]) -> None:
         """Wait for grammars. Raises the first error that is not one in a grammar: those `submit` raises, all together.
@@ -364,6 +375,8 @@ def hub_of(app: Starlette) -> Hub:
     hub = getattr(app.state, "hub", None)
     if hub is None or hub.loop is not asyncio.get_running_loop():
         service = app.state.service
-        hub = app.state.hub = Hub(service.engine, app.state.config, lambda: service.sessions.loss)
+        hub = app.state.hub = Hub(
+            service.engine, app.state.config, lambda: service.sessions.loss, service.name_weights
+        )  # fmt: skip
         hub.is_draining = app.state.is_draining
     return hub

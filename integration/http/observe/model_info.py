@@ -42,12 +42,14 @@ def served_name(service: RolloutService, config: HttpConfig) -> str:
     return config.model_name or Path(first_path(service, config)).name
 
 
-def refuse_unknown_model(app: FastAPI, name: object) -> None:
-    """Refuse a model that is not served, where the server was given a name. Raises HttpError 404."""
+def refuse_unknown_model(app: FastAPI, name: object, *, or_root: bool = False) -> None:
+    """Refuse a model that is not served, where the server was given a name. or_root: also the source that /v1/models
+    shows names the base. Raises HttpError 404."""
     base = app.state.config.model_name
     if base is None or not isinstance(name, str) or not name or name.startswith(f"{base}:"):
         return  # the last may name an adapter
-    if name not in (card["id"] for card in _cards(app)):
+    cards = _cards(app)
+    if name not in (card["id"] for card in cards) and not (or_root and name == cards[0]["root"]):
         raise _unknown_model(name)
 
 

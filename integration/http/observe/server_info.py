@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import Response
 
+from ....rollout.errors import LockstepError
+from ....rollout.receipt import guarantee
 from ...version import version
 from ..admin.common import json_response, service_of
 from ..edge.config import HttpConfig
@@ -19,15 +23,35 @@ from .state import read_state
 
 router = APIRouter(tags=["information"])
 
+logger = logging.getLogger(__name__)
+
 _SECRETS = ("api_key", "admin_api_key")
 
 
 @router.get("/server_info")
 @router.get("/get_server_info", operation_id="get_server_info_old")
 async def server_info(request: Request) -> Response:
-    """Report the engine's state and every setting, under SGLang's name if SGLang has the setting."""
+    """Report the engine's state and every setting, under SGLang's name if SGLang has the setting. With ?name_weights=1,
+    as routers ask, a digest of the weights is begun where they have none; a later call reports it."""
+    if request.query_params.get("name_weights") == "1":
+        _begin_to_name_weights(request.app)
     state = await read_state(request)
     return json_response({**_settings(request.app, state), **_live(request, state)})
+
+
+def _begin_to_name_weights(app: FastAPI) -> None:
+    """Compute the digest of weights that have none, in a thread."""
+    service, naming = app.state.service, getattr(app.state, "naming", None)
+    if service.engine.weight_digest is not None or (naming is not None and not naming.done()):
+        return
+
+    def name() -> None:
+        try:
+            service.name_weights()
+        except LockstepError as error:
+            logger.warning("the weights get no digest: %s", error)
+
+    app.state.naming = asyncio.get_running_loop().run_in_executor(None, name)
 
 
 def _settings(app: FastAPI, state: dict[str, Any]) -> dict[str, object]:
@@ -102,6 +126,7 @@ def _live(request: Request, state: dict[str, Any]) -> dict[str, object]:
         "internal_states": [internal],
         "weight_version": state["weight_version"],
         "weight_digest": state["weight_digest"],
+        "guarantee": guarantee(engine.model),
         "version": version(),
         "frontend": "python",
     }

@@ -19,7 +19,7 @@ async def read_state(request: Request) -> dict[str, Any]:
 
 @router.get("/state")
 async def get_state(request: Request) -> Response:
-    """Report the whole state: sequences, blocks, weights, groups, and a pause's lease."""
+    """Report the whole state: sequences, blocks, weights, groups, a pause's lease, whether it has a run's samples."""
     lease, updates = request.app.state.pause_lease, request.app.state.updates
     state = await read_state(request)
     return json_response(
@@ -29,5 +29,6 @@ async def get_state(request: Request) -> Response:
             "update_age_s": updates.age_s,
             "conversations": request.app.state.conversations.report(),
             "draining": request.app.state.is_draining,
+            "rollouts": request.app.state.rollouts is not None,
         }
     )

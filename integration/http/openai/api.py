@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import repeat
+from itertools import count, repeat
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -24,16 +24,30 @@ from ..generation.admission import Size
 from ..generation.body import has_stop_regex
 from ..generation.encoding import chunk_cost, completion_cost
 from ..generation.generate import refuse_ignored
+from ..generation.going_on import Moving, read_moving
 from ..generation.limits import RequestLimits
+from ..generation.seam import Seam
 from ..generation.session_turns import answer_turn, begin_turn
 from ..generation.sse import DONE, dumps, event, event_of
 from ..generation.subscriptions import Asked, Subscription, hub_of
 from ..observe.model_info import refuse_unknown_model, served_name
 from .body import OpenAIRequest, read_chat, read_completion
 from .fields import ChatBody, CompletionBody
-from .format import answer, chunk_choices, chunk_head, extras, plain_message, prompt_text, usage
+from .format import (
+    answer,
+    chunk_choices,
+    chunk_head,
+    chunk_usage,
+    extras,
+    plain_message,
+    prompt_text,
+    sglext,
+    usage,
+)
 
 router = APIRouter()
+
+HEAD = ("id", "created")  # of a request: all events of a stream repeat them
 
 Read = Callable[[dict[str, object], Engine, str, RequestLimits], OpenAIRequest]
 
@@ -58,13 +72,15 @@ async def _complete(request: Request, read: Read) -> Response:
     hub.refuse_if_draining()
     name = served_name(request.app.state.service, request.app.state.config)
 
-    def read_known(values: dict[str, object]) -> OpenAIRequest:
+    def read_known(values: dict[str, object]) -> tuple[OpenAIRequest, Moving]:
         refuse_unknown_model(request.app, values.get("model"))
-        return read(values, hub.engine, name, hub.limits)
+        return read(values, hub.engine, name, hub.limits), read_moving(values)
 
-    ask = await read_as(request, read_known, is_slow=has_stop_regex, ends_with_client=True)
+    ask, moving = await read_as(request, read_known, is_slow=has_stop_regex, ends_with_client=True)
     turn = begin_turn(request, ask.session, ask.id)
-    return await answer_turn(hub, request, OpenAIReply(ask, hub.limits, received, turn), turn)
+    ask = replace(ask, **moving.head_of(HEAD))
+    reply = OpenAIReply(ask, hub.limits, received, turn, moving=moving, engine=hub.engine)
+    return await answer_turn(hub, request, reply, turn)
 
 
 @dataclass(frozen=True)
@@ -77,6 +93,8 @@ class OpenAIReply:
     turn: NextTurn | None = None  # of a session
     echoes: list[str] = field(default_factory=list)  # by prompt; `asked` fills it, empty without `echo`
     prefixes: list[str] = field(default_factory=list)  # of a chat's answers, see `AnswerForm.prefix`; likewise
+    moving: Moving = field(kw_only=True)
+    engine: Engine = field(kw_only=True)
 
     @property
     def is_streamed(self) -> bool:
@@ -102,12 +120,13 @@ class OpenAIReply:
             self.echoes.extend(map(prompt_text, repeat(self.request), range(len(asked.prompts)), asked.prompts))
         if (form := self.request.form) is not None:
             self.prefixes.append(form.beginning(asked.prompts[0], self.request.begun).prefix)
-        return asked
+        return self.moving.asked(asked, self.engine)
 
     def whole(self, completions: list[Completion]) -> object:
         """See `Reply.whole`."""
         for completion in completions:
             refuse_ignored(completion)
+        completions = list(map(Seam(self.moving, self.engine).completion, count(), completions))
         found = answer(self.request, completions, self.received, self.echoes, self.prefixes)
         if self.turn is not None:
             choices: Any = found["choices"]
@@ -116,47 +135,63 @@ class OpenAIReply:
 
     async def events(self, subscription: Subscription) -> AsyncIterator[bytes]:
         """Make the events: as with OpenAI, a chunk holds only new output."""
-        head, empty_usage = chunk_head(self.request), {"usage": None} if self.request.include_usage else {}
+        head = chunk_head(self.request)
         num_chars = [len(self._echo(index)) for index in range(len(subscription.index_of))]
+        num_new = [0] * len(subscription.index_of)
         answers: dict[int, Completion] = {}
+        seam = Seam(self.moving, self.engine, {name: getattr(self.request, name) for name in HEAD})
 
-        def chunk_event(choices: list[dict[str, object]], session: Mapping[str, object] | None = None) -> bytes:
-            return event_of({**head, "choices": choices, **empty_usage, **(session or {})})
+        def chunk_event(choices: list[dict[str, object]], others: Mapping[str, object]) -> bytes:
+            return event_of({**head, "choices": choices, **others})
 
-        for choice, cost in self._first_choices(subscription):
-            yield await subscription.encode(partial(chunk_event, [choice]), cost)
+        for choice, cost, num_prompt in self._first_choices(subscription):
+            if not seam.has_begun(index := int(str(choice["index"]))):
+                counts = chunk_usage(self.request, num_prompt, 0)
+                made = partial(chunk_event, [choice], counts)
+                yield seam.notes(index) + await subscription.encode(made, cost)
 
         streams = self._streams(len(subscription.index_of))
 
-        def next_events(chunk: StreamChunk, index: int, offset: int) -> bytes:
+        def next_events(chunk: StreamChunk, index: int, offset: int, num_new: int, is_end: bool) -> bytes:
             choices = chunk_choices(self.request, chunk, index, offset, streams[index] if streams else None)
             if chunk.completion is not None and self.request.return_meta_info:
                 choices[-1]["meta_info"] = extras(self.request, chunk.completion, self.received)["meta_info"]
-            session = {}
+            counts = chunk_usage(self.request, chunk.num_prompt_tokens, num_new)
+            others = dict(counts)
+            if is_end and self.request.return_cached_details:
+                others["sglext"] = sglext(answers[0])
             if chunk.completion is not None and self.turn is not None:
                 message = streams[index].message if streams else plain_message(chunk.completion.text)
-                session = self._session(chunk.completion, message)
-            events = [chunk_event([choice]) for choice in choices[:-1]]
-            return b"".join([*events, chunk_event(choices[-1:], session)])
+                others |= self._session(chunk.completion, message)
+            events = [chunk_event([choice], counts) for choice in choices[:-1]]
+            return b"".join([*events, chunk_event(choices[-1:], others)])
 
         try:
             while subscription.num_open:
-                for chunk in await subscription.take():
-                    index = subscription.index_of[chunk.id]
-                    if chunk.completion is not None:
-                        refuse_ignored(chunk.completion)
-                        answers[index] = chunk.completion
-                    cost = self._cost(chunk)
-                    if streams:
-                        cost += streams[index].cost(chunk.text, is_last=chunk.completion is not None)
-                    yield await subscription.encode(partial(next_events, chunk, index, num_chars[index]), cost)
-                    num_chars[index] += len(chunk.text)
+                for given in await subscription.take():
+                    index = subscription.index_of[given.id]
+                    known, fresh = seam.parts(index, [given])
+                    for chunk, is_new in [*zip(known, repeat(False)), *zip(fresh, repeat(True))]:
+                        if chunk.completion is not None:
+                            refuse_ignored(chunk.completion)
+                            answers[index] = chunk.completion
+                        cost = self._cost(chunk)
+                        if streams:
+                            cost += streams[index].cost(chunk.text, is_last=chunk.completion is not None)
+                        num_new[index] += len(chunk.token_ids)
+                        made = partial(
+                            next_events, chunk, index, num_chars[index], num_new[index], len(answers) == len(num_new)
+                        )
+                        events = await subscription.encode(made, cost)
+                        num_chars[index] += len(chunk.text)
+                        if is_new:
+                            yield seam.notes(index, [chunk]) + events
         except (HttpError, EngineStopped) as error:
             yield event(dumps(error_body(as_http_error(error), openai=True)))
         else:
-            if self.request.include_usage:
+            if self.request.include_usage and not seam.has_usage:
                 in_order = [answers[index] for index in range(len(answers))]
-                yield event(dumps({**head, "choices": [], "usage": usage(self.request, in_order)}))
+                yield seam.usage_note() + event(dumps({**head, "choices": [], "usage": usage(self.request, in_order)}))
         yield DONE
 
     def _streams(self, num: int) -> list[AnswerStream]:
@@ -183,18 +218,19 @@ class OpenAIReply:
         """Return the text of the prompt of a sequence if the request echoes it, else an empty text."""
         return self.echoes[index // self.request.n] if self.echoes else ""
 
-    def _first_choices(self, subscription: Subscription) -> Iterator[tuple[dict[str, object], int]]:
-        """Make the chunks before the first token, with their costs: the role of a chat's author, or the echoed
-        prompt."""
+    def _first_choices(self, subscription: Subscription) -> Iterator[tuple[dict[str, object], int, int]]:
+        """Make the chunks before the first token, with their costs and the lengths of their prompts: the role of a
+        chat's author, or the echoed prompt."""
         for index in range(len(subscription.index_of)):
-            prompt_ids = subscription.asked.prompts[index // self.request.n]
+            prompts = subscription.asked.prompts
+            prompt_ids = prompts[index * len(prompts) // len(subscription.index_of)]
             choice: dict[str, object] = {"index": index, "logprobs": None, "finish_reason": None}
             if self.request.return_prompt_token_ids or self.request.return_token_ids:
                 choice["prompt_token_ids"] = prompt_ids
             if self.request.is_chat:
                 has_parts = self.request.form is not None and self.request.form.answers is not None
                 delta = {"role": "assistant", "content": None if has_parts else ""}
-                yield {**choice, "delta": delta}, len(prompt_ids) // 16
+                yield {**choice, "delta": delta}, len(prompt_ids) // 16, len(prompt_ids)
             elif self.request.echo or "prompt_token_ids" in choice:
                 text = self._echo(index)
-                yield {**choice, "text": text}, len(prompt_ids) // 16 + len(text) // 16
+                yield {**choice, "text": text}, len(prompt_ids) // 16 + len(text) // 16, len(prompt_ids)

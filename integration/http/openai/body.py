@@ -24,7 +24,7 @@ from ..generation.body import drafts_of, namespace, refuse_other_adapters, refus
 from ..generation.limits import RequestLimits
 from ..generation.meta import Wanted
 from ..generation.subscriptions import Asked
-from .fields import ChatBody, CommonBody, CompletionBody
+from .fields import ChatBody, CommonBody, CompletionBody, StreamOptions
 from .sessions import read_chat_session, session_prompt, with_one_name
 from .vllm_fields import num_kept, num_prompt_top, refuse_vllm, shortened, structured_settings, token_name
 
@@ -32,6 +32,7 @@ DEFAULT_MAX_TOKENS = 16  # of a completion; the default of a chat is the rest of
 REFUSED = (
     *REFUSED_BY_GENERATE, "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice",
     "guided_grammar", "use_beam_search", "return_input_ids_in_sglext", "return_output_ids_in_sglext",
+    "return_spec_tokens_details",
 )  # fmt: skip
 REFUSED_BY_COMPLETIONS = ("suffix", "session_params")
 REFUSED_BY_CHAT = (
@@ -50,6 +51,7 @@ class OpenAIRequest:
     n: int
     stream: bool
     include_usage: bool
+    continuous_usage: bool  # in every chunk of a stream
     wanted: Wanted
     num_top: int
     echo: bool
@@ -58,6 +60,7 @@ class OpenAIRequest:
     return_token_ids: bool
     return_prompt_token_ids: bool
     return_meta_info: bool
+    return_cached_details: bool
     decode: Callable[[Sequence[int]], str]
     form: ChatForm | None  # of a chat's answers
     begun: str | None  # the beginning of the answer that a chat's prompt has already
@@ -103,12 +106,12 @@ def read_completion(values: dict[str, object], engine: Engine, model: str, limit
             key,
             draft,
             body.speculation,
-            **_streaming(body),
+            **_delivery(body),
             max_kept_ids=_max_kept_ids(body, params, limits),
         )
         for draft in drafts
     ]
-    id = body.rid or f"cmpl-{uuid.uuid4().hex}"
+    id = body.rid or f"cmpl-{body.request_id or uuid.uuid4().hex}"
     rids = [id] if len(prompts) == 1 else [f"{id}_{index}" for index in range(len(prompts))]
 
     def asked(turn: NextTurn | None = None) -> Asked:
@@ -137,7 +140,7 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
     start = -1 if num_top is None else 0
     options = RequestOptions(
         start, max(body.top_logprobs, num_top or 0), (), key, draft, body.speculation,
-        **_streaming(body), max_kept_ids=_max_kept_ids(body, params, limits),
+        **_delivery(body), max_kept_ids=_max_kept_ids(body, params, limits),
     )  # fmt: skip
     kept = num_kept(body.truncate_prompt_tokens, params, engine.max_model_len)
     input_ids = body.input_ids if body.input_ids is None or kept is None else body.input_ids[-kept:]
@@ -147,7 +150,7 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
     form = read_form(body, engine.tokenizer, limits)
     shown = () if form.tools is None else form.tools.shown
     begun = contents[-1] if contents and body.continue_final_message else None
-    id = body.rid or f"chatcmpl-{uuid.uuid4().hex}"
+    id = body.rid or f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
     session = read_chat_session(body, kept)
 
     def render(told: list[dict[str, Any]]) -> str:
@@ -251,6 +254,7 @@ def _request(
     extra_key: str = "",
 ) -> OpenAIRequest:
     text_of = token_name if body.return_tokens_as_token_ids else text_of_token(engine)
+    streaming = body.stream_options or StreamOptions()
     return OpenAIRequest(
         id=id,
         model=body.model or model,
@@ -258,7 +262,8 @@ def _request(
         is_chat=is_chat,
         n=body.n,
         stream=body.stream,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        include_usage=bool(streaming.include_usage),
+        continuous_usage=streaming.has_continuous_usage,
         wanted=Wanted(logprobs, start, num_top > 0, False, text_of),
         num_prompt_top=num_prompt_top,
         num_top=num_top,
@@ -267,6 +272,7 @@ def _request(
         return_token_ids=body.return_token_ids,
         return_prompt_token_ids=body.return_prompt_token_ids,
         return_meta_info=body.return_meta_info,
+        return_cached_details=body.return_cached_tokens_details,
         has_prediction=getattr(body, "prediction", None) is not None,
         decode=_decoder(engine, body.skip_special_tokens),
         size=size,
@@ -362,6 +368,11 @@ def _max_kept_ids(body: CommonBody, params: SamplingParams, limits: RequestLimit
     return num
 
 
-def _streaming(body: CompletionBody | ChatBody) -> dict[str, Any]:
+def _delivery(body: CompletionBody | ChatBody) -> dict[str, Any]:
     """Return the options that follow from a stream, of which a client of OpenAI's API takes nothing back."""
-    return {"stream_when_final": body.stream_when_final, "takes_back": not body.stream or body.stream_when_final}
+    takes_back = not body.stream or body.stream_when_final
+    return {
+        "stream_when_final": body.stream_when_final,
+        "takes_back": takes_back,
+        "return_receipt": body.return_receipt,
+    }

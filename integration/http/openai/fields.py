@@ -6,16 +6,23 @@ from typing import Any
 
 from pydantic import Field
 
-from ..edge.bodies import Body
+from ..edge.bodies import Body, ReceiptKind
+from ..generation.going_on import MovingBody
 
 
 class StreamOptions(Body):
     """Settings of a streamed answer."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # with include_usage: counts so far in every chunk
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        """Whether every chunk has the counts so far."""
+        return bool(self.include_usage and self.continuous_usage_stats)
 
 
-class CommonBody(Body):
+class CommonBody(MovingBody):
     """Fields of both calls. Names are OpenAI's; the names from top_k on are SGLang's."""
 
     model: str | None = None
@@ -45,6 +52,7 @@ class CommonBody(Body):
     ebnf: str | None = None
     jump_forward: str | None = None
     rid: str | None = None
+    request_id: str | None = Field(None, max_length=256, description="vLLM's: rid, after cmpl- or chatcmpl-")
     extra_key: str | None = None
     cache_salt: str | None = None
     structured_outputs: dict[str, Any] | None = Field(None, description="vLLM's form of a grammar")
@@ -56,8 +64,10 @@ class CommonBody(Body):
     return_token_ids: bool = False
     return_prompt_token_ids: bool = False
     return_meta_info: bool = False
+    return_cached_tokens_details: bool = Field(False, description="sglext: where cached tokens of the prompt were")
     draft_token_ids: list[Any] | None = Field(None, description="see POST /generate")
     speculation: bool = True
+    return_receipt: ReceiptKind | None = Field(None, description="each choice has a receipt; see POST /generate")
     stream_when_final: bool = Field(
         False, description="nothing is streamed before the answer's end, so that a weight commit may draw it again"
     )

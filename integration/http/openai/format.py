@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ....rollout.completion import Completion, FinishReason, StreamChunk, TopLogprobs
 from ..chat.message import AnswerStream, Fields, message_of
-from ..generation.meta import Wanted, meta_info
+from ..generation.meta import Wanted, cached_details, meta_info
 from .body import OpenAIRequest
 from .vllm_fields import prompt_logprobs
 
@@ -31,6 +31,8 @@ def answer(
         ]
     if ask.is_chat and ask.return_token_ids:
         found["prompt_token_ids"] = last.prompt_ids
+    if ask.return_cached_details:
+        found["sglext"] = sglext(completions[0])
     if ask.is_chat and ask.num_prompt_top is not None:
         found["prompt_logprobs"] = prompt_logprobs(last, ask.num_prompt_top, text_of(ask))
     return found | {
@@ -96,6 +98,8 @@ def extras(ask: OpenAIRequest, completion: Completion, received: float) -> dict[
         found |= token_ids(completion.token_ids)
     if ask.return_meta_info:  # with log-probabilities, also where `logprobs` is not set
         found["meta_info"] = meta_info(completion, Wanted(logprobs=True), received)
+    if completion.receipt is not None:
+        found["receipt"] = completion.receipt
     return found
 
 
@@ -123,6 +127,11 @@ def usage(ask: OpenAIRequest, completions: Sequence[Completion]) -> dict[str, ob
             "rejected_prediction_tokens": sum(counts.num_drafted_tokens for counts in tried) - num_accepted,
         }
     return counted
+
+
+def sglext(completion: Completion) -> dict[str, object]:
+    """Make SGLang's extension of an answer: where the cached tokens of its first prompt were."""
+    return {"cached_tokens_details": cached_details(completion.num_cached_tokens)}
 
 
 def prompt_text(ask: OpenAIRequest, number: int, prompt_ids: Sequence[int]) -> str:
@@ -167,10 +176,21 @@ def chunk_choices(
     last |= ending(chunk.completion.finish_reason if chunk.completion is not None else None, has_calls=has_calls)
     if ask.return_token_ids:
         last |= token_ids(chunk.token_ids)
+    if chunk.completion is not None and chunk.completion.receipt is not None:
+        last["receipt"] = chunk.completion.receipt
     return [
         *({"index": index, "delta": delta, "logprobs": None, **ending(None)} for delta in deltas if ask.is_chat),
         last,
     ]
+
+
+def chunk_usage(ask: OpenAIRequest, num_prompt: int, num_new: int) -> dict[str, object]:
+    """Make the usage of a chunk: null, or with continuous_usage_stats the tokens of the chunk's sequence so far."""
+    if not ask.include_usage:
+        return {}
+    if not ask.continuous_usage:
+        return {"usage": None}
+    return {"usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}}
 
 
 # -- log-probabilities ----------------------------------------------------------------------------------------------

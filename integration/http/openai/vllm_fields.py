@@ -29,6 +29,14 @@ _DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "repetition_detection": (None,),
     "detokenize": (None, True),
     "truncation_side": (None, "left"),
+    "include_reasoning": (None, True),
+    "watermarking": (None, False),
+    "logprob_token_ids": (None, []),
+    "return_token_offsets": (None, False),
+    "return_prompt_text": (None, False),
+    "ec_transfer_params": (None, {}),
+    "sampling_logprobs_mode": (None, "selected"),  # SGLang's, as the next
+    "task": (None,),
 }
 
 

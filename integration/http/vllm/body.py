@@ -12,12 +12,14 @@ from pydantic import Field, StrictInt
 from ....rollout.engine import Engine
 from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import SamplingParams
-from ..edge.bodies import Body, fields_of
+from ..edge.bodies import ReceiptKind, fields_of
 from ..edge.errors import BadField
 from ..generation.admission import Size
 from ..generation.body import namespace
+from ..generation.going_on import MovingBody
 from ..generation.limits import RequestLimits
 from ..generation.subscriptions import Asked
+from ..openai.fields import StreamOptions
 from ..openai.vllm_fields import num_prompt_top, refuse_values, structured_settings
 
 # vLLM's sampling parameters, and ours; the others are read by name below, or refused.
@@ -27,21 +29,26 @@ _SAME = (
 )  # fmt: skip
 _RENAMED = {"seed": "sampling_seed", "min_tokens": "min_new_tokens", "include_stop_str_in_output": "no_stop_trim"}
 _REFUSED = ("allowed_token_ids", "bad_words", "logits_processors", "extra_args", "thinking_token_budget",
-            "repetition_detection")  # fmt: skip
+            "repetition_detection", "prompt_logprob_token_ids", "trace_decode_token_ids")  # fmt: skip
 _REFUSED_BODY = ("features", "kv_transfer_params", "ec_transfer_params", "content_parts", "reasoning_parser_kwargs")
+# Values that change nothing, by field; every other value is refused.
+_HARMLESS: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(_REFUSED, (None, [], {})),
+    "watermarking": (None, False),
+    "flat_logprobs": (None, False),
+    "prompt_logprob_start": (None, 0),
+}
+_HARMLESS_BODY: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(_REFUSED_BODY, (None, [], {})),
+    "reasoning_ended": (None, True),
+}
 
 _PREFIX = "generate-tokens-"
 
 Ids = Annotated[list[Annotated[StrictInt, Field(ge=0)]], Field(min_length=1)]
 
 
-class StreamOptions(Body):
-    """Settings of a streamed answer."""
-
-    include_usage: bool = False
-
-
-class InferenceBody(Body):
+class InferenceBody(MovingBody):
     """Fields of POST /inference/v1/generate."""
 
     token_ids: Ids
@@ -52,6 +59,7 @@ class InferenceBody(Body):
     stream_options: StreamOptions | None = None
     output_mode: Literal["tokens", "text"] = "tokens"
     return_token_ids: bool = Field(False, description="the answer has the prompt's token ids too")
+    return_receipt: ReceiptKind | None = Field(None, description="each choice has a receipt; see POST /generate")
     cache_salt: str | None = Field(None, min_length=1, max_length=1024)
     priority: int = Field(0, description="read, and changes nothing: requests run in the order of arrival")
 
@@ -65,6 +73,7 @@ class InferenceRequest:
     created: int
     stream: bool
     include_usage: bool
+    continuous_usage: bool  # in every chunk of a stream
     has_text: bool
     num_top: int | None  # alternatives at each output token; None: no log-probabilities
     num_prompt_top: int | None  # of the prompt; None: it is not scored
@@ -80,7 +89,7 @@ class InferenceRequest:
 
 def read_inference(values: dict[str, object], engine: Engine, model: str, limits: RequestLimits) -> InferenceRequest:
     """Read and check the fields. Raises BadField."""
-    refuse_values(values, dict.fromkeys(_REFUSED_BODY, (None, [], {})))
+    refuse_values(values, _HARMLESS_BODY)
     limits.lists(values, ())
     limits.long_lists(values, "token_ids")
     body = fields_of(InferenceBody, values)
@@ -104,14 +113,16 @@ def read_inference(values: dict[str, object], engine: Engine, model: str, limits
     options = RequestOptions(
         -1 if prompt_top is None else 0, max(num_top or 0, prompt_top or 0), tuple(listed),
         namespace(None, body.cache_salt), takes_back=not body.stream,
+        return_receipt=body.return_receipt,
     )  # fmt: skip
+    streaming = body.stream_options or StreamOptions()
     id = with_prefix(body.request_id or uuid.uuid4().hex)
     asked = Asked([body.token_ids], [params], [options], [id])
     limits.entries(asked.prompts, asked.params, asked.options, "sampling_params",
                    has_logprobs=[num_top is not None])  # fmt: skip
     return InferenceRequest(
-        id, body.model or model, int(time.time()), body.stream,
-        body.stream_options is not None and body.stream_options.include_usage, body.output_mode == "text",
+        id, body.model or model, int(time.time()), body.stream, bool(streaming.include_usage),
+        streaming.has_continuous_usage, body.output_mode == "text",
         num_top if num_top is not None or not listed else 0, prompt_top, bool(listed), body.return_token_ids, asked,
     )  # fmt: skip
 
@@ -123,7 +134,7 @@ def with_prefix(request_id: str) -> str:
 
 def _params(given: dict[str, Any], room: int) -> SamplingParams:
     """Translate vLLM's sampling parameters. Raises BadField naming the wrong one."""
-    refuse_values(given, dict.fromkeys(_REFUSED, (None, [], {})), "sampling_params.")
+    refuse_values(given, _HARMLESS, "sampling_params.")
     ours = {name: given[name] for name in _SAME if given.get(name) is not None}
     ours |= {_RENAMED[name]: given[name] for name in _RENAMED if given.get(name) is not None}
     most = given.get("max_tokens")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -19,6 +20,8 @@ from ..generation.admission import Size
 from ..generation.body import has_stop_regex, text_of_token
 from ..generation.encoding import chunk_cost
 from ..generation.generate import refuse_ignored
+from ..generation.going_on import Moving, read_moving
+from ..generation.seam import Seam
 from ..generation.sse import DONE, dumps, event, event_of
 from ..generation.subscriptions import Asked, Subscription, hub_of
 from ..observe.model_info import refuse_unknown_model, served_name
@@ -29,6 +32,7 @@ router = APIRouter()
 
 _LEAST = -9999.0  # JSON has no infinity
 Entry = dict[str, object]
+HEAD = ("id", "created")  # of a request: all events of a stream repeat them
 
 
 @router.post("/inference/v1/generate", openapi_extra=describe(InferenceBody))
@@ -38,12 +42,12 @@ async def inference_generate(request: Request) -> Response:
     hub.refuse_if_draining()
     name = served_name(request.app.state.service, request.app.state.config)
 
-    def read(values: dict[str, object]) -> InferenceRequest:
+    def read(values: dict[str, object]) -> tuple[InferenceRequest, Moving]:
         refuse_unknown_model(request.app, values.get("model"))
-        return read_inference(values, hub.engine, name, hub.limits)
+        return read_inference(values, hub.engine, name, hub.limits), read_moving(values)
 
-    ask = await read_as(request, read, is_slow=has_stop_regex, ends_with_client=True)
-    return await hub.answer(request, InferenceReply(ask, hub.engine))
+    ask, moving = await read_as(request, read, is_slow=has_stop_regex, ends_with_client=True)
+    return await hub.answer(request, InferenceReply(replace(ask, **moving.head_of(HEAD)), hub.engine, moving))
 
 
 class AbortBody(Body):
@@ -73,6 +77,7 @@ class InferenceReply:
 
     request: InferenceRequest
     engine: Engine
+    moving: Moving
 
     @property
     def is_streamed(self) -> bool:
@@ -91,13 +96,14 @@ class InferenceReply:
 
     def asked(self) -> Asked:
         """See `Reply.asked`."""
-        return self.request.asked
+        return self.moving.asked(self.request.asked, self.engine)
 
     def whole(self, completions: list[Completion]) -> object:
         """See `Reply.whole`."""
-        ask, [first, *_] = self.request, completions
         for completion in completions:
             refuse_ignored(completion)
+        completions = list(map(Seam(self.moving, self.engine).completion, count(), completions))
+        ask, [first, *_] = self.request, completions
         scored = None
         if ask.num_prompt_top is not None:
             scored = prompt_logprobs(first, ask.num_prompt_top, self._text_of)
@@ -119,27 +125,38 @@ class InferenceReply:
         choice says which weights drew its tokens."""
         ask, answers = self.request, dict[int, Completion]()
         head = self._head()
-        first: Entry = {"prompt_token_ids": ask.asked.prompts[0]} if ask.return_token_ids else {}
+        seam = Seam(self.moving, self.engine, {name: getattr(ask, name) for name in HEAD})
+        first: Entry = {}
+        if ask.return_token_ids and not seam.has_events:
+            first = {"prompt_token_ids": ask.asked.prompts[0]}
+        num_prompt, num_new = len(ask.asked.prompts[0]), [0] * len(subscription.index_of)
 
         def chunk_event(chunk: StreamChunk, index: int, more: Entry) -> bytes:
             return event_of({**head, "choices": [self._delta(chunk, index)], **more})
 
         try:
             while subscription.num_open:
-                for chunk in await subscription.take():
-                    index = subscription.index_of[chunk.id]
-                    if chunk.completion is not None:
-                        refuse_ignored(chunk.completion)
-                        answers[index] = chunk.completion
-                    cost = chunk_cost(chunk, has_texts=ask.has_text)
-                    yield await subscription.encode(partial(chunk_event, chunk, index, first), cost)
-                    first = {}
+                for given in await subscription.take():
+                    index = subscription.index_of[given.id]
+                    known, fresh = seam.parts(index, [given])
+                    for chunk in (*known, *fresh):
+                        if chunk.completion is not None:
+                            refuse_ignored(chunk.completion)
+                            answers[index] = chunk.completion
+                    num_new[index] += sum(len(chunk.token_ids) for chunk in known)
+                    for chunk in fresh:
+                        num_new[index] += len(chunk.token_ids)
+                        counts: Entry = {"usage": _counts(num_prompt, num_new[index])} if ask.continuous_usage else {}
+                        cost = chunk_cost(chunk, has_texts=ask.has_text)
+                        make = partial(chunk_event, chunk, index, first | counts)
+                        yield seam.notes(index, [chunk]) + await subscription.encode(make, cost)
+                        first = {}
         except (HttpError, EngineStopped) as error:
             yield event(dumps(error_body(as_http_error(error), openai=True)))
         else:
-            if ask.include_usage:
+            if ask.include_usage and not seam.has_usage:
                 in_order = [answers[index] for index in range(len(answers))]
-                yield event_of({**head, "choices": [], "usage": _usage(in_order)})
+                yield seam.usage_note() + event_of({**head, "choices": [], "usage": _usage(in_order)})
         yield DONE
 
     def _head(self) -> Entry:
@@ -157,6 +174,7 @@ class InferenceReply:
             "sampling_mask": None,
             "weight_versions": _versions(c),
         }
+        found |= _receipt(c)
         return found | {"text": c.text} if self.request.has_text else found
 
     def _delta(self, chunk: StreamChunk, index: int) -> Entry:
@@ -166,6 +184,7 @@ class InferenceReply:
             found["text"] = chunk.text
         if chunk.completion is not None:
             found["weight_versions"] = _versions(chunk.completion)
+            found |= _receipt(chunk.completion)
         return found
 
     def _logprobs(
@@ -216,6 +235,13 @@ def _versions(c: Completion) -> list[Entry]:
     return [{"version": span.version, "start": span.start, "end": span.end} for span in c.weight_versions]
 
 
+def _receipt(c: Completion) -> Entry:
+    return {} if c.receipt is None else {"receipt": c.receipt}
+
+
 def _usage(completions: Sequence[Completion]) -> Entry:
-    num_prompt, num_new = len(completions[0].prompt_ids), sum(len(c.token_ids) for c in completions)
+    return _counts(len(completions[0].prompt_ids), sum(len(c.token_ids) for c in completions))
+
+
+def _counts(num_prompt: int, num_new: int) -> Entry:
     return {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}

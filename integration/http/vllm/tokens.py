@@ -49,7 +49,7 @@ async def tokenize(request: Request) -> Response:
     hub = hub_of(request.app)
 
     def read(values: dict[str, object]) -> dict[str, object]:
-        refuse_unknown_model(request.app, values.get("model"))
+        refuse_unknown_model(request.app, values.get("model"), or_root=True)
         hub.limits.long_lists(values, "prompt")
         return _tokenized(fields_of(TokenizeBody, values), values, hub.engine, hub.limits)
 
@@ -63,7 +63,7 @@ async def detokenize(request: Request) -> Response:
     hub = hub_of(request.app)
 
     def read(values: dict[str, object]) -> dict[str, object]:
-        refuse_unknown_model(request.app, values.get("model"))
+        refuse_unknown_model(request.app, values.get("model"), or_root=True)
         hub.limits.long_lists(values, "tokens")
         body = fields_of(DetokenizeBody, values)
         hub.limits.lengths([body.tokens], "tokens")

@@ -89,6 +89,8 @@ class HealthChecks:
         for path in ("/get_weight_version", "/model_info"):
             values = await self._get_object(worker, path)
             if isinstance(version := values.get("weight_version"), str):
+                if version != worker.weight_version:  # an update, or another process
+                    worker.weight_digest, worker.is_suspect = None, True
                 worker.weight_version = version
                 return version
         return None
@@ -108,17 +110,19 @@ class HealthChecks:
 
     async def _learn(self, worker: Worker) -> None:
         """Read a worker's version and readiness, and, where another process may have its address, its identity."""
-        returns, known = worker.health is not Health.ALIVE, worker.weight_version
-        is_looked_at = False
-        if await self.read_version(worker) != known:
-            worker.is_suspect = True  # an update, or another process that was started between two probes
-        if returns or worker.is_suspect:
-            info = await self._get_object(worker, "/server_info")
+        returns, is_looked_at = worker.health is not Health.ALIVE, False
+        await self.read_version(worker)
+        is_unnamed = worker.guarantee is not None and worker.weight_digest is None
+        if returns or worker.is_suspect or is_unnamed:
+            info = await self._get_object(worker, "/server_info", "name_weights=1")
             started = info.get("startup_time")
             if worker.is_alive and started != worker.startup_time:
                 self._die(worker, "another process answers at its address")
                 returns = True
             worker.startup_time, worker.is_suspect, is_looked_at = started, False, True
+            digest, guarantee = info.get("weight_digest"), info.get("guarantee")
+            worker.weight_digest = digest if isinstance(digest, str) else None
+            worker.guarantee = guarantee if isinstance(guarantee, dict) else None
             sizes = [size for name in ("tp_size", "pp_size") if isinstance(size := info.get(name), int) and size > 0]
             worker.num_ranks = sizes[0] * sizes[1] if len(sizes) == 2 else 1
         ready = await self._get(worker, "/ready")
@@ -138,8 +142,8 @@ class HealthChecks:
         if was_alive:
             self._on_death(worker)
 
-    async def _get(self, worker: Worker, path: str) -> Answer:
-        call = WorkerCall("GET", path, "", self._headers, b"")
+    async def _get(self, worker: Worker, path: str, query: str = "") -> Answer:
+        call = WorkerCall("GET", path, query, self._headers, b"")
         try:
             return await self._wire.fetch(worker.url, call, _MAX_REPORT_BYTES, self._config.health_timeout_s)
         except NotReached:
@@ -147,8 +151,8 @@ class HealthChecks:
         except WorkerFailed as error:
             raise WorkerFailed(f"GET {path}: {error}") from error
 
-    async def _get_object(self, worker: Worker, path: str) -> dict[str, object]:
-        answer = await self._get(worker, path)
+    async def _get_object(self, worker: Worker, path: str, query: str = "") -> dict[str, object]:
+        answer = await self._get(worker, path, query)
         return answer.object() if answer.is_success else {}
 
 

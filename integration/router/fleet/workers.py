@@ -50,9 +50,12 @@ class Worker:
     num_deaths: int = 0
     last_error: str | None = None
     weight_version: str | None = None  # as last read
+    weight_digest: str | None = None  # as last read; None: not read since the version changed, or none is reported
+    guarantee: dict[str, object] | None = None  # on which its bits depend; None: not reported
     num_ranks: int = 1  # ranks of its tensor and pipeline parallel mesh, which join a group
     startup_time: object = None  # differs between two processes at the same address
     died: asyncio.Event = field(default_factory=asyncio.Event)  # replaced when it returns
+    drains: asyncio.Event = field(default_factory=asyncio.Event)  # likewise
     is_gone: bool = True  # nothing has listened at its address since it was healthy: the next process is a new one
     is_suspect: bool = False  # a call to it failed: another process may have its address now
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
@@ -72,6 +75,12 @@ class Worker:
         """Whether it is alive, not draining, enabled and without holds."""
         return self.health is Health.ALIVE and not self.disabled and not self.holds
 
+    @property
+    def is_known(self) -> bool:
+        """Whether it is alive and its last probe has read all that it reports of its weights and its bits."""
+        is_named = self.guarantee is None or self.weight_digest is not None
+        return self.is_alive and not self.is_suspect and is_named
+
     @contextmanager
     def running(self, num_sequences: int) -> Iterator[None]:
         """Count sequences as running inside the block."""
@@ -86,6 +95,11 @@ class Worker:
         """Note an error, and ask for a probe at once."""
         self.last_error = why
         self.is_suspect = True
+        self.check_now.set()
+
+    def forget_weights(self) -> None:
+        """Note that its weights are not those that its last probe saw, and ask for a probe at once."""
+        self.weight_digest, self.is_suspect = None, True
         self.check_now.set()
 
     def report(self) -> dict[str, object]:
@@ -104,6 +118,7 @@ class Worker:
             "num_deaths": self.num_deaths,
             "num_ranks": self.num_ranks,
             "weight_version": self.weight_version,
+            "weight_digest": self.weight_digest,
             "last_error": self.last_error,
         }
 
@@ -210,10 +225,11 @@ class WorkerRegistry:
         if not worker.is_draining:
             logger.info("worker %s is draining: it gets no new requests", worker.url)
             self._revive(worker, Health.DRAINING)
+            worker.drains.set()
 
     def _revive(self, worker: Worker, health: Health) -> None:
         if not worker.is_alive:
-            worker.died = asyncio.Event()
+            worker.died, worker.drains = asyncio.Event(), asyncio.Event()
         worker.is_gone = False
         self._become(worker, health)
 

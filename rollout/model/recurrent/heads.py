@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import Tensor
 
-from ...sharding.collectives import gather_columns
+from ...sharding.collectives import StageRanks
 
 ALL = slice(None)
+ALONE = StageRanks()
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,13 @@ class HeadShare:
 
     heads: slice  # of H
     key_heads: slice  # of G; each serves H / G heads in a row
-    tp: int = 1
-    group: dist.ProcessGroup | None = None
+    ranks: StageRanks = ALONE
 
     def gathered(self, out: Tensor) -> Tensor:
         """Return out [R, H, V] of all heads from this rank's [R, H / tp, V]. A collective where heads are divided."""
-        if self.tp == 1:
+        if self.ranks.tp == 1:
             return out
-        return gather_columns(out.flatten(1), self.tp, self.group).unflatten(1, (-1, out.shape[2]))
+        return self.ranks.gather_columns(out.flatten(1)).unflatten(1, (-1, out.shape[2]))
 
 
 WHOLE = HeadShare(ALL, ALL)
@@ -40,18 +39,18 @@ WHOLE = HeadShare(ALL, ALL)
 class HeadDivision:
     """The ranks that share each layer."""
 
-    tp: int = 1
+    ranks: StageRanks = ALONE
     tp_rank: int = 0
-    group: dist.ProcessGroup | None = None
 
     def share(self, num_heads: int, num_key_heads: int) -> HeadShare:
         """Return this rank's heads: all of them where heads or their groups do not divide."""
-        if self.tp == 1 or num_heads % self.tp or (num_key_heads % self.tp and self.tp % num_key_heads):
+        tp = self.ranks.tp
+        if tp == 1 or num_heads % tp or (num_key_heads % tp and tp % num_key_heads):
             return WHOLE
-        first = num_key_heads * self.tp_rank // self.tp  # several ranks may need the same group
-        keys = slice(first, first + max(num_key_heads // self.tp, 1))
-        size = num_heads // self.tp
-        return HeadShare(slice(self.tp_rank * size, (self.tp_rank + 1) * size), keys, self.tp, self.group)
+        first = num_key_heads * self.tp_rank // tp  # several ranks may need the same group
+        keys = slice(first, first + max(num_key_heads // tp, 1))
+        size = num_heads // tp
+        return HeadShare(slice(self.tp_rank * size, (self.tp_rank + 1) * size), keys, self.ranks)
 
 
 UNDIVIDED = HeadDivision()

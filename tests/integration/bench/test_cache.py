@@ -11,6 +11,7 @@ import torch
 
 from lockstep.integration.bench import cache, pin
 from lockstep.integration.bench.parts import presets
+from lockstep.integration.bench.parts.budget import Budget
 from lockstep.integration.cli import main as cli
 
 DEPTHS = (0, 2, 6, 10, 16)
@@ -153,7 +154,7 @@ def test_the_filled_cache_is_full_and_stays_so():
     usage = load.ledger.usage
     assert (usage.num_blocks, usage.num_free, usage.num_cached) == (700, 0, 700)
     for num_tokens in (128, 1024):
-        assert load.median_ms(num_tokens, repeats=3) > 0
+        assert load.median_ms(num_tokens, 3, Budget(60)) > 0
         load.ledger.check()
     assert load.ledger.usage.num_cached >= 699 and load.ledger.cache.num_evicted >= 3 * (8 + 64)
 
@@ -172,9 +173,9 @@ def test_the_cache_command_prints_the_agreed_keys(capsys):
 def test_insert_and_match_cost_no_more_per_token_in_a_longer_prompt_or_a_larger_cache():
     """Check a loose form of the benchmark's bar, in CPU time of this thread: a quadratic step would fail it."""
     small, large = cache.FilledCache(600, 8192), cache.FilledCache(6000, 8192)
-    short, long = large.median_ms(1024, repeats=9), large.median_ms(8192, repeats=9)
+    short, long = large.median_ms(1024, 9, Budget(60)), large.median_ms(8192, 9, Budget(60))
     assert long < 2.5 * 8 * short
-    assert long < 3 * small.median_ms(8192, repeats=9)
+    assert long < 3 * small.median_ms(8192, 9, Budget(60))
 
 
 def options(module, *arguments: str) -> argparse.Namespace:

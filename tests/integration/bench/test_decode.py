@@ -35,6 +35,17 @@ def test_the_work_of_a_step_is_its_weights_once_and_the_kv_of_every_sequence(tin
     assert PEAKS.floor_seconds(1e9, 1e9) == 1.0 and PEAKS.floor_seconds(1e6, 1e10) == 1.0
 
 
+def test_of_experts_those_count_that_a_batch_chooses():
+    widths = {**presets.PRESETS["tiny"], "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 384}
+    model = presets.random_model(widths, tie_word_embeddings=True, dtype=torch.bfloat16)
+    in_experts = 4 * 8 * 3 * 256 * 384
+    others = sum(parameter.numel() for parameter in model.parameters()) - in_experts
+    one, many = (DecodeWork.of(model, batch, 0, 2048) for batch in (1, 32))
+    assert one.num_bytes == 2 * (others + in_experts // 4) and one.num_operations == 2 * (others + in_experts // 4)
+    assert many.num_bytes == pytest.approx(2 * (others + in_experts), rel=1e-3)
+    assert many.num_operations == 32 * one.num_operations
+
+
 def test_decode_steps_run_at_the_context_that_was_asked_for_without_its_prefill(tiny):
     engine = decode_load.make_decode_engine(tiny, 3, 300, 4, invariant=True)
     contexts, sequences = [], engine.parts.sequences
@@ -63,10 +74,25 @@ def test_the_report_has_every_cell_that_fits_and_a_profile_whose_parts_add_up(mo
     assert cli.main(["bench", "decode", *arguments]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [(cell["batch"], cell["context"]) for cell in report["steps"]] == [(1, 32), (4, 32), (1, 700)]
-    assert report["left_out"] == "4 x 700"
+    assert report["left_out"] == "4 x 700 (memory)"
     assert all(cell["step_ms"] > 0 and cell["floor_ms"] > 0 for cell in report["steps"])
     assert sum(part["share"] for part in report["profile"]) == pytest.approx(1.0, abs=1e-3)
     assert {"products", "attention", "sampler"} <= {part["part"] for part in report["profile"]}
+
+
+def test_the_hosts_time_is_that_of_steps_that_replay_without_the_replay(tiny):
+    engine = decode_load.make_decode_engine(tiny, 2, 40, 6, invariant=True)
+    host, replays = decode_profile.HostTime(engine, 2), []
+    seconds = decode_load.decode_steps(engine, 2, 40, 6, host)
+    record = decode_profile._record_of(engine, 2)
+    if record is None:  # no C++ kernels here
+        assert host.seconds == []
+        return
+    assert len(host.seconds) == 6 and all(0 < own < all_of for own, all_of in zip(host.seconds, seconds, strict=True))
+    record.replay = lambda: replays.append(1) or record.results
+    host(engine.step)
+    assert "replay" not in vars(record) and not replays  # no step was left to run
+    engine.close()
 
 
 def test_a_plot_is_drawn_with_a_line_a_context(tmp_path):
@@ -127,13 +153,42 @@ def test_the_gpu_benchmark_refuses_a_machine_without_cuda(monkeypatch, capsys):
 
 
 @pytest.mark.slow
-def test_what_the_gpu_benchmark_measures_runs_on_any_device(tiny):
+def test_what_the_gpu_benchmark_measures_runs_on_any_device(tiny, tmp_path):
     options = options_of(gpu, "--batch", "2", "--context", "32", "--steps", "2", "--kernel-batch", "2", "--pauses", "1")
+    options.rows, options.new_tokens, options.out = (1, 3), 4, tmp_path / "gpu.json"
     report = gpu.measure(tiny, options, PEAKS)
-    assert [(row["batch"], row["invariant"]) for row in report["roofline"]] == [(2, True), (2, False)]
+    assert "failed" not in report, report["failed"]
+    ways = [(row["batch"], row["invariant"], row["overlap"]) for row in report["roofline"]]
+    assert ways == [(2, True, True), (2, True, False), (2, False, True)]
     kernels = {row["kernel"]: row["ms"] for row in report["kernels"]}
-    assert len(kernels) == 14 and min(kernels.values()) > 0
+    assert len(kernels) == 10 and min(kernels.values()) > 0
+    products = {row["kernel"]: row["ms"] for row in report["products"]}
+    assert len(products) == 20 and min(products.values()) > 0 and "gate|up, library's, 3 rows" in products
     assert min(report["pause_in_place_ms_p50"], report["commit_ms"], report["digest_gb_s"]) > 0
+    assert report["profile"][0]["launches"] > 10 and report["training"][0]["sdpa_ms"] > 0
+    assert len(report["rollout"]) == 3
+    assert json.loads(options.out.read_text()) == json.loads(json.dumps(report))
+    assert not any(parameter.requires_grad for parameter in tiny.model.layers[0].parameters())
+
+
+def test_a_part_that_fails_is_noted_and_the_next_one_runs(tiny, tmp_path, monkeypatch):
+    def fails(bench):
+        bench.report.add("kernels", {"kernel": "first"})
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setitem(gpu.PARTS, "kernels", fails)
+    out = tmp_path / "gpu.json"
+    options = options_of(gpu, "--parts", "kernels", "peaks", "--out", str(out))
+    report = gpu.measure(tiny, options, PEAKS)
+    assert report["failed"] == [{"part": "kernels", "error": "RuntimeError: no such instruction"}]
+    assert report["kernels"] == [{"kernel": "first"}] and report["read_gb_s"] > 0
+    assert json.loads(out.read_text()) == report
+
+
+def test_no_part_begins_after_the_budget(tiny, monkeypatch):
+    monkeypatch.setattr(gpu.Report, "is_over", True)
+    report = gpu.measure(tiny, options_of(gpu, "--parts", "weights", "pauses"), PEAKS)
+    assert report["skipped"] == [{"part": "weights"}, {"part": "pauses"}]
 
 
 @pytest.mark.gpu

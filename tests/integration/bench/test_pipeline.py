@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from lockstep.integration.bench import pipeline
+from lockstep.integration.bench.several_ranks import pipeline
 
 
 def options(*arguments: str) -> argparse.Namespace:

@@ -2,18 +2,22 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from lockstep.integration.bench import overlap, pause, rollout, schedule
 from lockstep.integration.bench.parts import presets, runs
 from lockstep.integration.bench.parts.load import Load
 from lockstep.integration.bench.parts.runs import Run
 from lockstep.integration.cli import main as cli
+from lockstep.kernels.linear.linear import SOURCE
+from lockstep.kernels.machine import native
 from lockstep.tests.support import prepared_python
 
 LOAD = Load(batch=3, prompt_tokens=20, new_tokens=5)
@@ -31,9 +35,10 @@ def tiny():
 
 
 def test_presets_have_the_sizes_they_claim():
-    for name, least, most in (("tiny", 7.0e6, 7.5e6), ("small", 94.5e6, 95.5e6)):
+    for name, least, most in (("tiny", 7.0e6, 7.5e6), ("small", 94.5e6, 95.5e6), ("small-moe", 285e6, 287e6)):
+        kind = Qwen3MoeForCausalLM if name == "small-moe" else Qwen3ForCausalLM
         with torch.device("meta"):
-            model = presets.Qwen3ForCausalLM(presets.Qwen3Config(**presets.PRESETS[name], tie_word_embeddings=True))
+            model = kind(kind.config_class(**presets.PRESETS[name], tie_word_embeddings=True))
         assert least <= sum(parameter.numel() for parameter in model.parameters()) <= most
 
 
@@ -106,6 +111,28 @@ def test_the_report_takes_medians_and_pairs():
         "step_ms": 20.0,
         "spread": {"ours_tok_s": [50.0, 200.0], "ratio_vllm": [1.0, 4.0], "vllm_tok_s": [25.0, 100.0]},
     }
+
+
+def test_a_limit_of_instructions_names_a_variable_of_each_side():
+    assert set(rollout.LIMITS) < set(native.ISA_LEVELS)
+    options = argparse.Namespace(max_isa="avx512_bf16")
+    assert rollout.environment(options) == {
+        "LOCKSTEP_MAX_ISA": "avx512_bf16", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "ATEN_CPU_CAPABILITY": "avx512",
+    }  # fmt: skip
+    assert rollout.environment(argparse.Namespace(max_isa=None)) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(native.load(SOURCE) is None, reason="needs a C++ compiler")
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="needs x86 vectors")
+def test_a_limit_binds_all_sides_in_a_process_of_its_own_and_the_report_says_so(capfd):
+    small = ["--model", "tiny", "--batch", "2", "--prompt-tokens", "8", "--new-tokens", "4", "--repeats", "1"]
+    assert cli.main(["bench", "rollout", *small, "--against", "hf", "--max-isa", "avx2", "--json"]) == 0
+    report = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert report["max_isa"] == "avx2" and report["torch_path"] == "AVX2" and report["ratio_hf"] > 0
+    assert report["path"] == "float32 avx2, bfloat16 avx2 (LOCKSTEP_MAX_ISA=avx2)" and report["processor"]
+    assert report["limits"] == "LOCKSTEP_MAX_ISA=avx2, ONEDNN_MAX_CPU_ISA=AVX2, ATEN_CPU_CAPABILITY=avx2"
+    assert "LOCKSTEP_MAX_ISA" not in os.environ
 
 
 def test_a_group_shares_its_prompt_and_groups_do_not():

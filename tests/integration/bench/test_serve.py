@@ -42,6 +42,12 @@ def test_cost_is_the_median_of_pairs():
     assert (report["ttft_ms_p50"], report["itl_ms_p50"]) == (200, 20)
 
 
+@pytest.mark.parametrize(("gaps", "itl_ms"), [((), None), ((0.01,), 10)])
+def test_answers_that_came_in_one_piece_have_no_time_between_tokens(gaps, itl_ms):
+    report = serve.report([serve.ServeRun(100, 1)], [serve.ServeRun(90, 1, (0.1, 0.2), gaps)])
+    assert report["itl_ms_p50"] == itl_ms and report["ttft_ms_p50"] == 150
+
+
 def test_load_beyond_the_context_is_refused():
     with pytest.raises(ValueError, match="exceed the context"):
         serve.run(options("--prompt-tokens", "4000", "--new-tokens", "4000", "--concurrency", "1"))

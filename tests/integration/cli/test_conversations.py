@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lockstep.integration.cli.conversations import Conversations, read_conversations
 from lockstep.integration.cli.main import main
+from lockstep.integration.cli.offline.conversations import Conversations, read_conversations
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.chat.tokenizer import VOCAB_SIZE, byte_tokenizer

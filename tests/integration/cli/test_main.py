@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.integration.cli import main as cli
-from lockstep.integration.cli.settings import read_settings
+from lockstep.integration.cli.arguments.settings import read_settings
 from lockstep.kernels.machine import native
+from lockstep.tests.optional_packages import JOB, needs_packages
 
 CONFIG = str(Path(cli.__file__).parents[2] / "configs" / "arithmetic_cpu.toml")
 
@@ -112,6 +113,7 @@ def test_settings_are_read_as_json_then_as_text_and_the_last_wins():
 
 
 def test_train_check_prints_the_plan_and_runs_nothing(capsys, monkeypatch, tmp_path):
+    needs_packages(*JOB)
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train", CONFIG, "--check", "run.name=trial", "--nproc-per-node", "4"]) == 0
     assert "ranks      4" in capsys.readouterr().out
@@ -119,6 +121,7 @@ def test_train_check_prints_the_plan_and_runs_nothing(capsys, monkeypatch, tmp_p
 
 
 def test_train_finds_a_reward_of_the_folder_it_is_started_in(capsys, monkeypatch, tmp_path):
+    needs_packages(*JOB)
     (tmp_path / "reward_of_this_folder.py").write_text("def score(row, completion):\n    return 0.0\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", os.getcwd())])
@@ -128,6 +131,7 @@ def test_train_finds_a_reward_of_the_folder_it_is_started_in(capsys, monkeypatch
 
 
 def test_train_becomes_torchrun_of_the_same_interpreter(monkeypatch, capsys):
+    needs_packages(*JOB)
     commands = []
     monkeypatch.setattr(os, "execv", lambda path, command: commands.append((path, command)))
     cli.main(["train", CONFIG, "run.num_steps=3", "--resume", "--nproc-per-node", "2", "run.name=trial"])

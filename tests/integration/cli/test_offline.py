@@ -16,8 +16,8 @@ import pytest
 import torch
 import transformers
 
-from lockstep.integration.cli import offline
-from lockstep.integration.cli.offline import AnswerFile, OfflineJob, generate, read_prompts
+from lockstep.integration.cli.offline import job as offline
+from lockstep.integration.cli.offline.job import AnswerFile, OfflineJob, generate, read_prompts
 from lockstep.integration.failures import FileFailed
 from lockstep.integration.grpo.tasks.warm_start import ModelSpec, build_model
 from lockstep.rollout.config import EngineConfig
@@ -300,7 +300,7 @@ def test_standard_input_to_standard_output(model_folder):
 
 def test_the_module_imports_nothing_heavy():
     assert offline.STANDARD == "-"
-    code = "import sys, lockstep.integration.cli.offline; sys.exit('torch' in sys.modules)"
+    code = "import sys, lockstep.integration.cli.offline.job; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

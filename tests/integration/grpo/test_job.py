@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,7 +65,7 @@ SAME_IN_EVERY_RUN = ("step", "reward_mean", "logprob_gap", "sync_bytes", "weight
 def torchrun(folder: Path, *arguments: str, num_ranks: int = 2, **environment: object) -> subprocess.Popen:
     """Start the job in `folder`, in a process group of its own, its output in `folder`/log."""
     (folder / "text_reward.py").write_text(REWARD)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_ranks),
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks),
                "-m", "lockstep.integration.grpo", *arguments]  # fmt: skip
     with open(folder / "log", "w") as log:
         values = os.environ | {name: str(value) for name, value in environment.items()}
@@ -203,7 +202,8 @@ def test_a_job_with_adapters_moves_no_byte_and_resumes_with_the_same_digests(str
     trained = straight / "runs/arithmetic/model"
     assert not (trained / "model.safetensors").exists()
     base = AutoModelForCausalLM.from_pretrained(json.loads((trained / "adapter_config.json").read_text())[BASE])
-    service = RolloutService(Engine(PeftModel.from_pretrained(base, trained), EngineConfig(kv_cache="16 blocks")))
+    peft = pytest.importorskip("peft")
+    service = RolloutService(Engine(peft.PeftModel.from_pretrained(base, trained), EngineConfig(kv_cache="16 blocks")))
     assert service.model_digest() == lines[-1]["weight_digest"]
     service.close()
 
@@ -214,7 +214,7 @@ def test_a_job_on_a_full_disk_and_one_without_its_launcher_end_and_are_resumed(s
     os.symlink(straight_run / ".cache", tmp_path / ".cache")
     os.mkfifo(tmp_path / "pipe")
     # The limit is that of the shell and of all processes below it; the log is a pipe.
-    command = f"ulimit -f 100; exec {sys.executable} -m torch.distributed.run --nproc-per-node 2"
+    command = f"ulimit -f 100; exec {sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2"
     command += f" -m lockstep.integration.grpo {CONFIG} {' '.join(SHRUNK)} 2>&1"
     (tmp_path / "text_reward.py").write_text(REWARD)
     process = subprocess.Popen(["bash", "-c", command], cwd=tmp_path, stdout=subprocess.PIPE, text=True)

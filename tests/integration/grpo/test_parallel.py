@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.integration.bench.parts.ports import HOST
 from lockstep.integration.grpo.settings.config import load_config
-from lockstep.tests.support.forked_ranks import HOST, free_port
+from lockstep.tests.support.forked_ranks import free_port
 from lockstep.tests.support.job_launcher import CONFIG, finish, jobs, log_of, run_jobs, start_agent
 
 LAYOUTS = {"dp2": "", "tp2": "parallel.tp=2", "pp2": "parallel.pp=2"}

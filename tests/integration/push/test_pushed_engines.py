@@ -133,7 +133,7 @@ def test_engines_in_and_beside_the_ranks_follow_every_optimizer_step(tmp_path: P
     if trainer.startswith("zero"):
         pytest.importorskip("deepspeed")
     (tmp_path / "train.py").write_text(TRAIN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     with open(tmp_path / "log", "w") as log:
         process = prepared_python.run(
             [*command, trainer, str(tmp_path)], cwd=tmp_path, stdout=log, stderr=log, timeout=150,

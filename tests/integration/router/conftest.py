@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from lockstep.tests.support.fake_workers import FakeWorker, Fleet
+if TYPE_CHECKING:
+    from lockstep.tests.support.fake_workers import FakeWorker, Fleet
 
 
 @pytest.fixture
 def make_fleet(tmp_path) -> Iterator[Callable[..., Fleet]]:
+    from lockstep.tests.support.fake_workers import FakeWorker, Fleet
+
     fleets: list[Fleet] = []
 
     def make(workers: int | list[FakeWorker] = 2, **settings: object) -> Fleet:

@@ -217,14 +217,8 @@ def test_kill_9_under_load_and_the_worker_returns(engines, router, http):
             assert got.status_code == 200 and got.json()["output_ids"] == solo[i]
             assert got.headers["x-lockstep-worker"] == other.url
     assert late_stream.result()["output_ids"] == solo[3]
-    error = begun.result()["error"]
-    assert error["type"] == "worker_died" and victim.url in error["message"]
-    for i, stream in enumerate(streams):
-        if stream.worker == other.url:
-            assert stream.result()["output_ids"] == solo[i]
-        else:
-            result = stream.result()
-            assert "error" in result or result["output_ids"] == solo[i]
+    for i, stream in enumerate(streams):  # that of the victim goes on at the other engine
+        assert stream.result()["output_ids"] == solo[i]
     assert workers(router.url)[victim.url]["status"] == "dead"
     assert all(worker["load"] == 0 for worker in workers(router.url).values())
 

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -40,20 +41,25 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def engines(folder) -> Iterator[list[Process]]:
+@contextmanager
+def two_engines(folder: Path, *engine: str) -> Iterator[list[Process]]:
+    """Serve the folder twice, with these settings of the engine; both are killed in the end."""
     engines = [
-        Process("serve", "--model", str(folder), "--port", str(free_port()),
-                "--engine", "kv_cache=200 blocks", "max_num_seqs=8")
-        for _ in range(2)
-    ]  # fmt: skip
+        Process("serve", "--model", str(folder), "--port", str(free_port()), "--engine", *engine) for _ in range(2)
+    ]
     try:
-        for engine in engines:
-            engine.url = engine.ready()
+        for one in engines:
+            one.url = one.ready()
         yield engines
     finally:
-        for engine in engines:
-            engine.kill()
+        for one in engines:
+            one.kill()
+
+
+@pytest.fixture
+def engines(folder) -> Iterator[list[Process]]:
+    with two_engines(folder, "kv_cache=200 blocks", "max_num_seqs=8") as engines:
+        yield engines
 
 
 @pytest.fixture
@@ -119,8 +125,8 @@ def test_two_workers_are_restarted_in_turn_under_load_and_every_answer_is_200_an
     assert all(bits(json.loads(text)) == alone[seed] for seed, _, _, text in answers)
 
 
-def test_a_stream_of_a_worker_that_drains_is_relayed_to_its_end(engines, router):
-    """The engine says that it drains, finishes its stream, refuses new requests, and ends with 0."""
+def test_a_stream_of_a_worker_that_drains_goes_on_elsewhere_at_once(engines, router):
+    """The engine says that it drains, refuses new requests, and ends with 0, since its stream has left it."""
     with httpx.Client(base_url=router.url, timeout=START_S, verify=False) as http:
         alone = bits(http.post("/generate", json=body(1, num_tokens=450)).json())
         with http.stream("POST", "/generate", json=body(1, num_tokens=450) | {"stream": True}) as answer:
@@ -128,13 +134,12 @@ def test_a_stream_of_a_worker_that_drains_is_relayed_to_its_end(engines, router)
             assert next(lines).startswith("data: ")
             url = answer.headers["x-lockstep-worker"]
             [engine] = [engine for engine in engines if engine.url == url]
-            # the stream may not end before the router has seen the drain, however slowly the router runs
+            # the stream does not end before the router has seen the drain, and never at this engine
             assert http.post(f"{url}/pause_generation", json={"mode": "in_place"}).status_code == 200
             engine.signal(signal.SIGTERM)
             wait_until(lambda: workers(router.url)[url]["status"] == "draining", "the router knows that it drains")
             others = [http.post("/generate", json=body(seed)) for seed in range(4)]
             assert {other.headers["x-lockstep-worker"] for other in others} == {one.url for one in engines} - {url}
-            assert http.post(f"{url}/continue_generation", json={}).status_code == 200
             events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
         assert events[-1] == "[DONE]" and bits(json.loads(events[-2])) == alone
         assert engine.process.wait(START_S) == 0

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.integration.bench.parts.ports import HOST
 from lockstep.integration.service import RolloutService
 from lockstep.integration.service_config import ServiceConfig
 from lockstep.rollout.config import EngineConfig
@@ -25,7 +26,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import MemoryReleased, NotIdle, SamplingRefused
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.callers import soon, submit, wait_until
-from lockstep.tests.support.forked_ranks import HOST, free_port
+from lockstep.tests.support.forked_ranks import free_port
 from lockstep.tests.support.framework_sender import serialize_for_engine
 from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.delta.stream import save_delta

@@ -14,9 +14,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from lockstep.kernels.attention import triton_kernels
 from lockstep.kernels.attention.paged import attention_path, paged_attention, reference_attention, varlen_attention
 from lockstep.kernels.attention.step import PagedStep, RowLayout, ScoreRule
-from lockstep.kernels.attention.triton_kernels import MAX_PARTIAL_BYTES, Sharing, Tiling, share_splits, triton_attention
+from lockstep.kernels.attention.tiles import MAX_PARTIAL_BYTES, Sharing, Tiling, share_splits
+from lockstep.kernels.attention.triton_kernels import triton_attention
 from lockstep.kernels.machine import gpu as gpu_kernels
 from lockstep.kernels.sampling.draws import scaled_logprobs
 from lockstep.kernels.self_test import attention_is_invariant, heads_are_independent
@@ -213,6 +215,35 @@ def test_gradients_are_those_of_the_definition(kind: str) -> None:
         torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("kind", ["plain", "all"])
+def test_tall_tiles_have_the_bits_of_decode_and_serve_many_rows_only_where_that_was_found(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_kernels, "_tall", {})
+    case, tiles = packed([90, 7], (4, 2), (32, 32), torch.float16, kind), []
+    plain = triton_kernels.tiling_of(torch.float16, 32)
+    launch = triton_kernels.tall_tiling
+    monkeypatch.setattr(triton_kernels, "tall_tiling", lambda tiling: tiles.append(launch(tiling)) or tiles[-1])
+    expected = case.attend()
+    assert tiles == [], "nobody has compared them here"
+    triton_kernels._tall[case.query.device, torch.float16] = True
+    assert torch.equal(case.attend(), expected)
+    assert tiles == [dataclasses.replace(plain, rows=64, num_warps=8, num_stages=2)]
+    rows, found = case.attend_paged([(0, 89, 90), (1, 6, 7)], 16)
+    assert torch.equal(found, expected[rows]) and len(tiles) == 1, "a decode step has tiles of 16 rows"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("differs", [False, True])
+def test_the_self_test_compares_tall_tiles(differs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernels, "_tall", {})
+    if differs:  # an accumulation in other steps
+        tall = triton_kernels.tall_tiling
+        monkeypatch.setattr(triton_kernels, "tall_tiling", lambda tiling: dataclasses.replace(tall(tiling), keys=16))
+    assert triton_kernels.use_tall_tiles(torch.float16, DEVICE) is not differs
+    assert not triton_kernels.use_tall_tiles(torch.float32, DEVICE)
+
+
 @pytest.mark.skipif(HAS_GPU, reason="contents are checked on a CPU only")
 def test_a_layout_that_does_not_fit_is_named() -> None:
     rows, cache = torch.zeros(2, 2, 16), torch.zeros(3, 4, 1, 16)
@@ -276,7 +307,7 @@ def test_contexts_beyond_a_split_keep_their_bits(dtype: torch.dtype, kind: str) 
 
 def triton_engine(model: Any, **config: Any) -> Engine:
     settings = {"kv_cache": "32 blocks", "max_num_seqs": 4, "chunked_prefill_size": 17, **config}
-    engine = Engine(model.train(), EngineConfig(**settings))
+    engine = Engine(model.to(DEVICE).train(), EngineConfig(**settings))
     numerics = engine.model.numerics
     numerics.guarantee = dataclasses.replace(numerics.guarantee, attention="triton")
     return engine
@@ -314,7 +345,7 @@ def test_an_engine_on_this_path_reports_the_trainers_bits(make_model, family: st
     for first, completion in zip(missed, hit, strict=True):
         assert (first.token_ids, first.logprobs) == (completion.token_ids, completion.logprobs)
         assert first.prompt_logprobs == completion.prompt_logprobs
-        ids = torch.tensor([completion.prompt_ids + completion.token_ids])
+        ids = torch.tensor([completion.prompt_ids + completion.token_ids], device=DEVICE)
         with engine.model.training_numerics():
             assert engine.model.module.config._attn_implementation == "lockstep_triton"
             logits = engine.model.module(ids, use_cache=False).logits[0, :-1]

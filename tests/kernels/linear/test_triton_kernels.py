@@ -11,8 +11,10 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from lockstep.kernels.layers import triton_swiglu
 from lockstep.kernels.linear import triton_kernels as triton_linear
 from lockstep.kernels.linear.linear import LinearMethod, invariant_linear, product_of
+from lockstep.kernels.linear.tiles import NUM_PROCESSORS, Tile, choose_tile, num_programs
 from lockstep.kernels.machine import gpu as gpu_kernels
 from lockstep.kernels.self_test import Cut, default_candidates, first_cut_difference, first_difference
 
@@ -135,6 +137,71 @@ def test_many_shapes_have_the_same_bits_in_every_batch(method: LinearMethod) -> 
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         shapes = [(out, width) for out in (16, 77) for width in (15, 300)]
         assert first_difference(product_of(method), shapes, dtype, DEVICE, row_counts=(1, 3, 8, 33, 127, 128)) is None
+
+
+WIDTHS_OF_LAYERS = [(70, 33, 18), (33,), (40, 40)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, slow((torch.float32,)), slow((torch.float16,))])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_layers_of_one_launch_have_the_bits_of_separate_launches(dtype: torch.dtype, has_bias: bool) -> None:
+    x = noise(9, 5, 100, dtype=dtype)
+    for widths in WIDTHS_OF_LAYERS:
+        layers = [(noise(n, 100, dtype=dtype, seed=n), noise(n, dtype=dtype) if has_bias else None) for n in widths]
+        found = triton_linear.products(x, layers)
+        for out, (weight, bias) in zip(found, layers, strict=True):
+            assert torch.equal(out, triton_linear.fixed_product(x.flatten(0, 1), weight, bias).view_as(out))
+    gate, up = layers
+    expected = triton_swiglu.forward(*found)
+    assert torch.equal(triton_linear.gated_product(x, gate, up), expected)
+    for row in (0, 44):
+        alone = triton_linear.gated_product(x.flatten(0, 1)[row : row + 1], gate, up)
+        assert torch.equal(alone[0], expected.flatten(0, 1)[row])
+
+
+def test_layers_that_one_launch_cannot_serve_are_computed_apart() -> None:
+    x = noise(4, 24)
+    mixed = [(noise(6, 24), None), (noise(6, 24, seed=1), noise(6)), (noise(24, 6, seed=2).T, None)]
+    for out, layer in zip(triton_linear.products(x, mixed), mixed, strict=True):
+        assert torch.equal(out, triton_linear.product(x, *layer))
+    plain, strided = mixed[0][0], mixed[2][0]
+    found = triton_linear.gated_product(x, (plain, None), (strided, None))
+    assert torch.equal(found, triton_swiglu.forward(triton_linear.product(x, plain, None), out))
+    with pytest.raises(ValueError, match=r"two layers of one shape, not \[\[6, 24\], \[5, 24\]\]"):
+        triton_linear.gated_product(x, (plain, None), (noise(5, 24), None))
+
+
+@pytest.mark.parametrize("dtype", [slow((torch.float32,)), slow((torch.bfloat16,)), slow((torch.float16,))])
+def test_every_tile_has_the_bits_of_the_fixed_one(dtype: torch.dtype) -> None:
+    assert triton_linear.first_tile_difference([100, 64], dtype, DEVICE) is None
+
+
+def test_a_tile_with_other_bits_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Tile(16, 32, 8, num_warps=4, num_stages=2)  # adds steps of 8 to a sum where the others add 32
+    monkeypatch.setattr(triton_linear, "tiles_of", lambda dtype: (other,))
+    assert "tiles of 16 x 32, 100 inputs" in str(triton_linear.first_tile_difference([100], torch.float32, DEVICE))
+
+
+LAYERS_OF_8B = {"q|k|v": (4096, 1024, 1024), "o": (4096,), "gate|up": (12288,), "down": (4096,), "head": (151_936,)}
+
+
+@pytest.mark.parametrize("name", LAYERS_OF_8B)
+def test_grids_fill_a_gpu_at_the_shapes_of_an_8b_model_from_one_row_to_2048(name: str) -> None:
+    for rows in (1, 16, 32, 64, 65, 127, 128, 129, 256, 512, 2048):
+        columns = LAYERS_OF_8B[name]
+        tile = choose_tile(torch.bfloat16, rows, columns, gated=name == "gate|up")
+        assert num_programs(tile, rows, columns) >= NUM_PROCESSORS, (rows, tile)
+        assert tile.m <= 64 or rows > 64
+
+
+def test_narrow_layers_get_the_most_programs_and_no_cliff_at_128_rows() -> None:
+    narrow = choose_tile(torch.bfloat16, 1, (1024,))
+    assert num_programs(narrow, 1, (1024,)) == max(
+        num_programs(t, 1, (1024,)) for t in triton_linear.tiles_of(torch.bfloat16)
+    )
+    for columns in LAYERS_OF_8B.values():
+        below, above = (choose_tile(torch.bfloat16, rows, columns) for rows in (127, 128))
+        assert below == above
 
 
 @pytest.mark.gpu

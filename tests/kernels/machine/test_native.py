@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from lockstep.kernels.machine import native
+from lockstep.kernels.machine.cache_folder import UnsafeCache
 
 SOURCE = 'extern "C" long answer(long x) { return x + 42; }\n'
 
@@ -106,9 +108,7 @@ def test_a_cache_that_cannot_be_written_is_the_reason(source: Path, tmp_path: Pa
 def test_a_cache_that_others_can_write_is_refused_with_the_remedy(source: Path, tmp_path: Path, mode: int) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(mode)
-    with pytest.raises(
-        native.UnsafeCache, match=rf"{tmp_path}/cache has mode {mode:04o}.*chmod go-w.*LOCKSTEP_CACHE_DIR"
-    ):
+    with pytest.raises(UnsafeCache, match=rf"{tmp_path}/cache has mode {mode:04o}.*chmod go-w.*LOCKSTEP_CACHE_DIR"):
         native.build(source, environment(tmp_path))
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -117,7 +117,7 @@ def test_a_cache_that_others_can_write_is_refused_with_the_remedy(source: Path, 
 def test_a_library_that_others_can_write_is_not_loaded(source: Path, tmp_path: Path) -> None:
     library = native.build(source, environment(tmp_path)).path
     library.chmod(0o757)
-    with pytest.raises(native.UnsafeCache, match=rf"{library} has mode 0757"):
+    with pytest.raises(UnsafeCache, match=rf"{library} has mode 0757"):
         native.build(source, environment(tmp_path))
 
 
@@ -127,7 +127,7 @@ def test_a_cache_of_another_user_is_refused(source: Path, tmp_path: Path) -> Non
     library = native.build(source, environment(tmp_path)).path
     for path in (library, library.parent):
         os.chown(path, 12345, -1)
-        with pytest.raises(native.UnsafeCache, match=rf"{path} belongs to the user 12345"):
+        with pytest.raises(UnsafeCache, match=rf"{path} belongs to the user 12345"):
             native.build(source, environment(tmp_path))
         os.chown(path, 0, -1)
 
@@ -219,3 +219,14 @@ def test_loading_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         before = len(caplog.records)
         native.load("linear/linear.cpp")
     assert len(caplog.records) == before <= 1
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64" or shutil.which("objdump") is None, reason="needs objdump, for x86")
+@pytest.mark.parametrize("name", ["attention/paged_attention.cpp", "linear/linear.cpp"])
+def test_prefetches_are_compiled(name: str) -> None:
+    """GCC takes a function that only prefetches for one without effects, and drops its calls."""
+    library = native.load(name)
+    assert library is not None
+    listing = subprocess.run(["objdump", "-d", library.path], check=True, capture_output=True, text=True).stdout
+    assert "prefetch" in listing

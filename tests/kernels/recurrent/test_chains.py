@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.kernels.recurrent import conv, delta_rule
 from lockstep.kernels.recurrent.slots import Slots
+from lockstep.tests.optional_packages import needs_triton
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ENDS = torch.tensor(
@@ -50,7 +51,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
             monkeypatch.setattr(module, "_native", lambda: None)
             monkeypatch.setattr(module, "triton_serves", lambda device: request.param == "triton")
     if request.param == "triton":
-        pytest.importorskip("triton")
+        needs_triton()
     return request.param
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from lockstep.kernels.sampling.draws import KEEP_ALL, RowSettings, draw_tokens, reference_draw
+from lockstep.tests.optional_packages import needs_triton
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -80,6 +80,7 @@ def counted(path: str, logits: Tensor, count: int, **rule: float) -> Tensor:
 
 
 def check(path: str, shape: str, rule: str, count: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
     logits = SHAPES[shape]
     wanted = exact(logits, **FILTERS[rule]) * count
     observed = counted(path, logits, count, **FILTERS[rule]).double()
@@ -115,7 +116,7 @@ def test_a_million_draws_in_pytorch_follow_the_distribution(shape, rule):
 @pytest.mark.skipif(HAS_GPU, reason="Triton compiles here")
 @pytest.mark.parametrize(("shape", "rule"), CASES[:: len(FILTERS) - 1])
 def test_draws_in_interpreted_triton_follow_the_distribution(shape, rule):
-    pytest.importorskip("triton")
+    needs_triton()
     check("triton", shape, rule, 200)
 
 
@@ -123,5 +124,5 @@ def test_draws_in_interpreted_triton_follow_the_distribution(shape, rule):
 @pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")
 @pytest.mark.parametrize(("shape", "rule"), CASES)
 def test_a_million_draws_in_compiled_triton_follow_the_distribution(shape, rule):
-    pytest.importorskip("triton")
+    needs_triton()
     check("triton", shape, rule, MILLION)

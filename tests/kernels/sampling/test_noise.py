@@ -7,13 +7,13 @@ import math
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from lockstep.kernels.sampling import cpp as native_sampling
 from lockstep.kernels.sampling.draws import derive_seed
 from lockstep.kernels.sampling.noise import gumbel_noise, natural_log, noise_word, row_keys
 from lockstep.kernels.sampling.reference import weights
+from lockstep.tests.optional_packages import needs_triton
 
 MASK = 2**64 - 1
 GAMMA = 0x9E3779B97F4A7C15
@@ -105,7 +105,7 @@ def test_noise_and_weights_have_the_same_bits_on_every_path(path):
         assert torch.equal(torch.stack([native_sampling.gumbel_noise(*row, ids) for row in rows]), expected)
         assert torch.equal(native_sampling.weights(z), weights(z))
     else:
-        pytest.importorskip("triton")
+        needs_triton()
         from lockstep.kernels.sampling import triton_draws, triton_noise
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -136,6 +136,7 @@ ALONG = {
 
 @pytest.mark.parametrize("along", ALONG)
 def test_noise_is_uniform_and_neighbours_are_uncorrelated(along):
+    stats = pytest.importorskip("scipy.stats")
     direction, step = ALONG[along]
     count = torch.arange(NUM)
     here = [count * d + (s == -1) for d, s in zip(direction, step, strict=True)]
@@ -162,6 +163,7 @@ def test_one_flipped_bit_of_a_coordinate_leaves_nothing_of_the_noise(flipped):
 
 def test_the_largest_noise_of_a_row_is_a_gumbel_number_too():
     """The maximum of V Gumbel numbers, less log V, is one again: this fails where a row's numbers hang together."""
+    stats = pytest.importorskip("scipy.stats")
     rows, vocab_size = 20_000, 64
     keys = row_keys(torch.arange(rows), torch.zeros(rows).long()).unsqueeze(-1)
     largest = gumbel_noise(keys, torch.arange(vocab_size)).amax(-1)

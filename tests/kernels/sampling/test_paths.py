@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.kernels.sampling import cpp as native_sampling
 from lockstep.kernels.sampling.draws import KEEP_ALL, RowSettings, draw_tokens, reference_draw
 from lockstep.kernels.sampling.reference import kept_tokens, weights
+from lockstep.tests.optional_packages import needs_triton
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -104,7 +105,7 @@ def drawn_by(path: str, case: Case) -> Tensor:
     if path == "cpp":
         assert native_sampling.serves(case.logits)
         return draw_tokens(case.logits, case.settings, case.positions, case.reshaped, case.allowed).token_ids
-    pytest.importorskip("triton")
+    needs_triton()
     from lockstep.kernels.sampling import triton_draws
 
     settings = RowSettings(*(getattr(case.settings, field.name).to(GPU) for field in fields(RowSettings)))

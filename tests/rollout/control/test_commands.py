@@ -453,3 +453,21 @@ def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, num_
     for counts in replies:
         assert set(counts) == {"pause", "continue", "abort", "flush", "state", "commit"}
         assert counts.total() == num_commands
+
+
+def test_a_stop_before_the_thread_has_cleared_its_kick_ends_it(make_engine):
+    engine = make_engine()
+    kicked = threading.Thread(target=engine.stop)
+
+    class Kick(threading.Event):
+        def clear(self) -> None:
+            if kicked.ident is None:
+                kicked.start()
+                assert self.wait(PATIENCE)
+            super().clear()
+
+    engine.driver._kick = Kick()
+    engine.start()
+    wait_until(lambda: kicked.ident is not None)
+    kicked.join(PATIENCE)
+    assert not kicked.is_alive()

@@ -50,6 +50,17 @@ WRONG = [
     ({"type": "object", "additionalProperties": True, "minProperties": 2}, "#/minProperties"),
     ({"type": "object", "propertyNames": {"maxLength": 2}, "properties": {"a": {}}}, "#/propertyNames"),
     (3, "# is integer"),
+    ({"properties": {"a": {"type": "any"}}}, '#/properties/a/type "any" is none of string, integer'),
+    ({"type": ["string", None]}, "#/type null is none of"),
+    ({"type": []}, r"#/type \[\] is none of"),
+    ({"enum": []}, r"#/enum must be a list with a member, not \[\]"),
+    ({"anyOf": []}, "#/anyOf must be a list with a member"),
+    ({"type": "object", "required": "a", "properties": {"a": {}}}, '#/required must be a list of names, not "a"'),
+    ({"properties": []}, "#/properties must be an object"),
+    ({"type": "integer", "minimum": "3"}, '#/minimum must be a number, not "3"'),
+    ({"type": "string", "minLength": -1}, "#/minLength must be an integer from 0, not -1"),
+    ({"type": "array", "items": {}, "maxItems": True}, "#/maxItems must be an integer from 0, not true"),
+    ({"type": "string", "pattern": 3}, "#/pattern must be a text, not 3"),
 ]
 
 

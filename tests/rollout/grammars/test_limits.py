@@ -346,3 +346,16 @@ def test_random_grammars_are_compiled_and_followed_or_refused(grammars, seed):
             state.plan(1000, follows_jump=True) if params.jump_forward == "text" else None
         assert time.thread_time() - began < 5 and all(text.pieces[id] for id in output)
     assert num_compiled > 4
+
+
+def test_an_engine_without_grammars_has_no_callback_in_which_an_interrupt_would_be_lost():
+    program = (
+        "import gc, lockstep.rollout.engine\n"
+        "from lockstep.rollout.grammars.processor_time import thread_time\n"
+        "names = lambda: [one.__module__ for one in gc.callbacks if one.__module__.startswith('lockstep')]\n"
+        "assert names() == [], names()\n"
+        "thread_time()\n"
+        "assert len(names()) == 1\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

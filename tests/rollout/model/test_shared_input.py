@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from lockstep.kernels.linear import linear
 from lockstep.kernels.machine import native
-from lockstep.rollout.model import shared_input
 from lockstep.rollout.model.shared_input import SharedInput, siblings_of
 from lockstep.tests.support.random_models import random_model
 
 pytestmark = pytest.mark.skipif(native.load(linear.SOURCE) is None, reason="needs a C++ compiler")
+
+
+PRODUCTS = {"together": linear.native_products}
 
 
 class Projections(nn.Module):
@@ -57,17 +59,18 @@ def calls(monkeypatch) -> list[int]:
     """Record the number of layers of each call of the native product; calls with one layer are left out."""
     counts: list[int] = []
 
-    def counted(x: Tensor, layers: list[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
+    def counted(x: Tensor, layers: list[linear.Layer]) -> list[Tensor]:
         counts.append(len(layers))
         return linear.native_products(x, layers)
 
-    monkeypatch.setattr(shared_input, "native_products", counted)
+    monkeypatch.setitem(PRODUCTS, "together", counted)
     return counts
 
 
 def shared(module: Projections) -> list[nn.Linear]:
     [layers] = siblings_of(module)
-    together = SharedInput(layers, partial(linear.invariant_linear, method="native"))
+    alone = partial(linear.invariant_linear, method="native")
+    together = SharedInput(layers, alone, lambda x, layers: PRODUCTS["together"](x, layers))
     for index, layer in enumerate(layers):
         layer.forward = together.forward_of(index)
     return layers

@@ -115,8 +115,8 @@ def run_job(folder: Path, layout: str, num_steps: int, fault: tuple[str, str, in
     fault_text = " ".join(map(str, (*fault, num_steps_before)))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "FAULT": fault_text, "PORT": str(port)}
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--shutdown-timeout", "3",
-        "-m", "lockstep.integration.grpo", str(CONFIG), *SETTINGS, layout, f"run.num_steps={num_steps}",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--shutdown-timeout",
+        "3", "-m", "lockstep.integration.grpo", str(CONFIG), *SETTINGS, layout, f"run.num_steps={num_steps}",
         f"http.port={port}", "--resume",
     ]  # fmt: skip
     with open(folder / "log", "w") as log:

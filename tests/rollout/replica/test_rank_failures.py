@@ -14,6 +14,8 @@ import pytest
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from lockstep.kernels.collectives.exchange import SOURCE
+from lockstep.kernels.machine import native
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import RankFailure
@@ -89,6 +91,36 @@ def test_a_rank_lost_in_generation_is_named_by_all(
         return generate_until_lost(engine)
 
     check(run_survivors(shape[0] * shape[1], tmp_path, rank, victim), victim)
+
+
+@pytest.mark.skipif(native.load(SOURCE) is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("shape", "kind"),
+    [
+        ((2, 1), signal.SIGKILL),
+        pytest.param((2, 1), signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param((1, 2), signal.SIGKILL, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_lost_while_steps_are_replayed_is_named(
+    make_model: MakeModel, tmp_path: Path, until: Until, shape: tuple[int, int], kind: signal.Signals
+) -> None:
+    model = make_model("llama")
+
+    def rank(rank: int) -> object:
+        engine = make_engine(model, shape)
+        stage = engine.parts.runner.stage
+        assert (stage.mesh.tp_memory is not None) == (shape[0] > 1)
+
+        def die() -> None:
+            until(lambda: any(step.is_trusted for step in list(stage._graphs._records.values())))
+            os.kill(os.getpid(), kind)
+
+        if rank == 1:
+            threading.Thread(target=die, daemon=True).start()
+        return generate_until_lost(engine)
+
+    check(run_survivors(2, tmp_path, rank, victim=1), 1)
 
 
 class ClosedAtTheSixth:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.running.cpu_graphs import CPUGraphs
-from lockstep.rollout.running.decode_graphs import DecodeGraphs, decode_ladder
-from lockstep.rollout.running.recorders import CUDAGraphs, PlainCalls, Recorder, Run
+from lockstep.rollout.running.decode_graphs import DecodeGraphs, decode_ladder, why_not_recorded
+from lockstep.rollout.running.recorders import CUDAGraphs, Recorder, Run
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.covering import covering
 
@@ -76,7 +76,7 @@ def addresses(graphs: DecodeGraphs) -> list[int]:
 def test_the_ladder_is_what_was_asked_for_up_to_the_largest_batch_and_a_gpus_own_ends_with_it():
     assert decode_ladder((), 32, CPU) == ()
     assert decode_ladder(None, 11, CPU) == (*range(1, 9), 10, 11)
-    assert decode_ladder(None, 1000, CPU)[-2:] == (56, 64)
+    assert decode_ladder(None, 1000, CPU)[-2:] == (240, 256)
     assert decode_ladder([16, 4, 64, 4], 32, CPU) == (4, 16, 32)
     gpu = torch.device("cuda")
     assert decode_ladder(None, 20, gpu) == (1, 2, 4, 8, 16, 20)
@@ -155,6 +155,23 @@ def test_only_block_tables_that_grew_are_sent(make_model):
     assert len(completion.token_ids) == 40
     # Four rows, three of them padding; 20 tokens lie in two blocks, and the third and fourth come later.
     assert graphs_of(engine).num_tables_sent == 4 * 3
+
+
+def test_weights_that_somebody_moves_between_two_steps_are_read_where_they_are(make_model):
+    model = make_model("qwen3")
+    engine = make_engine(model, 1)
+    with engine.model.rollout_phase(), torch.no_grad():
+        engine.add([1] * 20, params(0, max_new_tokens=60))
+        for _ in range(30):
+            engine.step()
+        moved = model.lm_head.weight.detach().clone()
+        model.lm_head.weight.detach().zero_()  # what a stale record would read
+        model.lm_head.weight.data = moved
+        found = []
+        while engine.has_work:
+            found += engine.step()
+    [expected] = make_engine(make_model("qwen3"), 1).generate([[1] * 20], params(0, max_new_tokens=60))
+    assert (found[0].token_ids, found[0].logprobs) == (expected.token_ids, expected.logprobs)
 
 
 def test_memory_that_was_released_or_moved_is_recorded_anew(make_model, tmp_path):
@@ -321,12 +338,22 @@ def test_steps_begin_ahead_while_no_source_proposes_anything(make_model):
 
 def test_drafts_have_rows_in_recorded_steps(make_model):
     config = EngineConfig(kv_cache="8 blocks", max_num_seqs=2)
-    assert graphs_of(Engine(make_model("qwen3"), config)).sizes == (*range(1, 9), *range(10, 17, 2), 18)
+    sizes = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), 34)
+    assert graphs_of(Engine(make_model("qwen3"), config)).sizes == sizes
 
 
 def test_a_cpu_records_steps_of_modules_that_ask_nothing_of_the_data(make_model):
     default = EngineConfig(kv_cache="8 blocks", max_num_seqs=2, speculation="off")
     graphs = graphs_of(Engine(make_model("qwen3"), default))
     assert graphs.sizes == (1, 2) and isinstance(graphs._recorder, CPUGraphs)
-    assert graphs_of(Engine(make_model("qwen3_moe"), default)) is None  # the chosen experts depend on the data
-    assert isinstance(graphs_of(make_engine(make_model("qwen3_moe"), 4))._recorder, PlainCalls)
+    assert isinstance(graphs_of(Engine(make_model("qwen3_moe"), default))._recorder, CPUGraphs)
+    # Without invariant mode, experts are transformers' own.
+    engine = Engine(make_model("qwen3_moe"), replace(default, invariant=False))
+    assert isinstance(graphs_of(engine)._recorder, CPUGraphs)
+
+
+def test_experts_of_other_products_are_not_recorded_for_a_reason_that_is_named(make_model):
+    model = Engine(make_model("qwen3_moe"), EngineConfig(kv_cache="8 blocks", max_num_seqs=2)).parts.model
+    assert why_not_recorded(model) is None
+    model.numerics.guarantee = replace(model.numerics.guarantee, linear="padded")
+    assert why_not_recorded(model) == "its experts read on the host which of them are chosen"

@@ -7,7 +7,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from scipy import stats
 
 from lockstep.kernels.sampling.logprobs import scaled_logprobs, selected_logprobs
 from lockstep.rollout.errors import BrokenLogits
@@ -71,6 +70,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()) or "plain")
 def test_draws_follow_the_exact_distribution(settings):
+    stats = pytest.importorskip("scipy.stats")
     logits = some_logits()
     expected = naive_probabilities(logits[0].tolist(), **settings)
     requests = [a_request(seed, **settings) for seed in range(NUM_DRAWS)]
@@ -85,6 +85,7 @@ def test_draws_follow_the_exact_distribution(settings):
 
 
 def test_positions_of_one_request_are_as_good_as_seeds():
+    stats = pytest.importorskip("scipy.stats")
     logits = some_logits()
     expected = naive_probabilities(logits[0].tolist(), top_k=5)
     requests = [a_request(3, output=[0] * position, top_k=5) for position in range(5000)]

@@ -290,3 +290,28 @@ def test_stops_and_their_beginnings_are_those_of_a_search(pieces, stops):
         assert prefixes.follow(piece) == expected
         held = [k for stop in stops for k in range(1, len(stop)) if text.endswith(stop[:k])]
         assert prefixes.num_chars == max(held, default=0)
+
+
+@pytest.mark.parametrize("make", [byte_level, metaspace])
+@pytest.mark.parametrize("skips", [True, False])
+def test_the_short_way_to_the_backend_gives_the_text_of_transformers(make, skips):
+    class Wrapped(PreTrainedTokenizerFast):
+        """A tokenizer with a decode of its own, which must be asked."""
+
+        num_asked = 0
+
+        def decode(self, *args: object, **options: object) -> str:
+            Wrapped.num_asked += 1
+            return super().decode(*args, **options)
+
+    plain = make()
+    other = Wrapped(tokenizer_object=plain.backend_tokenizer, additional_special_tokens=SPECIAL)
+    params = SamplingParams(skip_special_tokens=skips)
+    ids = [*range(len(plain)), len(plain) + 7, 0, 1]
+    texts = []
+    for tokenizer in (plain, other):
+        detokenizer = IncrementalDetokenizer(tokenizer, [5, 6, 7], params)
+        detokenizer.append(ids)
+        texts.append(detokenizer.text)
+    assert texts[0] == texts[1] and len(texts[0]) > 100 and ("<|end|>" in texts[0]) != skips
+    assert Wrapped.num_asked >= len(ids)

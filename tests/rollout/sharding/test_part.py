@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -234,14 +234,16 @@ def test_a_folder_that_lacks_tensors_is_refused_by_name(make_model, run_world, t
         assert "lacks model.layers.1.mlp.up_proj.weight, model.norm.weight" in text
 
 
-def test_a_lookup_over_ranks_keeps_even_the_sign_of_a_zero(run_world):
-    from lockstep.rollout.sharding.collectives import VocabularyLookup
+@pytest.mark.parametrize("has_memory", [True, False], ids=["memory", "gloo"])
+def test_a_lookup_over_ranks_keeps_even_the_sign_of_a_zero(run_world, has_memory):
+    from lockstep.rollout.sharding.collectives import StageRanks, VocabularyLookup
 
     matrix = torch.randn(8, 3).to(torch.bfloat16)
     matrix[1, 0] = matrix[6, 2] = -0.0
 
     def on_rank(rank: int) -> Tensor:
-        mesh = Mesh.build(2, 1)
-        return VocabularyLookup(4 * rank, mesh.tp_group)(torch.arange(8), matrix[4 * rank : 4 * rank + 4])
+        ranks = StageRanks.of(Mesh.build(2, 1))
+        ranks = ranks if has_memory else replace(ranks, memory=None)
+        return VocabularyLookup(4 * rank, ranks)(torch.arange(8), matrix[4 * rank : 4 * rank + 4])
 
     assert all(_same_bits([found], [matrix]) for found in run_world(2, on_rank))

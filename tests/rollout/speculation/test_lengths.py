@@ -7,10 +7,11 @@ import random
 
 import pytest
 
-from lockstep.rollout.speculation.acceptance import MAX_DEPTH, Acceptance
+from lockstep.rollout.sequences.step import Vote
+from lockstep.rollout.speculation.acceptance import FORGETTING, MAX_DEPTH, Acceptance
 from lockstep.rollout.speculation.lengths import MIN_GAIN, BestRate, StepSize, WholeDrafts
 from lockstep.rollout.speculation.rests import FIRST, LONGEST, LONGEST_WITHOUT, Rests
-from lockstep.rollout.speculation.step_costs import MAX_SIZES, WARM_UP, WINDOW, StepCosts
+from lockstep.rollout.speculation.step_costs import LEAST, MAX_SIZES, WARM_UP, WINDOW, StepCosts
 
 
 def costs_of(seconds: dict[int, float]) -> StepCosts:
@@ -24,7 +25,8 @@ def observe(costs: StepCosts, num_rows: int, seconds: float) -> None:
     """Measure a size that has not run before."""
     for _ in range(WARM_UP):
         costs.observe(num_rows, 99.0)  # these may compile or record
-    costs.observe(num_rows, seconds)
+    for _ in range(LEAST):
+        costs.observe(num_rows, seconds)
 
 
 def test_steps_cost_what_was_measured_and_lie_on_a_line_between():
@@ -44,9 +46,11 @@ def test_rows_beyond_the_measured_ones_cost_what_the_last_of_these_did():
 def test_before_anything_is_measured_a_row_costs_a_little():
     costs = StepCosts()
     assert costs.seconds(1) < costs.seconds(2) < 2 * costs.seconds(1)
-    for _ in range(WARM_UP):
-        costs.observe(4, 100.0)  # the first of its size say nothing
-    assert costs.seconds(4) < 2
+    for _ in range(WARM_UP + LEAST - 1):
+        costs.observe(4, 100.0)  # the first of its size say nothing, and so do few
+    assert costs.seconds(4) < 2 and not costs.knows(4)
+    costs.observe(4, 100.0)
+    assert costs.seconds(4) == 100.0 and costs.knows(4)
 
 
 def test_one_slow_step_changes_no_cost_and_sizes_are_bounded():
@@ -112,6 +116,20 @@ def test_chances_fall_with_depth_and_follow_what_was_accepted():
     assert list(acceptance.chances("c", 0, 2)) == [0.5, 0.25]
 
 
+def test_the_chance_of_a_vote_is_that_of_its_majority_until_it_was_tried():
+    acceptance, sure, split = Acceptance(), Vote(12, 8, 8), Vote(12, 3, 8)
+    first, second = acceptance.chances("a", (sure, split), 2)
+    assert first > 0.9 and 0.3 < second / first < 0.5
+    for _ in range(100):
+        acceptance.learn("a", (sure, split), 2, 0)
+    first, second = acceptance.chances("a", (sure, split), 2)
+    assert first < 0.1 and 0.3 < second / first < 0.5  # the second was never tried: the first was rejected
+    for _ in range(100):
+        acceptance.learn("a", (sure, split), 2, 1)
+    first, second = acceptance.chances("a", (sure, split), 2)
+    assert first > 0.9 and second / first < 0.1 and acceptance.of_source("a") > 0.9
+
+
 def test_tokens_behind_a_rejected_one_say_nothing_and_old_drafts_are_forgotten():
     acceptance = Acceptance()
     for _ in range(50):
@@ -124,6 +142,18 @@ def test_tokens_behind_a_rejected_one_say_nothing_and_old_drafts_are_forgotten()
     for _ in range(200):
         acceptance.learn("a", 0, 6, 0)
     assert acceptance.of_source("a") < 0.1
+
+
+def test_a_depth_that_was_rejected_by_chance_is_tried_again():
+    acceptance = Acceptance()
+    for _ in range(8):
+        acceptance.learn("a", 0, 2, 1)
+    first, second = acceptance.chances("a", 0, 2)
+    assert second / first < 0.2
+    for _ in range(6 * FORGETTING):  # while it has no row
+        acceptance.learn("a", 0, 1, 1)
+    first, second = acceptance.chances("a", 0, 2)
+    assert first > 0.9 and second / first > 0.45
 
 
 def test_rests_grow_while_nothing_pays_and_end_where_it_does():
@@ -139,16 +169,31 @@ def test_rests_grow_while_nothing_pays_and_end_where_it_does():
     assert lengths == [min(FIRST * 2**n, LONGEST) for n in range(9)]
     rests.next_step(8)
     assert not rests.is_trial
-    rests.paid()
+    while not rests.pays(8):
+        rests.learn(8, 2.0)
     rests.begin(8, were_proposals=True)
     assert [rests.next_step(8) for _ in range(FIRST)] == [True] * (FIRST - 1) + [False]
 
 
-def test_a_rest_ends_where_half_as_many_run():
+def test_half_as_many_sequences_rest_for_themselves():
     rests = Rests()
     rests.begin(8, were_proposals=True)
-    assert rests.next_step(5) and not rests.next_step(4)
-    assert rests.is_trial
+    assert rests.next_step(15) and not rests.next_step(7)
+    assert rests.next_step(8) and rests.is_resting and not rests.next_step(16)
+    for _ in range(30):
+        rests.learn(4, 1.2)
+    assert rests.pays(7) and not rests.pays(8)
+
+
+def test_a_load_that_shrinks_again_and_again_is_tried_ever_less():
+    rests, tried = Rests(), []
+    for _ in range(400):
+        tried.append(0)
+        for num_sequences in (200, 200, 100, 50, 25, 12, 6, 3, 1):
+            if not rests.next_step(num_sequences):
+                tried[-1] += 1
+                rests.begin(num_sequences, were_proposals=True)
+    assert tried[0] >= 7 and sum(tried[-128:]) <= 128 * 9 / LONGEST + 9
 
 
 @pytest.mark.parametrize(("num_rows", "num_steps"), [(1, 0), (3, 0), (8, 2), (64, LONGEST_WITHOUT)])

@@ -16,7 +16,7 @@ from lockstep.rollout.speculation.caller import CallersDraft
 from lockstep.rollout.speculation.history_file import read_histories, write_histories
 from lockstep.rollout.speculation.own_past import OwnPast
 from lockstep.rollout.speculation.samples import MAX_SAMPLES, History, Samples, Siblings
-from lockstep.rollout.speculation.token_history import LENGTHS, TokenHistory
+from lockstep.rollout.speculation.token_history import LENGTHS, NUM_PLACES, TokenHistory, token_bytes
 
 
 def a_request(prompt: list[int], output: list[int] = (), **options: object) -> Request:
@@ -25,14 +25,14 @@ def a_request(prompt: list[int], output: list[int] = (), **options: object) -> R
     return request
 
 
-def naive_after(tokens: list[int], ending: list[int], most: int) -> tuple[list[int], int]:
+def naive_places(tokens: list[int], ending: list[int], most: int) -> tuple[int, list[bytes]]:
     for length in LENGTHS:
         if length > len(ending):
             continue
-        for end in range(len(tokens) - 1, length - 1, -1):
-            if tokens[end - length : end] == ending[-length:]:
-                return tokens[end : end + most], length
-    return [], 0
+        ends = (n for n in range(len(tokens) - 1, length - 1, -1) if tokens[n - length : n] == ending[-length:])
+        if found := [token_bytes(tokens[end : end + most]) for end in ends]:
+            return length, found[:NUM_PLACES]
+    return 0, []
 
 
 @pytest.mark.parametrize("ids", [(0, 1), (0, 256, 65536, 1), (255, 0xFFFF, 0xFFFFFF), tuple(range(9))])
@@ -43,13 +43,13 @@ def test_places_are_those_of_a_naive_search(ids):
         ending = [dice.choice(ids) for _ in range(dice.randrange(15))]
         most = dice.randrange(1, 9)
         history = TokenHistory(tokens)
-        assert history.after(TokenHistory(ending).last(LENGTHS[0]), most) == naive_after(tokens, ending[-12:], most)
-        assert history.after(history.last(LENGTHS[0]), most) == naive_after(tokens, tokens[-12:], most)
+        assert history.places(TokenHistory(ending).last(LENGTHS[0]), most) == naive_places(tokens, ending[-12:], most)
+        assert history.places(history.last(LENGTHS[0]), most) == naive_places(tokens, tokens[-12:], most)
 
 
 def test_a_place_at_the_end_does_not_hide_one_that_goes_on():
     ending = TokenHistory([1, 2, 3]).last(12)
-    assert TokenHistory([1, 2, 3, 9, 1, 2, 3]).after(ending, 2) == ([9, 1], 3)
+    assert TokenHistory([1, 2, 3, 9, 1, 2, 3]).places(ending, 2) == (3, [token_bytes([9, 1])])
 
 
 def test_histories_grow_are_cut_and_count_their_bytes():

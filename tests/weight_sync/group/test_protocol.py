@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.tests.support.forked_ranks import HOST, free_port, join_group, run_ranks
+from lockstep.integration.bench.parts.ports import HOST
+from lockstep.tests.support.forked_ranks import free_port, join_group, run_ranks
 from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.errors import PlanMismatch, TransferFailed
 from lockstep.weight_sync.group import plan

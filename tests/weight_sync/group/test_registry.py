@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lockstep.tests.support.forked_ranks import HOST, free_port, join_group, run_ranks
+from lockstep.integration.bench.parts.ports import HOST
+from lockstep.tests.support.forked_ranks import free_port, join_group, run_ranks
 from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.errors import TransferFailed
 from lockstep.weight_sync.group.registry import GroupRegistry
@@ -93,6 +94,25 @@ def test_a_host_that_is_not_there_is_named() -> None:
     with pytest.raises(TransferFailed, match=r"rank 1 of group 'g', rendezvous.*had not arrived: 0"):
         join_group(HOST, free_port(), 1, 2, "g", timeout_s=0.5)
     assert time.monotonic() - began < 9
+
+
+def test_a_rank_that_connects_to_itself_keeps_looking_for_the_host(monkeypatch) -> None:
+    port, sockets = free_port(), []
+
+    def from_the_port_it_looks_for(address: tuple[str, int], timeout: float) -> socket.socket:
+        """Connect as the system may let it happen where the port is one of those that it gives out."""
+        sockets.append(connect(address, timeout, address if not sockets else None))
+        return sockets[-1]
+
+    def rank(index: int) -> float:
+        if index == 1:
+            monkeypatch.setattr(socket, "create_connection", from_the_port_it_looks_for)
+        else:
+            threading.Event().wait(0.3)
+        return broadcast(join_group(HOST, port, index, 2, "g", timeout_s=10), 3.0 + index)
+
+    connect = socket.create_connection
+    assert run_ranks(lambda: rank(0), lambda: rank(1)) == [3.0, 3.0]
 
 
 @pytest.mark.parametrize("obstacle", ["no host", "missing rank", "silent host"])

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep.integration.bench.parts.ports import HOST
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.tests.support.forked_ranks import HOST, free_port, join_group, run_ranks
+from lockstep.tests.support.forked_ranks import free_port, join_group, run_ranks
 from lockstep.tests.support.random_models import random_model
 from lockstep.weight_sync.deadline import Deadline
 from lockstep.weight_sync.errors import TransferFailed

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.integration.bench.parts.chaos import HOST, free_ports
+from lockstep.integration.bench.parts.ports import HOST, free_ports
 from lockstep.integration.push.pusher import PushFailed, WeightPusher
 from lockstep.integration.push.remote_engine import RemoteTarget
 from lockstep.tests.support.forked_ranks import join_group

@@ -46,6 +46,20 @@ def service(folder):
     service.close()
 
 
+@pytest.fixture
+def slow_steps(service):
+    """Make each step as long as a large model's, so that a stream still runs when calls come; set it to hurry."""
+    hurry = threading.Event()
+
+    def wait(*_: object) -> None:
+        hurry.wait(0.02)
+
+    handle = service.engine.parts.model.module.register_forward_pre_hook(wait)
+    yield hurry
+    hurry.set()
+    handle.remove()
+
+
 def _post(client: httpx.Client, path: str, **body: object) -> dict:
     answer = client.post(f"/{path}", json=body)
     assert answer.status_code == 200, answer.text
@@ -149,21 +163,23 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_written(client, servic
     assert service.model_digest() == before and client.get("/state").json()["weight_update"]["state"] == "idle"
 
 
-def test_an_update_under_a_running_request_names_its_remedies(client, service, trainer):
+def test_an_update_under_a_running_request_names_its_remedies(client, service, trainer, slow_steps):
     stream = service.engine.stream(PROMPT, SamplingParams(max_new_tokens=200, ignore_eos=True))
     next(stream)
     payload = [serialize_for_engine(list(trainer.named_parameters()))]
     said = _refused(client, "update_weights_from_tensor", serialized_named_tensors=payload)
     assert "abort_all_requests" in said["message"] and "retract" in said["message"]
     _send(client, trainer, abort_all_requests=True, weight_version="2")
+    slow_steps.set()
     assert [c.completion.finish_reason.type for c in stream if c.completion] == ["abort"]
     assert _generates(service, trainer) == "2"
 
 
-def test_a_request_paused_in_place_goes_on_with_the_new_weights(client, service, trainer):
+def test_a_request_paused_in_place_goes_on_with_the_new_weights(client, service, trainer, slow_steps):
     stream = service.engine.stream(PROMPT, SamplingParams(max_new_tokens=150, ignore_eos=True))
     next(stream)
     client.post("/pause_generation", json={"mode": "in_place"})
+    slow_steps.set()
     payload = serialize_for_engine(list(trainer.named_parameters()))
     body = {"serialized_named_tensors": [payload], "flush_cache": True, "weight_version": "2"}
     said = _refused(client, "update_weights_from_tensor", **body)
@@ -378,10 +394,11 @@ def test_memory_is_released_and_resumed_by_tags_as_often_as_asked(client, servic
     assert _generates(service, trainer) == "2"
 
 
-def test_memory_in_use_is_not_released(client, service):
+def test_memory_in_use_is_not_released(client, service, slow_steps):
     stream = service.engine.stream(PROMPT, SamplingParams(max_new_tokens=200, ignore_eos=True))
     next(stream)
     client.post("/pause_generation", json={"mode": "in_place"})
+    slow_steps.set()
     assert "1 running" in _refused(client, "release_memory_occupation")["message"]
     assert client.get("/state").json()["kv_bytes"] > 0
     client.post("/continue_generation", json={})

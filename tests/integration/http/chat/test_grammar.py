@@ -157,7 +157,8 @@ def test_markers_are_the_tokens_that_the_model_has_learned(compiler):
 
 
 def test_schemas_that_no_grammar_enforces_are_refused_by_name_unless_any_object_will_do():
-    for schema in ({"type": "array"}, {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}):
+    faults: tuple[dict[str, object], ...] = ({"type": "array", "uniqueItems": True}, {"type": "any"}, {"enum": []})
+    for schema in ({"type": "array"}, *({"type": "object", "properties": {"a": fault}} for fault in faults)):
         tool = {"name": "f", "parameters": schema}
         form = form_of("hermes", "required", tools=[{"type": "function", "function": tool}])
         with pytest.raises(BadField, match=r"tools.*f: "):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
 import pytest
 import torch
 
-from lockstep.integration.http.edge.config import HttpConfig
-from lockstep.integration.http.server import BackgroundServer, serve_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.tests.integration.http.conversations.chat_tokenizers import chatml_tokenizer, llama_tokenizer
 from lockstep.tests.support.random_models import random_model
+
+if TYPE_CHECKING:
+    import httpx
+
+    from lockstep.integration.http.server import BackgroundServer
 
 BLOCK = 16
 CONTEXT = 4096
@@ -80,6 +82,11 @@ def service() -> Iterator[RolloutService]:
 @pytest.fixture(scope="module")
 def serve(service: RolloutService) -> Iterator[Callable[..., Served]]:
     """Return a function that serves the module's engine with these settings."""
+    import httpx
+
+    from lockstep.integration.http.edge.config import HttpConfig
+    from lockstep.integration.http.server import serve_in_background
+
     opened: list[Served] = []
 
     def make(**settings: object) -> Served:

@@ -19,6 +19,7 @@ from lockstep.tests.integration.http.conversations.conftest import TOKENIZERS, S
 from lockstep.tests.rollout.engine.callers import assert_idle, trainer_logprobs
 
 NUM_THREADS = 8
+MAX_HISTORY = 200  # tokens after which a conversation in the small pool ends, so that another turn fits always
 PIECES = (
     "hello", " the number", "\n", "  ", "città", "ключ", "東京", "\U0001f469\u200d\U0001f467", "e\u0301", "\u202e",
     "\x00", "<|im_end|>", "<|im_start|>user\n", "<|eot_id|>", "<|begin_of_text|>", "<think>", "</think>", "<tool_call>",
@@ -88,13 +89,15 @@ def as_templates_read(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": message["content"] or "", **({"tool_calls": calls} if calls else {})}
 
 
-def converse(served: Served, kind: str, seed: int) -> Conversation:
+def converse(served: Served, kind: str, seed: int, max_history: int | None) -> Conversation:
     draw, tokenizer = random.Random(f"{kind} {seed}"), TOKENIZERS[kind]()
     tools = TOOLS if draw.random() < 0.5 else None
     kwargs = {"enable_thinking": False} if draw.random() < 0.3 else {}
     talk = Conversation(draw.choice((0.7, 1.0)), kwargs, tools)
     id = served.open()
     for number in range(draw.randint(2, 5)):
+        if max_history is not None and len(talk.history) > max_history:
+            break
         new = new_messages(draw, talk)
         given = [*talk.messages, *new] if draw.random() < 0.5 or not number else new
         answer = served.chat(id, given, **settings(draw, talk))
@@ -141,8 +144,11 @@ def run(kind: str, num_conversations: int, record_property: Any, *, is_small: bo
             ThreadPoolExecutor(NUM_THREADS) as pool,
         ):
             served = Served(service, server, client)
-            running = [pool.submit(converse, served, kind, seed) for seed in range(num_conversations)]
-            while is_small and wait(running, timeout=0.2).not_done:
+            running = [
+                pool.submit(converse, served, kind, seed, MAX_HISTORY if is_small else None)
+                for seed in range(num_conversations)
+            ]
+            while is_small and wait(running, timeout=0.02).not_done:  # often: a pause may come between two turns
                 service.engine.pause_generation("retract")
                 service.engine.continue_generation()
             talks = [one.result() for one in running]

@@ -282,6 +282,9 @@ def test_rescoring_gives_no_token_and_one_log_probability_of_what_would_have_com
         ({"return_hidden_states": True}, "return_hidden_states"),
         ({"custom_logit_processor": "code"}, "custom_logit_processor"),
         ({"input_embeds": [[0.5]]}, "input_embeds"),
+        ({"return_flat_raw_top_logprobs": True}, "return_flat_raw_top_logprobs"),
+        ({"max_thinking_tokens": 8}, "max_thinking_tokens"),
+        ({"watermark": {"key": 1}}, "watermark"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
-from pathlib import Path
 
 import httpx
 import pytest
@@ -18,22 +14,20 @@ import torch
 
 from lockstep.integration.http.app import create_app
 from lockstep.integration.http.edge.config import HttpConfig
-from lockstep.integration.http.observe.debug_page import page, security_policy
+from lockstep.integration.http.observe.debug_page import page
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
+from lockstep.integration.pages.policy import served_policy
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.speculation.lengths import WholeDrafts
+from lockstep.tests.support.pages.browser import PATIENCE, Browser, needs_chromium, opened
 from lockstep.weight_sync.digests.model_digest import model_digest
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-PATIENCE = 30.0  # seconds; no test comes near them
 KEY = "an-admin-key"
 NASTY = '<img src=x onerror="document.title=\'pwned\'"><script>document.title="pwned"</script>'
-
-needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here: apt-get install chromium")
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -88,10 +82,8 @@ def test_every_element_that_the_script_names_exists():
 def test_every_path_that_the_script_calls_is_one_of_the_apps(service):
     [table] = re.findall(r"const PATHS = \{(.*?)\};", script(), re.DOTALL)
     paths = set(re.findall(r'"(/[a-z_/]+)"', table))
-    known = {getattr(route, "path", "") for route in create_app(service, HttpConfig()).routes}
-    known |= {"/lockstep/sequences"} & set(create_app(service, HttpConfig()).openapi()["paths"])
     assert len(paths) == len(table.strip().splitlines())
-    assert paths <= known | set(create_app(service, HttpConfig()).openapi()["paths"])
+    assert paths <= create_app(service, HttpConfig()).state.plain_paths
 
 
 def test_nothing_is_made_of_markup():
@@ -104,119 +96,18 @@ def test_the_page_comes_with_a_policy_for_its_own_script_alone(service):
     assert response.status_code == 200 and response.text == page()
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     policy = response.headers["content-security-policy"]
-    assert policy == security_policy(page())
+    assert policy == served_policy(page())
     assert "default-src 'none'" in policy and "unsafe" not in policy and "frame-ancestors 'none'" in policy
-    assert security_policy(page().replace("EVERY_MS = 1000", "EVERY_MS = 1001")) != policy
+    assert served_policy(page().replace("EVERY_MS = 1000", "EVERY_MS = 1001")) != policy
 
 
 # -- a browser ---------------------------------------------------------------------------------------------------------
 
 
-_WAIT = """new Promise((resolve, reject) => {
-  const until = performance.now() + %d;
-  const look = () => {
-    let value = null;
-    try { value = %s } catch { }
-    value ? resolve(value) : performance.now() > until ? reject(new Error("never")) : setTimeout(look, 20);
-  };
-  look();
-})"""
-
-
-class Browser:
-    """Headless Chromium, controlled by the DevTools protocol over two pipes."""
-
-    def __init__(self, profile: Path) -> None:
-        to_browser, self._out = os.pipe()
-        self._in, from_browser = os.pipe()
-
-        def pipes() -> None:  # the browser reads from descriptor 3 and writes to 4
-            copies = os.dup(to_browser), os.dup(from_browser)
-            os.dup2(copies[0], 3)
-            os.dup2(copies[1], 4)
-
-        assert CHROMIUM is not None
-        self._process = subprocess.Popen(
-            [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
-             "--no-first-run", "--disable-extensions", "--disable-background-networking", "--no-proxy-server",
-             f"--user-data-dir={profile}", "--remote-debugging-pipe", "about:blank"],
-            close_fds=False, preexec_fn=pipes, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        os.close(to_browser)
-        os.close(from_browser)
-        self._buffer, self._num, self.session = b"", 0, ""
-        self.errors: list[str] = []  # of the page's console and of its content policy
-        targets = self._call("Target.getTargets")["targetInfos"]
-        target = next(t["targetId"] for t in targets if t["type"] == "page")
-        self.session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
-        for domain in ("Page", "Runtime", "Log"):
-            self._call(f"{domain}.enable")
-
-    def open(self, url: str, scheme: str = "light") -> None:
-        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
-        self._call("Page.navigate", url=url)
-
-    def run(self, expression: str) -> object:
-        """Return the value of an expression in the page."""
-        answer = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in answer, answer
-        return answer["result"].get("value")
-
-    def text(self, id: str) -> str:
-        return str(self.run(f"document.getElementById({id!r}).textContent"))
-
-    def click(self, id: str) -> None:
-        self.run(f"document.getElementById({id!r}).click()")
-
-    def fill(self, id: str, value: object) -> None:
-        self.run(f"document.getElementById({id!r}).value = {json.dumps(value)}")
-
-    def wait_for(self, expression: str) -> object:
-        """Wait until the expression is true and return its value."""
-        return self.run(_WAIT % (PATIENCE * 1000, expression))
-
-    def wait_for_text(self, id: str, part: str) -> None:
-        self.wait_for(f"document.getElementById({id!r}).textContent.includes({json.dumps(part)})")
-
-    def close(self) -> None:
-        os.close(self._out)  # it ends when its pipe does
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        os.close(self._in)
-
-    def _call(self, method: str, **params: object) -> dict:
-        self._num += 1
-        message = {"id": self._num, "method": method, "params": params}
-        if self.session:
-            message["sessionId"] = self.session
-        os.write(self._out, json.dumps(message).encode() + b"\0")
-        until = time.monotonic() + 2 * PATIENCE
-        while time.monotonic() < until:
-            answer = self._receive()
-            if answer.get("method") in ("Runtime.exceptionThrown", "Log.entryAdded"):
-                self.errors.append(json.dumps(answer["params"]))
-            if answer.get("id") == self._num:
-                assert "error" not in answer, answer
-                return answer["result"]
-        raise AssertionError(f"{method} was not answered")
-
-    def _receive(self) -> dict:
-        while b"\0" not in self._buffer:
-            part = os.read(self._in, 1 << 16)
-            assert part, "the browser has ended"
-            self._buffer += part
-        line, _, self._buffer = self._buffer.partition(b"\0")
-        return json.loads(line)
-
-
 @pytest.fixture
 def browser(tmp_path) -> Iterator[Browser]:
-    browser = Browser(tmp_path / "profile")
-    yield browser
-    browser.close()
+    with opened(tmp_path / "profile") as browser:
+        yield browser
 
 
 @pytest.fixture

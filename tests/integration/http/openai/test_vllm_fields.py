@@ -45,9 +45,14 @@ def url(service: RolloutService) -> Iterator[str]:
         yield server.url
 
 
+BODIES: dict[str, dict[str, object]] = {
+    "completions": {"model": "small", "max_tokens": 6, "prompt": PROMPT},
+    "chat/completions": {"model": "small", "max_tokens": 6, "messages": MESSAGES},
+}
+
+
 def post(url: str, path: str, status: int = 200, **body: object) -> dict:
-    default = {"prompt": PROMPT} if path == "completions" else {"messages": MESSAGES}
-    answer = httpx.post(f"{url}/v1/{path}", json={"model": "small", "max_tokens": 6, **default, **body}, timeout=60)
+    answer = httpx.post(f"{url}/v1/{path}", json={**BODIES[path], **body}, timeout=60)
     assert answer.status_code == status, answer.text
     return answer.json()
 
@@ -193,6 +198,9 @@ def test_known_fields_that_are_not_supported_are_refused_by_name_and_unknown_one
     for name, value in (("allowed_token_ids", [1]), ("bad_words", ["a"]), ("logits_processors", ["x"]),
                         ("vllm_xargs", {"a": 1}), ("prompt_embeds", "x"), ("length_penalty", 2.0),
                         ("thinking_token_budget", 5), ("detokenize", False), ("truncation_side", "right"),
+                        ("return_spec_tokens_details", True), ("sampling_logprobs_mode", "support"),
+                        ("include_reasoning", False), ("watermarking", True), ("logprob_token_ids", [1]),
+                        ("return_token_offsets", True), ("return_prompt_text", True), ("task", "title"),
                         ("add_special_tokens", path != "completions")):  # fmt: skip
         refused = post(url, path, 400, **{name: value})["error"]
         assert (refused["param"], name in refused["message"]) == (name, True)
@@ -224,6 +232,14 @@ def test_answers_are_what_the_models_of_the_openai_package_hold(url):
         assert chat.prompt_token_ids == chat.choices[0].prompt_token_ids
 
 
+@PATHS
+def test_an_answer_has_the_id_that_its_client_gave_in_vllms_form(url, path):
+    prefix = "cmpl-" if path == "completions" else "chatcmpl-"
+    assert post(url, path, request_id="one")["id"] == f"{prefix}one"
+    assert post(url, path, request_id="one", rid="two")["id"] == "two"
+    assert post(url, path, 400, request_id="x" * 300)["error"]["param"] == "request_id"
+
+
 def test_a_model_that_is_not_served_is_not_found(url):
     for path in ("completions", "chat/completions"):
         refused = post(url, path, 404, model="gpt-4")["error"]
@@ -231,6 +247,66 @@ def test_a_model_that_is_not_served_is_not_found(url):
         assert post(url, path, model=None) and post(url, path, model="")
     assert httpx.get(f"{url}/v1/models/small").status_code == 200
     assert httpx.get(f"{url}/v1/models/gpt-4").status_code == 404
+
+
+def test_texts_are_tokenised_for_a_model_that_is_named_by_its_root(url):
+    """`vllm bench serve` asks for the tokens of the model that /v1/models shows as root."""
+    [card] = httpx.get(f"{url}/v1/models").json()["data"]
+    assert card["root"] != card["id"]
+    for path, body in (("tokenize", {"prompt": "1 + 2"}), ("detokenize", {"tokens": [3, 4]})):
+        expected = httpx.post(f"{url}/{path}", json=body | {"model": card["id"]})
+        assert expected.status_code == 200
+        assert httpx.post(f"{url}/{path}", json=body | {"model": card["root"]}).json() == expected.json()
+        assert httpx.post(f"{url}/{path}", json=body | {"model": "gpt-4"}).status_code == 404
+
+
+def events_of(url: str, path: str, **fields: object) -> list[dict]:
+    """Return the events of a stream that has come to its end."""
+    answer = httpx.post(f"{url}/v1/{path}", json=BODIES[path] | fields | {"stream": True}, timeout=60)
+    assert answer.status_code == 200, answer.text
+    *events, last = [line.removeprefix("data: ") for line in answer.text.split("\n") if line]
+    assert last == "[DONE]"
+    return [json.loads(one) for one in events]
+
+
+@PATHS
+def test_every_chunk_counts_the_tokens_of_its_sequence_where_it_is_asked_for(url, path):
+    """guidellm and aiperf ask for continuous_usage_stats."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = events_of(url, path, n=2, max_tokens=6, return_token_ids=True, stream_options=options)
+    num_prompt = last["usage"]["prompt_tokens"]
+    num_new = [0, 0]
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        num_new[choice["index"]] += len(choice.get("token_ids", ()))
+        counted = num_new[choice["index"]]
+        expected = {"prompt_tokens": num_prompt, "completion_tokens": counted, "total_tokens": num_prompt + counted}
+        assert chunk["usage"] == expected
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], sum(num_new))
+    assert all(chunk["usage"] is None for chunk in events_of(url, path, stream_options={"include_usage": True})[:-1])
+    assert all("usage" not in chunk for chunk in events_of(url, path, stream_options={"continuous_usage_stats": True}))
+
+
+@PATHS
+@pytest.mark.parametrize("options", [None, {}, {"include_usage": None, "continuous_usage_stats": None}])
+def test_options_of_a_stream_that_are_null_are_those_that_were_not_given(url, path, options):
+    assert all("usage" not in chunk for chunk in events_of(url, path, stream_options=options))
+
+
+@PATHS
+def test_answers_say_where_cached_tokens_were_where_it_is_asked_for(url, service, path):
+    """sglang.bench_serving --cache-report reads them of the first event that has them, which has a choice."""
+    service.engine.flush_cache()
+    long = {"completions": {"prompt": PROMPT * 3}, "chat/completions": {"messages": MESSAGES * 4}}[path]
+    asked = long | {"return_cached_tokens_details": True}
+    assert post(url, path, **asked)["sglext"] == {"cached_tokens_details": {"device": 0, "host": 0}}
+    again = post(url, path, **asked)
+    num_cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert num_cached >= 16
+    assert again["sglext"] == {"cached_tokens_details": {"device": num_cached, "host": 0}}
+    events = events_of(url, path, **asked)
+    assert [(event["sglext"], len(event["choices"])) for event in events if "sglext" in event] == [(again["sglext"], 1)]
+    assert "sglext" not in post(url, path, **long)
 
 
 def test_a_served_name_is_no_path_and_any_name_passes_where_none_was_given(make_model, tmp_path):

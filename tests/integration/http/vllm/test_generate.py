@@ -115,6 +115,20 @@ def test_a_stream_adds_up_to_the_whole_answer(url, mode):
         assert not any("weight_versions" in part for part in parts[:-1])
 
 
+def test_every_chunk_counts_its_sequences_tokens_where_it_is_asked_for(url):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    num_new = [0, 0]
+    *chunks, last = streamed(url, sampling_params={"n": 2}, stream_options=options)
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        num_new[choice["index"]] += len(choice["token_ids"])
+        counted = num_new[choice["index"]]
+        total = len(PROMPT) + counted
+        assert chunk["usage"] == {"prompt_tokens": len(PROMPT), "completion_tokens": counted, "total_tokens": total}
+    assert last["usage"]["completion_tokens"] == sum(num_new)
+    assert "usage" not in streamed(url, stream_options={"include_usage": True})[0]
+
+
 def test_without_max_tokens_an_answer_fills_the_context(url, service):
     params = {"max_tokens": None, "ignore_eos": True}
     [choice] = generate(url, sampling_params=params)["choices"]
@@ -168,6 +182,11 @@ def test_structured_outputs_stops_and_salts(url):
         ({"sampling_params": {"prompt_logprobs": 1}, "stream": True}, 400, "sampling_params.prompt_logprobs"),
         ({"sampling_params": {"n": 10**6}}, 400, "n"),
         ({"sampling_params": {"structured_outputs": 3}}, 400, "sampling_params.structured_outputs"),
+        ({"sampling_params": {"flat_logprobs": True}}, 400, "sampling_params.flat_logprobs"),
+        ({"sampling_params": {"watermarking": True}}, 400, "sampling_params.watermarking"),
+        ({"sampling_params": {"prompt_logprob_start": 3}}, 400, "sampling_params.prompt_logprob_start"),
+        ({"sampling_params": {"prompt_logprob_token_ids": [1]}}, 400, "sampling_params.prompt_logprob_token_ids"),
+        ({"reasoning_ended": False}, 400, "reasoning_ended"),
         ({"output_mode": "speech"}, 400, "output_mode"),
         ({"cache_salt": ""}, 400, "cache_salt"),
         ({"features": {"image": 1}}, 400, "features"),

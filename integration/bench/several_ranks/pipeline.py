@@ -14,26 +14,19 @@ single rank's.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-
-from ...rollout.config import EngineConfig
-from ...rollout.engine import Engine
-from ...rollout.sampling_params import SamplingParams
-from .parts.load import positive
-from .parts.presets import DTYPES, PRESETS, load_model
+from ....rollout.config import EngineConfig
+from ....rollout.engine import Engine
+from ....rollout.sampling_params import SamplingParams
+from ..parts.budget import say
+from ..parts.load import positive
+from ..parts.presets import DTYPES, PRESETS, load_model
+from .local_ranks import local_ranks
 
 _MODES = ("sequential", "pipelined")
-_TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -76,42 +69,18 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         options.model, options.dtype, options.chunks, options.chunk_tokens, options.batch, options.new_tokens,
         options.repeats,
     )  # fmt: skip
-    num_threads = torch.get_num_threads()
     load_model(load.model, dtype=load.dtype)  # raises for a wrong name before the second process starts
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        other = context.Process(target=_follow, args=(load, folder), daemon=True)
-        other.start()
-        try:
-            with _world(folder, rank=0):
-                return _lead(load)
-        finally:
-            torch.set_num_threads(num_threads)
-            other.join(10.0)
-            if other.is_alive():
-                other.kill()
-                other.join()
+    with local_ranks(2, _follow, load):
+        return _lead(load)
 
 
-@contextmanager
-def _world(folder: str, rank: int) -> Iterator[None]:
-    torch.set_num_threads(1)
-    limit = timedelta(seconds=_TIMEOUT_S)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=limit)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _follow(load: PipelineLoad, folder: str) -> None:
+def _follow(load: PipelineLoad) -> None:
     """Run the second stage."""
-    with _world(folder, rank=1):
-        engines = _engines(load)
-        for mode in _turns(load):
-            engines[mode].generate(None)
-        for engine in engines.values():
-            engine.close()
+    engines = _engines(load)
+    for mode in _turns(load):
+        engines[mode].generate(None)
+    for engine in engines.values():
+        engine.close()
 
 
 def _turns(load: PipelineLoad) -> list[str]:
@@ -133,6 +102,7 @@ def _lead(load: PipelineLoad) -> dict[str, object]:
         for name, engine in {**engines, "single": single}.items():
             seconds = _prompt_seconds(engine, load)
             prompts[name] += [seconds] * (turn > 0)
+            say(f"prompt {turn}/{load.repeats} {name}: {seconds:.2f} s")
     pipeline = engines["pipelined"]
     decodes = [_decode(engine, load, batch) for batch in (load.batch, 1) for engine in (pipeline, single)
                for _ in range(load.repeats + 1)]  # fmt: skip
@@ -170,6 +140,7 @@ def _decode(engine: Engine, load: PipelineLoad, batch: int) -> DecodeRun:
         now - then
         for now, then in zip((metrics.num_steps, metrics.control_seconds, metrics.control_bytes), before, strict=True)
     )
+    say(f"batch {batch}: {seconds / num_steps * 1e3:.1f} ms a step")
     return DecodeRun(seconds / num_steps, control_seconds / num_steps, control_bytes / num_steps)
 
 

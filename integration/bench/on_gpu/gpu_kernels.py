@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,61 +11,89 @@ from transformers import PreTrainedModel
 
 from ....kernels.attention.paged import PagedStep, paged_attention
 from ....kernels.layers.rms_norm import NormRule, rms_norm
-from ....kernels.linear.linear import LinearMethod, invariant_linear
+from ....kernels.layers.swiglu import swiglu
+from ....kernels.linear.linear import LinearMethod, invariant_linear, together_of
 from ....kernels.sampling.draws import KEEP_ALL, RowSettings, draw_tokens
 from ....kernels.sampling.logprobs import scaled_logprobs, selected_logprobs
-from .machine_peaks import Peaks
-from .runs import clock
+from ..parts.device_time import device_ms
+from ..parts.machine_peaks import Peaks
 
 _BLOCK = 16
 _CHUNK_ROWS = 512  # rows of a prompt or of a training batch
+_SMALL = 1 << 28  # bytes of weights that fit into memory several times
 Case = tuple[str, Callable[[], object], float, float]  # name, the timed function, bytes, operations
 
 
 def kernel_times(
     model: PreTrainedModel, batch: int, context: int, peaks: Peaks, *, linear: LinearMethod, repeats: int = 20
-) -> list[dict[str, Any]]:
-    """Measure median milliseconds of each kernel, in the model's dtype and on its device.
+) -> Iterator[dict[str, Any]]:
+    """Measure median milliseconds of each kernel, in the model's dtype and on its device, one after the other.
 
     Rows: `batch` decode rows, a chunk of a prompt, and gradients for as many rows.
     """
-    table = []
     with torch.no_grad():
         for name, act, num_bytes, num_operations in _cases(model, batch, context, linear):
-            ms = statistics.median(list(_seconds(act, model.device, repeats))) * 1e3
-            floor_ms = peaks.floor_seconds(num_bytes, num_operations) * 1e3
-            share = round(floor_ms / ms, 3)
-            table.append({"kernel": name, "ms": round(ms, 4), "floor_ms": round(floor_ms, 4), "of_floor": share})
-    return table
+            yield timed(name, [act], num_bytes, num_operations, model.device, peaks, repeats)
 
 
-def _seconds(act: Callable[[], object], device: torch.device, repeats: int) -> Iterator[float]:
-    for _ in range(3):  # compiles, and warms up
-        act()
-    for _ in range(repeats):
-        started = clock(device)
-        act()
-        yield clock(device) - started
+def product_times(
+    model: PreTrainedModel, rows: Sequence[int], peaks: Peaks, *, linear: LinearMethod
+) -> Iterator[dict[str, Any]]:
+    """Measure the products of a layer and of the head for these numbers of rows, and the library's beside each.
+
+    Layers that read one tensor are one call where the method has one. Weights take turns with copies of theirs.
+    """
+    layer = model.model.layers[0]
+    projections = (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+    groups = {
+        "q|k|v": projections, "o": (layer.self_attn.o_proj,), "gate|up": (layer.mlp.gate_proj, layer.mlp.up_proj),
+        "down": (layer.mlp.down_proj,), "head": (model.get_output_embeddings(),),
+    }  # fmt: skip
+    with torch.no_grad():
+        for count in rows:
+            for name, layers in groups.items():
+                yield from _group_times(name, layers, count, model.device, peaks, linear)
+
+
+def _group_times(
+    name: str, layers: Sequence[Any], rows: int, device: torch.device, peaks: Peaks, linear: LinearMethod
+) -> Iterator[dict[str, Any]]:
+    weights = [layer.weight for layer in layers]
+    num_weights, itemsize = sum(w.numel() for w in weights), weights[0].element_size()
+    copies = [weights] + [[w.clone() for w in weights] for _ in range(3 if num_weights * itemsize < _SMALL else 0)]
+    x = torch.randn(rows, weights[0].shape[1], device=device).to(weights[0].dtype)
+    num_bytes = itemsize * (num_weights + x.numel() + rows * sum(w.shape[0] for w in weights))
+    methods: dict[str, LinearMethod] = {name: linear, f"{name}, library's": "library"}
+    for title, method in methods.items():
+        acts = [partial(_products, x, copy, method, is_gated=name == "gate|up") for copy in copies]
+        yield timed(f"{title}, {rows} rows", acts, num_bytes, 2 * rows * num_weights, device, peaks)
+
+
+def _products(x: torch.Tensor, weights: Sequence[torch.Tensor], method: LinearMethod, *, is_gated: bool) -> object:
+    together = together_of(method)
+    if together is None or len(weights) == 1:
+        outs = [invariant_linear(x, weight, method=method) for weight in weights]
+        return swiglu(*outs) if is_gated else outs
+    if is_gated:
+        return together.gated(x, (weights[0], None), (weights[1], None))
+    return together.products(x, [(weight, None) for weight in weights])
+
+
+def timed(
+    name: str, acts: Sequence[Callable[[], object]], num_bytes: float, num_operations: float, device: torch.device,
+    peaks: Peaks, repeats: int = 10,
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the milliseconds of one of `acts` beside the least possible time."""
+    ms, floor_ms = device_ms(acts, device, repeats), peaks.floor_seconds(num_bytes, num_operations) * 1e3
+    return {"kernel": name, "ms": round(ms, 4), "floor_ms": round(floor_ms, 4), "of_floor": round(floor_ms / ms, 3)}
 
 
 def _cases(model: PreTrainedModel, batch: int, context: int, linear: LinearMethod) -> Iterator[Case]:
-    for rows in (batch, _CHUNK_ROWS):
-        yield from _products(model, rows, linear)
     yield from _norms(model, batch)
     yield _attention(model, batch, context, 1)
     yield _attention(model, 1, max(context, _CHUNK_ROWS), _CHUNK_ROWS)
     yield from _logprobs(model, batch)
     yield from _samplers(model, batch)
-
-
-def _products(model: PreTrainedModel, rows: int, linear: LinearMethod) -> Iterator[Case]:
-    up = model.model.layers[0].mlp.up_proj.weight
-    x = torch.randn(rows, up.shape[1], device=model.device).to(model.dtype)
-    num_bytes = (up.numel() + rows * sum(up.shape)) * model.dtype.itemsize
-    num_operations = 2 * rows * up.numel()
-    methods: dict[str, LinearMethod] = {"product": linear, "product, library's": "library"}
-    for name, method in methods.items():
-        yield f"{name}, {rows} rows", partial(invariant_linear, x, up, method=method), num_bytes, num_operations
 
 
 def _norms(model: PreTrainedModel, batch: int) -> Iterator[Case]:

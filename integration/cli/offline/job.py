@@ -22,11 +22,11 @@ from typing import Any, BinaryIO, cast
 
 from tqdm import tqdm
 
-from ...kernels.sampling.definition import DRAW_DEFINITION
-from ...rollout.completion import Completion, FinishReason
-from ...rollout.config import EngineConfig
-from ...rollout.sampling_params import SamplingParams
-from ..failures import files_of
+from ....kernels.sampling.definition import DRAW_DEFINITION
+from ....rollout.completion import Completion, FinishReason
+from ....rollout.config import EngineConfig
+from ....rollout.sampling_params import SamplingParams
+from ...failures import files_of
 from .conversations import Conversations, Message, is_conversation, read_conversations
 
 STANDARD = "-"  # as a file name: standard input or output
@@ -269,9 +269,9 @@ class _OfflineRun:
 
     def __init__(self, job: OfflineJob, file: AnswerFile, prompts: Sequence[Prompt]) -> None:
         # Heavy imports come after the checks, so that a wrong option or line is reported at once.
-        from ...kernels.sampling.draws import derive_seed
-        from ...rollout.engine import Engine
-        from ..service import RolloutService
+        from ....kernels.sampling.draws import derive_seed
+        from ....rollout.engine import Engine
+        from ...service import RolloutService
 
         self._job, self._file, self._derive_seed = job, file, derive_seed
         try:

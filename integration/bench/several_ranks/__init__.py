@@ -1,0 +1,1 @@
+"""Benchmarks of engines of several ranks, which they start themselves."""

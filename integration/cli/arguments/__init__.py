@@ -1,0 +1,1 @@
+"""Arguments of the commands, as they are parsed and read from files."""

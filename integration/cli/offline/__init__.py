@@ -1,0 +1,1 @@
+"""Generate for many prompts without a server: reading requests, and writing answers."""

@@ -1,0 +1,152 @@
+"""`lockstep replay`: prove samples by their receipts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from ...rollout.config import EngineConfig
+from ..grpo.results.samples import read_samples, saved_steps
+from ..grpo.results.weights_kept import RUN_ENGINE, read_run_engine
+from .arguments.parser import PACKAGE, CommandParser
+from .arguments.settings import named, read_settings
+
+Receipts = list[dict[str, Any]]
+# Settings of the engine that change the bits, or the grammars, of the receipts' samples: name of the guarantee's value.
+_FROM_GUARANTEE = {"dtype": "dtype", "k_blocks": "k_blocks"}
+_FROM_GRAMMAR = ("grammar_any_whitespace", "jump_forward_max_rollback", "jump_forward_max_blocks", "block_size")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Prove the samples, and print what was found. Returns the exit code."""
+    options = _parse(arguments)
+    from ..replay.reading import completed, read_lines  # heavy imports come after the parser
+
+    source = Path(options.source)
+    receipts, sources, base = _of_run(source, options.step) if source.is_dir() else _of_file(source)
+    if options.samples:
+        receipts = completed(receipts, read_lines(options.samples))
+    if not receipts:
+        raise ValueError(f"{source} holds no receipts: ask for them with return_receipt, or EngineConfig.receipts")
+    weights = options.weights or sources
+    if not weights:
+        raise ValueError("--weights is needed: a model folder, the folder of a run, or a folder of checkpoints")
+    settings = read_settings("--engine", options.engine)
+    report = _proven(receipts, weights, options.model or base, settings, options)
+    if options.json:
+        print(json.dumps(report.as_dict()))
+    else:
+        print("\n".join(report.lines()))
+    return report.exit_code
+
+
+def _of_file(path: Path) -> tuple[Receipts, list[str], str | None]:
+    """Return the receipts of a file; weights and a model are given by the caller."""
+    from ..replay.reading import read_lines, receipts_in
+
+    return receipts_in(read_lines(path)), [], None
+
+
+def _of_run(folder: Path, step: int | None) -> tuple[Receipts, list[str], str | None]:
+    """Return the receipts of a step of a run, where its weights are, and the model that it began with."""
+    from ..replay.reading import receipts_in
+
+    steps = saved_steps(folder)
+    if not steps:
+        raise ValueError(f"{folder} has no samples: give a file of receipts, or the folder of a run such as runs/NAME")
+    rows = read_samples(folder, steps[-1] if step is None else step)
+    base = read_run_engine(folder).get("model") if (folder / RUN_ENGINE).is_file() else None
+    return receipts_in(rows), [str(folder)], None if base is None else str(base)
+
+
+def _proven(
+    receipts: Receipts, weights: Sequence[str], model: str | None, settings: Mapping[str, Any],
+    options: argparse.Namespace,
+) -> Any:  # fmt: skip
+    """Load the model and prove the receipts with the weights of their digests; returns the report."""
+    from ...rollout.engine import Engine  # heavy imports come after the checks
+    from ..replay.folders import FolderWeights, model_folder
+    from ..service import RolloutService
+
+    folder = model or model_folder(weights)
+    if folder is None:
+        raise ValueError(f"no folder of a model (with config.json) at {', '.join(weights)}: give one with --model")
+    given = {"kv_cache": "64 blocks", "max_num_seqs": 4, "speculation": "off", **_settings_of(receipts), **settings}
+    logging.getLogger(PACKAGE).setLevel(logging.WARNING)
+    config = named("--engine", lambda: EngineConfig.from_dict(given))
+    try:
+        service = RolloutService(Engine(folder, config))
+    except OSError as error:  # transformers raises it for a folder that lacks a file
+        raise ValueError(f"--model {folder}: {error}") from error
+    wanted = {str(digest) for receipt in receipts for digest in _digests(receipt) if digest}
+    bar = tqdm(total=len(receipts), unit="sample", dynamic_ncols=True, file=sys.stderr, disable=options.quiet)
+    try:
+        with bar:
+            found = FolderWeights(service, weights, wanted, lambda path: bar.set_postfix_str(f"digest of {path.name}"))
+            return service.replay(receipts, weights=found, anyway=options.anyway, on_progress=bar.update)
+    finally:
+        service.close()
+
+
+def _settings_of(receipts: Receipts) -> dict[str, Any]:
+    """Return the engine's settings that the receipts name. Raises ValueError where they name several."""
+    found: dict[str, set[Any]] = {}
+    for receipt in receipts:
+        guarantee, grammar = receipt.get("guarantee") or {}, receipt.get("grammar") or {}
+        for setting, name in _FROM_GUARANTEE.items():
+            if name in guarantee:
+                found.setdefault(setting, set()).add(guarantee[name])
+        for name in _FROM_GRAMMAR:
+            if name in grammar:
+                found.setdefault(name, set()).add(grammar[name])
+    if several := {name: sorted(values, key=str) for name, values in found.items() if len(values) > 1}:
+        named_values = "; ".join(f"{name} {' and '.join(map(str, values))}" for name, values in several.items())
+        raise ValueError(f"the receipts are of several engines ({named_values}): prove those of each alone")
+    return {name: next(iter(values)) for name, values in found.items()}
+
+
+def _digests(receipt: Mapping[str, Any]) -> list[Any]:
+    spans = receipt.get("spans") or []
+    return [run.get("digest") for span in spans for run in (span, *span.get("kept_kv", []))]
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = CommandParser(
+        prog="lockstep replay",
+        description="Prove samples by their receipts: every token is drawn again in large prefills, with the weights "
+        "of the receipt's digests, and tokens and log-probabilities are compared bit by bit. Exit code 0: all are "
+        "equal; 1: some differ; 3: some could not be proven, and it is said why.",
+    )
+    parser.add_argument(
+        "source", metavar="SOURCE",
+        help="a file of receipts (lines of JSON in which they stand anywhere), or the folder of a run of the job",
+    )  # fmt: skip
+    parser.add_argument("--step", type=int, metavar="N", help="of a run; default: the newest step whose samples it has")
+    parser.add_argument(
+        "--weights", nargs="+", metavar="FOLDER",
+        help="model folders, runs or folders of checkpoints, whose weights are found by digest; default: the run",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model", metavar="FOLDER",
+        help="the folder that the model is loaded from first, where those of the weights have no config.json",
+    )  # fmt: skip
+    parser.add_argument(
+        "--samples", metavar="FILE",
+        help="JSON with prompt_ids, token_ids and logprobs of samples whose receipts have digests in their place",
+    )  # fmt: skip
+    parser.add_argument("--anyway", action="store_true", help="prove also where the guarantee is another one here")
+    parser.add_argument("--engine", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
+                        help="engine settings, or one JSON object of them")  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="one JSON object with a verdict on each sample")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    options = parser.parse_args(arguments)
+    if options.step is not None and options.step < 1:
+        parser.error(f"--step must be at least 1, not {options.step}")
+    return options

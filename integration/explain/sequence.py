@@ -1,0 +1,107 @@
+"""The sequence that is run in two ways: a prompt and the tokens after it, from a file, a run of the job, or a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...rollout.model.tokenizer import load_tokenizer
+from ..grpo.results.samples import read_samples, saved_steps
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """A prompt, the tokens after it, and what is claimed of them."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # after the prompt: at least one
+    logprobs: tuple[float, ...] = ()  # as they were reported, one a token; (): none were
+    temperature: float = 1.0  # of the log-probabilities
+    source: str = ""  # where it comes from, for people
+
+    def __post_init__(self) -> None:
+        wrong = []
+        for name in ("prompt_ids", "token_ids"):
+            ids = getattr(self, name)
+            if not ids:
+                wrong.append(f"{name} is empty")
+            elif not all(type(id) is int and id >= 0 for id in ids):
+                wrong.append(f"{name} must be a list of token ids")
+        if self.logprobs and len(self.logprobs) != len(self.token_ids):
+            wrong.append(f"{len(self.logprobs)} logprobs stand for {len(self.token_ids)} token_ids")
+        if not self.temperature > 0:
+            wrong.append(f"temperature must be above 0, not {self.temperature}: a greedy draw reports it as 1")
+        if wrong:
+            raise ValueError(f"{self.source or 'the sequence'}: {'; '.join(wrong)}")
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Prompt and output."""
+        return self.prompt_ids + self.token_ids
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of its forward: the last token is no input."""
+        return len(self.prompt_ids) + len(self.token_ids) - 1
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON, in the form that `read_sequence` reads."""
+        path.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+
+
+def sequence_of(values: Mapping[str, Any], source: str) -> TokenSequence:
+    """Make a sequence of a JSON object with `prompt_ids` and `token_ids`, as lines of samples and `generate` have
+    them. Raises ValueError that names the source."""
+    missing = [name for name in ("prompt_ids", "token_ids") if not isinstance(values.get(name), list)]
+    if missing:
+        raise ValueError(f"{source} has no list of {' and no list of '.join(missing)}")
+    token_ids, logprobs = values["token_ids"], values.get("logprobs") or ()
+    if "episode_ids" in values:  # of several turns: some of its tokens are its environment's, which have no score
+        token_ids, logprobs = values["episode_ids"], ()
+    return TokenSequence(
+        tuple(values["prompt_ids"]), tuple(token_ids), tuple(logprobs),
+        float(values.get("temperature") or 1.0), source,
+    )  # fmt: skip
+
+
+def read_sequence(path: Path, line: int = 0) -> TokenSequence:
+    """Read a JSON object, or line `line` (from 0) of a file of such lines. Raises ValueError naming the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        try:
+            found = [json.loads(text)]
+        except json.JSONDecodeError:
+            found = [json.loads(its) for its in text.splitlines() if its.strip()]
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    if not 0 <= line < len(found) or not isinstance(found[line], dict):
+        raise ValueError(f"{path} has {len(found)} lines, of which number {line} is no JSON object")
+    return sequence_of(found[line], str(path))
+
+
+def sample_of(run: Path, step: int | None, sample: int, temperature: float) -> TokenSequence:
+    """Read a sample that a run of the job has kept. step: None: of the newest step. Raises ValueError for one that is
+    not there."""
+    steps = saved_steps(run)
+    if not steps:
+        raise ValueError(f"{run} has no samples")
+    step = steps[-1] if step is None else step
+    rows = read_samples(run, step)
+    if not 0 <= sample < len(rows):
+        raise ValueError(f"step {step} of {run} has samples 0 to {len(rows) - 1}, not {sample}")
+    return sequence_of({**rows[sample], "temperature": temperature}, f"sample {sample} of step {step} of {run}")
+
+
+def text_sequence(text: str, model: Path, temperature: float) -> TokenSequence:
+    """Return a text as tokens of the model's tokenizer, of which the first is the prompt. Raises ValueError for a
+    folder without one, and for a text of one token."""
+    tokenizer = load_tokenizer(model)
+    if tokenizer is None:
+        raise ValueError(f"--text needs a tokenizer, and {model} has none")
+    ids = tokenizer(text)["input_ids"]
+    if len(ids) < 2:
+        raise ValueError(f"--text has {len(ids)} tokens, and at least 2 are needed")
+    return TokenSequence(tuple(ids[:1]), tuple(ids[1:]), (), temperature, "text")

@@ -1,0 +1,59 @@
+"""The files of a run that say with what its samples can be proven: `engine.json`, and the index of digests.
+
+`engine.json` has the settings and the guarantee of the engines, and the folder that the model came from. The index
+(`integration/replay/digest_index.py`) names the weights of the first version, of every checkpoint and of the saved
+models by their digests.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...failures import files_of
+from ...replay.digest_index import FILE, IndexedWeights, add_to_index
+
+if TYPE_CHECKING:
+    from ....rollout.config import EngineConfig
+    from ....rollout.receipt import Guarantee
+
+RUN_ENGINE = "engine.json"
+FORMAT = 1
+
+
+class WeightsKept:
+    """Writer of these files. One rank has it. Its methods raise FileFailed."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        """Name the folder of a run, and the dtype of its model."""
+        self._folder, self._dtype = folder, dtype
+
+    def write_engine(self, config: EngineConfig, guarantee: Guarantee, model: Path) -> None:
+        """Write what the run's engines are. model: the folder that the first weights came from."""
+        values = {"format": FORMAT, "model": str(model.resolve()), "engine": asdict(config), "guarantee": guarantee}
+        path = self._folder / RUN_ENGINE
+        with files_of(path):
+            path.write_text(json.dumps(values, indent=1, default=dict) + "\n", encoding="utf-8")
+
+    def add(self, path: Path, version: str, digest: str | None) -> None:
+        """Note that a folder holds the weights of a version. digest: None where none was computed."""
+        if digest is not None:
+            inside = path.is_relative_to(self._folder)
+            name = path.relative_to(self._folder).as_posix() if inside else str(path.resolve())
+            with files_of(self._folder / FILE):
+                add_to_index(self._folder, [IndexedWeights(name, digest, self._dtype, version)])
+
+
+def read_run_engine(folder: Path) -> Mapping[str, Any]:
+    """Read `engine.json` of a run. Raises ValueError naming it."""
+    path = folder / RUN_ENGINE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["format"] != FORMAT:
+            raise ValueError(f"its format is {values['format']!r}, not {FORMAT}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} does not say what the run's engines are: {error}") from error
+    return values

@@ -1,0 +1,1 @@
+"""Pages for a browser, each of one file that loads nothing."""

@@ -1,0 +1,60 @@
+"""The index of digests beside checkpoints: `digests.json`, which says what weights each folder holds.
+
+A run of the job writes it; for other folders a replay computes the digests once and writes it, where it may. A digest
+belongs to a dtype, since the bytes of weights that were rounded are others. An entry outlives its folder, so that one
+can say that weights were there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = "digests.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class IndexedWeights:
+    """One entry of the index."""
+
+    folder: str  # relative to the index, "." for its own folder; absolute for weights elsewhere
+    digest: str
+    dtype: str  # of the engine whose weights had the digest
+    version: str | None = None  # that they had there
+
+
+def read_index(folder: Path) -> list[IndexedWeights]:
+    """Read the index of a folder; empty where there is none. Raises ValueError naming a file that holds something
+    else."""
+    path = folder / FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values["format"] != FORMAT:
+            raise ValueError(f"its format is {values['format']!r}, not {FORMAT}")
+        return [IndexedWeights(**entry) for entry in values["weights"]]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no index of digests: {error}") from error
+
+
+def add_to_index(folder: Path, entries: Iterable[IndexedWeights]) -> None:
+    """Add entries to the index of a folder, in the place of those of the same folder, dtype and version. Raises OSError
+    where it cannot be written, and ValueError as `read_index`."""
+    known = {(entry.folder, entry.dtype, entry.version): entry for entry in read_index(folder)}
+    known |= {(entry.folder, entry.dtype, entry.version): entry for entry in entries}
+    path, partial = folder / FILE, folder / f".{FILE}.partial"
+    values: Mapping[str, Any] = {"format": FORMAT, "weights": [asdict(entry) for entry in known.values()]}
+    try:
+        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise

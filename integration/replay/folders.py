@@ -1,0 +1,214 @@
+"""Weights in folders, found by their digests: a model folder, the folder of a run, or a folder of checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ...rollout.engine import Engine
+from .digest_index import FILE, IndexedWeights, add_to_index, read_index
+from .present import PresentWeights
+
+logger = logging.getLogger(__name__)
+
+_STATE = "state.json"  # of a checkpoint of the job, whose optimizer lies beside its model
+_MODEL = "model.safetensors"
+_STEP = re.compile(r"step-0*(\d+)")
+_PLACES = (".", "model", "best", "checkpoints/*", "*")  # of weights under a folder
+
+
+@dataclass(frozen=True)
+class WeightFolder:
+    """One folder of weights."""
+
+    path: Path
+    index: Path  # the folder whose index has its digest
+
+    @property
+    def name(self) -> str:
+        """Its name in the index."""
+        return "." if self.path == self.index else self.path.relative_to(self.index).as_posix()
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether the job has written it, beside the state of its optimizer."""
+        return (self.path / _STATE).is_file()
+
+    @property
+    def version(self) -> str | None:
+        """The version that its weights had in their run; None: not known."""
+        match = _STEP.fullmatch(self.path.name)
+        return match[1] if match and self.is_checkpoint else None
+
+
+def weight_folders(path: str | Path) -> list[WeightFolder]:
+    """Find the folders of weights at or under a path. Raises ValueError where there are none."""
+    root = Path(path).resolve()
+    if not root.is_dir():
+        raise ValueError(f"{path} is no folder of weights")
+    found: dict[Path, WeightFolder] = {}
+    for place in _PLACES:
+        for folder in sorted(root.glob(place)) if place != "." else [root]:
+            is_model = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+            is_checkpoint = (folder / _STATE).is_file() and (folder / _MODEL).is_file()
+            if folder.is_dir() and not folder.name.startswith(".") and (is_model or is_checkpoint):
+                found.setdefault(folder.resolve(), WeightFolder(folder.resolve(), root))
+    if not found and not (root / FILE).is_file():
+        raise ValueError(f"{path} holds no weights: no config.json with safetensors, and no checkpoint of the job")
+    return list(found.values())
+
+
+def model_folder(paths: Iterable[str | Path]) -> Path | None:
+    """Return the first folder at or under these paths that a model can be loaded from, or that a run was begun from."""
+    for path in paths:
+        for folder in weight_folders(path):
+            if (folder.path / "config.json").is_file():
+                return folder.path
+        for entry in read_index(Path(path).resolve()):
+            if (Path(path, entry.folder) / "config.json").is_file():
+                return Path(path, entry.folder).resolve()
+    return None
+
+
+class LoadsWeights(Protocol):
+    """A service, as far as a replay loads weights with it."""
+
+    engine: Engine
+
+    def model_digest(self) -> str:
+        """Compute the digest of the weights as they are now."""
+        ...
+
+    def update_weights_from_disk(self, model_path: str | Path, *, weight_version: str | None = None) -> object:
+        """Read a folder of safetensors."""
+        ...
+
+    def update_weights_from_named_tensors(
+        self, named_tensors: Iterable[tuple[str, Tensor]], *, weight_version: str | None = None
+    ) -> object:
+        """Copy tensors of this process."""
+        ...
+
+    def commit_implicit_update(self) -> None:
+        """Commit what was read."""
+        ...
+
+
+class FolderWeights:
+    """The weights of some folders for an engine that owns its model, each loaded when its digest is asked for."""
+
+    def __init__(
+        self,
+        service: LoadsWeights,
+        paths: Sequence[str | Path],
+        wanted: Collection[str],
+        on_folder: Callable[[Path], object] = lambda path: None,
+    ) -> None:
+        """Find the folders of the wanted digests: by the indexes first, and where these know too little, by loading the
+        folders that no index names. on_folder: called before a folder is loaded to compute its digest."""
+        self._service = service
+        self._dtype = str(service.engine.model.dtype).removeprefix("torch.")
+        self._by_digest: dict[str, Path] = {}
+        self._versions: dict[str, set[str]] = {}
+        self._gone: dict[str, str] = {}
+        present = PresentWeights(service)
+        self._present = present.digest
+        roots = [Path(path).resolve() for path in paths]
+        unknown: list[WeightFolder] = []
+        for root in roots:
+            entries = [entry for entry in read_index(root) if entry.dtype == self._dtype]
+            for entry in entries:
+                self._know(entry, (root / entry.folder).resolve())
+            named = {entry.folder for entry in entries}
+            unknown += [folder for folder in weight_folders(root) if folder.name not in named]
+        missing = set(wanted) - {self._present} - set(self._by_digest)
+        for folder in unknown:
+            if not missing:
+                break
+            on_folder(folder.path)
+            try:
+                self._load(folder.path, None)
+            except ValueError as error:
+                logger.warning("%s is passed over: %s", folder.path, error)
+                continue
+            entry = IndexedWeights(folder.name, self._present, self._dtype, folder.version)
+            self._know(entry, folder.path)
+            missing.discard(self._present)
+            try:
+                add_to_index(folder.index, [entry])
+            except OSError as error:
+                logger.info("%s keeps no index of digests: %s", folder.index, error)
+
+    def _know(self, entry: IndexedWeights, path: Path) -> None:
+        if entry.version is not None:
+            self._versions.setdefault(entry.digest, set()).add(entry.version)
+        if path.is_dir():
+            self._by_digest.setdefault(entry.digest, path)
+        else:
+            self._gone[entry.digest] = str(path)
+
+    def has(self, digest: str) -> bool:
+        """See `WeightSource.has`."""
+        return digest == self._present or digest in self._by_digest
+
+    def versions(self, digest: str) -> Collection[str]:
+        """See `WeightSource.versions`."""
+        return self._versions.get(digest, ())
+
+    def hint(self, digest: str) -> str:
+        """See `WeightSource.hint`."""
+        if digest in self._gone:
+            return f": {self._gone[digest]} had them, and is there no more"
+        versions = sorted(
+            {version for known in self._by_digest for version in self._versions.get(known, ())}, key=_order
+        )
+        return f"; those of versions {', '.join(versions)} are" if versions else ""
+
+    def switch(self, digest: str) -> None:
+        """See `WeightSource.switch`."""
+        if digest != self._present:
+            path = self._by_digest[digest]
+            self._load(path, next(iter(self._versions.get(digest, ())), None))
+            if self._present != digest:
+                raise ValueError(f"{path} holds weights of digest {self._present} now, and not {digest}: remove {FILE}")
+
+    def _load(self, path: Path, version: str | None) -> None:
+        """Load a folder's weights, commit them, and note their digest."""
+        service, engine = self._service, self._service.engine
+        label = version or path.name
+        if (path / _STATE).is_file():
+            dtypes = {name: tensor.dtype for name, tensor in engine.weights.resident_tensors()}
+            service.update_weights_from_named_tensors(_stored(path / _MODEL, dtypes), weight_version=label)
+        else:
+            service.update_weights_from_disk(path, weight_version=label)
+        service.commit_implicit_update()
+        digest = engine.weight_digest
+        assert digest is not None, "an update has a digest"
+        self._present = digest
+
+
+def _order(version: str) -> tuple[int, str]:
+    """Return the key by which versions are listed: numbers by their value."""
+    return (int(version) if version.isdecimal() else -1, version)
+
+
+def _stored(path: Path, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file one by one, in the engine's dtypes."""
+    with safe_open(path, framework="pt") as file:
+        names = set(file.keys())
+        if names - dtypes.keys():
+            first = sorted(names - dtypes.keys())[0]
+            raise ValueError(
+                f"{path} holds tensors that the model has not ({first}, ...): a checkpoint of adapters is proven with "
+                "them merged into their base, in one folder"
+            )
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            yield name, file.get_tensor(name).to(dtypes[name])

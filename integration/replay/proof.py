@@ -1,0 +1,261 @@
+"""The proof of receipts with the engine of a service: checks without the model first, then draws in prefills.
+
+Each receipt is checked in this order: its hash, its fields, the guarantee against this machine's, the end of its
+output, its weights. What is left is drawn again: in large prefills (`rollout/proving`), or, where draws were replaced
+by jumps, layers are recurrent or ranks share the model, by the engine itself, as it renews answers of older weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ...rollout.completion import Completion, DrawnWith
+from ...rollout.proving.claim import Claim, Drawn, Verdict, claim_of, unproven
+from ...rollout.proving.layout import Task
+from ...rollout.proving.prover import Prover
+from ...rollout.receipt import HASH, Guarantee, batch_hash, breaks_in_chain, differences, guarantee, seal_is_whole
+from ...rollout.request_options import RequestOptions
+from .report import ReplayReport, ids_of
+
+if TYPE_CHECKING:
+    from ...rollout.engine import Engine
+
+Receipt = Mapping[str, Any]
+OnProgress = Callable[[int], object]  # takes a number of samples that are done
+_GRAMMAR_SETTINGS = ("grammar_any_whitespace", "jump_forward_max_rollback", "jump_forward_max_blocks", "block_size")
+
+
+class WeightSource(Protocol):
+    """The weights that a replay has at hand, by their digests."""
+
+    def has(self, digest: str) -> bool:
+        """Return whether weights of this digest are at hand."""
+        ...
+
+    def versions(self, digest: str) -> Collection[str]:
+        """Return the versions that these weights are known to have had; empty: not known."""
+        ...
+
+    def hint(self, digest: str) -> str:
+        """Return what to say of weights that are not at hand, as an end of a sentence; "": nothing."""
+        ...
+
+    def switch(self, digest: str) -> None:
+        """Make these weights the engine's. Raises ValueError where they turn out to be others."""
+        ...
+
+
+def replay(
+    engine: Engine,
+    receipts: Sequence[Receipt],
+    source: WeightSource,
+    *,
+    anyway: bool = False,
+    on_progress: OnProgress = lambda num: None,
+) -> ReplayReport:
+    """Prove receipts; returns a verdict on each, in order. anyway: also where the guarantee is another one here."""
+    run = _Replay(engine, source, guarantee(engine.model), anyway, on_progress)
+    verdicts = run.verdicts(receipts)
+    sealed = [receipt for receipt in receipts if {HASH, "engine", "number", "previous"} <= receipt.keys()]
+    return ReplayReport(
+        ids_of(receipts),
+        tuple(verdicts),
+        tuple(run.differing),
+        tuple(run.versions),
+        tuple(breaks_in_chain(sealed)),
+        batch_hash(sealed),
+    )
+
+
+class _Replay:
+    """One call of `replay`."""
+
+    def __init__(
+        self, engine: Engine, source: WeightSource, here: Guarantee, anyway: bool, on_progress: OnProgress
+    ) -> None:
+        self._engine, self._source, self._here, self._anyway = engine, source, here, anyway
+        self._on_progress = on_progress
+        self._has_prover = engine.ranks.mesh.num_ranks == 1 and not engine.model.has_states
+        self.differing: dict[str, None] = {}  # in the order in which they were found
+        self.versions: dict[str, None] = {}
+        self._known: dict[str, list[str]] = {}  # what differs, by the hash of a guarantee
+
+    def verdicts(self, receipts: Sequence[Receipt]) -> list[Verdict]:
+        """Return a verdict on each receipt."""
+        found: list[Verdict | None] = []
+        claims: dict[int, Claim] = {}
+        for number, receipt in enumerate(receipts):
+            claim = self._checked(receipt)
+            found.append(claim if isinstance(claim, Verdict) else None)
+            if isinstance(claim, Claim):
+                claims[number] = claim
+        self._on_progress(len(receipts) - len(claims))
+        by_prefill = {n: claim for n, claim in claims.items() if self._has_prover and not _has_jumps(claim)}
+        by_engine = {n: claim for n, claim in claims.items() if n not in by_prefill}
+        proven = self._prefilled(by_prefill) | self._renewed(by_engine)
+        return [proven[number] if verdict is None else verdict for number, verdict in enumerate(found)]
+
+    # -- without the model ----------------------------------------------------------------------------------------
+
+    def _checked(self, receipt: Receipt) -> Claim | Verdict:
+        """Return what a receipt claims, or what is wrong with it already."""
+        try:
+            if not seal_is_whole(receipt):
+                return Verdict("differs", "its hash is not that of its content: it was changed after it was made")
+            claim = claim_of(receipt, self._engine.model.vocab_size)
+        except (ValueError, TypeError) as error:
+            return unproven(f"the receipt {error}")
+        if why := self._other_guarantee(receipt.get("guarantee")):
+            return unproven(why)
+        if (position := claim.wrong_end) is not None:
+            return Verdict("differs", "end", position)
+        return self._without_weights(claim) or self._without_grammar(claim) or claim
+
+    def _other_guarantee(self, claimed: object) -> str:
+        if not isinstance(claimed, Mapping):
+            return "the receipt has no guarantee"
+        if not claimed.get("invariant"):
+            return "it was made without invariant mode: its bits depend on what ran beside it"
+        key = repr(sorted(claimed.items(), key=repr))
+        if key not in self._known:
+            lines = differences(claimed, self._here)
+            self.versions |= dict.fromkeys(line for line in lines if line.startswith("versions."))
+            self._known[key] = [line for line in lines if not line.startswith("versions.")]
+            self.differing |= dict.fromkeys(self._known[key])
+        if self._known[key] and not self._anyway:
+            return f"the guarantee is another one here: {'; '.join(self._known[key])}"
+        return ""
+
+    def _without_weights(self, claim: Claim) -> Verdict | None:
+        """Return a verdict on a sample whose weights are not at hand, or had another version."""
+        for span in claim.spans:
+            for digest, version in (*((kept.digest, "") for kept in span.kept), (span.digest, span.version)):
+                if not digest:
+                    return unproven("the receipt has no digest of its weights: none was computed when it was made")
+                if not self._source.has(digest):
+                    name = f"{digest} (version {version})" if version else digest
+                    return unproven(f"no weights of digest {name} are at hand{self._source.hint(digest)}")
+            known = self._source.versions(str(span.digest))
+            if known and span.version not in known:
+                were = " and ".join(sorted(known))
+                return Verdict("differs", f"version: claimed {span.version!r}, but weights of its digest were {were}")
+        return None
+
+    def _without_grammar(self, claim: Claim) -> Verdict | None:
+        """Return a verdict on a sample of a grammar that would be followed otherwise here."""
+        if not claim.params.is_constrained:
+            return None
+        if claim.grammar is None or claim.grammar.get("mode") not in ("text", "exact", "off"):
+            return unproven("the receipt does not say how its grammar was followed")
+        if self._engine.tokenizer is None:
+            return unproven("its grammar needs the model's tokenizer")
+        config, given = self._engine.config, claim.grammar
+        other = [name for name in _GRAMMAR_SETTINGS if given.get(name) != getattr(config, name)]
+        if other and (claim.grammar["mode"] != "off" or "grammar_any_whitespace" in other):
+            return unproven(f"its grammar was followed with other settings: {', '.join(other)}")
+        return None
+
+    # -- with it --------------------------------------------------------------------------------------------------
+
+    def _prefilled(self, claims: Mapping[int, Claim]) -> dict[int, Verdict]:
+        """Prove samples by prefills, each span with its weights."""
+        if not claims:
+            return {}
+        tasks = [Task(number, claim, span) for number, claim in claims.items() for span in claim.spans]
+        prover = Prover(self._engine.parts, self._engine.driver)
+        found = prover.prove(tasks, self._source.switch, _whole_samples(tasks, self._on_progress))
+        by_claim: dict[int, list[Verdict]] = {number: [] for number in claims}
+        for task, verdict in zip(tasks, found, strict=True):
+            by_claim[task.number].append(verdict)
+        return {number: _first_of(verdicts) for number, verdicts in by_claim.items()}
+
+    def _renewed(self, claims: Mapping[int, Claim]) -> dict[int, Verdict]:
+        """Prove samples by the engine's own steps, with their tokens as drafts."""
+        found: dict[int, Verdict] = {}
+        by_digest: dict[str, list[int]] = {}
+        for number, claim in claims.items():
+            if len({span.digest for span in claim.spans}) > 1 or any(span.kept for span in claim.spans):
+                found[number] = unproven(
+                    "it was drawn from several weights, and draws that jumps replace, recurrent layers, or a model "
+                    "that ranks share are proven for one"
+                )
+            elif claim.spans:
+                by_digest.setdefault(str(claim.spans[0].digest), []).append(number)
+            else:
+                found[number] = Verdict("equal")
+        self._on_progress(len(found))
+        for digest, numbers in by_digest.items():
+            self._source.switch(digest)
+            answers = self._engine.renew([_answer(claims[number], self._engine) for number in numbers])
+            for number, answer in zip(numbers, answers, strict=True):
+                found[number] = _compared(claims[number], answer)
+            self._on_progress(len(numbers))
+        return found
+
+
+def _has_jumps(claim: Claim) -> bool:
+    return bool(claim.grammar and claim.grammar["mode"] == "text")
+
+
+def _whole_samples(tasks: Sequence[Task], on_progress: OnProgress) -> OnProgress:
+    """Return a function that counts spans, and reports as many samples as that is of them."""
+    num_done = num_told = 0
+    num_claims = len({task.number for task in tasks})
+
+    def count(num: int) -> None:
+        nonlocal num_done, num_told
+        num_done += num
+        whole = num_done * num_claims // len(tasks)
+        on_progress(whole - num_told)
+        num_told = whole
+
+    return count
+
+
+def _first_of(verdicts: Sequence[Verdict]) -> Verdict:
+    """Return the verdict of a sample from those of its spans, in order."""
+    num_tokens = 0
+    for verdict in verdicts:
+        num_tokens += verdict.num_tokens
+        if verdict.status != "equal":
+            return replace(verdict, num_tokens=num_tokens)
+    return Verdict("equal", num_tokens=num_tokens)
+
+
+def _answer(claim: Claim, engine: Engine) -> Completion:
+    """Return a claim as an answer that can be renewed."""
+    params = claim.params
+    if claim.grammar is not None:
+        params = replace(params, jump_forward=claim.grammar["mode"])
+    if engine.tokenizer is None:
+        params = replace(params, stop=(), stop_regex=())
+    span, options = claim.spans[-1], RequestOptions(return_receipt=True)
+    return Completion(
+        claim.id, claim.index, claim.prompt_ids, tuple(claim.token_ids.tolist()), "", (), None, 0, 0, span.version,
+        span.digest, (), drawn_with=DrawnWith(params, options, claim.seed),
+    )  # fmt: skip
+
+
+def _compared(claim: Claim, answer: Completion) -> Verdict:
+    """Compare a claim with what its request gives now."""
+    num = min(len(claim.token_ids), len(answer.token_ids))
+    ids, bits = np.array(answer.token_ids[:num], np.int64), np.array(answer.logprobs[:num], np.float32).view(np.uint32)
+    other = np.flatnonzero((ids != claim.token_ids[:num]) | (bits != claim.logprob_bits[:num]))
+    position = int(other[0]) if len(other) else num
+    if position == len(claim.token_ids):
+        claimed, found = (claim.grammar or {}).get("jumps"), (answer.receipt or {}).get("grammar", {}).get("jumps")
+        if claimed and found is not None and found[: len(claimed)] != claimed:
+            first = next(i for i, jump in enumerate(claimed) if found[i : i + 1] != [jump])
+            return Verdict("differs", f"jumps: number {first} is claimed as {claimed[first]}, and is another one")
+        return Verdict("equal", num_tokens=num)
+    claimed_bits = claim.logprob_bits[position : position + 1]
+    was = Drawn(int(claim.token_ids[position]), float(claimed_bits.view(np.float32)[0]), int(claimed_bits[0]))
+    came = None
+    if position < num:
+        came = Drawn(int(ids[position]), answer.logprobs[position], int(bits[position]))
+    what = "logprob" if came is not None and came.token_id == was.token_id else "token"
+    return Verdict("differs", what, position, was, came, position)

@@ -1,0 +1,90 @@
+"""Receipts in files: lines of JSON in which receipts stand anywhere, and files of the samples that digests are of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...rollout.proving.claim import with_values
+from ...rollout.receipt import HASH, LISTS, digest_of, float_bits, is_in_full
+
+
+def read_lines(path: str | Path) -> list[Any]:
+    """Read a file of lines of JSON, or of one JSON value. Raises ValueError naming the file and the line."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    try:
+        return [json.loads(text)]
+    except ValueError:
+        pass  # several values: lines
+    values = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                values.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: is no JSON: {error}") from error
+    return values
+
+
+def receipts_in(values: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return the receipts in JSON values, in their order: the values themselves, answers of a server, samples of a
+    run. Those with digests are completed by the samples of the same values."""
+    values = list(values)
+    found = [receipt for value in values for receipt in _receipts(value)]
+    return completed(found, values) if not all(map(is_in_full, found)) else found
+
+
+def completed(receipts: Iterable[Mapping[str, Any]], values: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return receipts with the tokens of samples in the place of their digests, where the values hold these samples.
+
+    A sample is an object with `prompt_ids`, `token_ids` and `logprobs`; it belongs to the receipts that have the hashes
+    of all three. The others stay as they are.
+    """
+    known: dict[tuple[str, ...], dict[str, list[int]]] = {}
+    for value in values:
+        for sample in _samples(value):
+            lists = {
+                "prompt": list(sample["prompt_ids"]),
+                "output": list(sample["token_ids"]),
+                "logprobs": float_bits(sample["logprobs"]),
+            }
+            known[tuple(digest_of(lists[name])["sha256"] for name in LISTS)] = lists
+    done = []
+    for receipt in receipts:
+        found = None if is_in_full(receipt) else known.get(tuple(_hash(receipt.get(name)) for name in LISTS))
+        done.append(dict(receipt) if found is None else with_values(receipt, found))
+    return done
+
+
+def _hash(value: object) -> str:
+    if isinstance(value, Mapping):
+        return str(value.get("sha256"))
+    return digest_of(value)["sha256"] if isinstance(value, list) else ""
+
+
+def _receipts(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        if HASH in value and "spans" in value and "format" in value:
+            yield value
+        else:
+            for inner in value.values():
+                yield from _receipts(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _receipts(inner)
+
+
+def _samples(value: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(value, dict):
+        if all(isinstance(value.get(name), list) for name in ("prompt_ids", "token_ids", "logprobs")):
+            yield value
+        for inner in value.values():
+            yield from _samples(inner)
+    elif isinstance(value, list) and value and isinstance(value[0], dict | list):
+        for inner in value:
+            yield from _samples(inner)

@@ -1,0 +1,200 @@
+"""The tokens of a stream that a client has, read from the comments that a worker writes before each event.
+
+A comment is one line, `: progress {JSON}`. The first one of a stream has the answer's head, its number of sequences and
+the worker's guarantee; each other one what an event adds to one sequence.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...http.edge.errors import SERVER_ENDED
+from ..wire import WorkerFailed
+
+END_OF_EVENT = b"\n\n"
+_MARK = b": progress "
+_DONE = [b"data: [DONE]"]
+_ERROR = b'data: {"error"'
+_FAILED = 500  # codes of errors from here on are the worker's own
+
+
+class Host(Protocol):
+    """A server as it reports itself in GET /server_info."""
+
+    @property
+    def weight_digest(self) -> str | None:
+        """The digest of its weights; None: it has none yet, or reports none."""
+
+    @property
+    def guarantee(self) -> dict[str, object] | None:
+        """The plain values on which its bits depend; None: not reported."""
+
+
+class StreamCut(WorkerFailed):
+    """The worker ended the stream before the answer's end, and said so."""
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """The part of one sequence that the client has."""
+
+    token_ids: array[int] = field(default_factory=lambda: array("q"))
+    logprobs: array[float] = field(default_factory=lambda: array("d"))
+    num_chars: int = 0
+    cached: int = 0
+    has_ended: bool = False
+    spans: list[tuple[str, str | None, int]] = field(default_factory=list)  # version, digest, first token
+
+    def add(self, note: Mapping[str, Any]) -> None:
+        if num := note.get("taken_back", 0):
+            del self.token_ids[-num:], self.logprobs[-num:]
+            while self.spans and self.spans[-1][2] >= max(len(self.token_ids), 1):
+                self.spans.pop()
+        self.num_chars -= note.get("chars_taken_back", 0)
+        if "digest" in note:
+            version, digest = note["version"], note["digest"]
+            if not self.spans:
+                self.cached = note["cached"]
+            if not self.spans or self.spans[-1][:2] != (version, digest):
+                self.spans.append((version, digest, len(self.token_ids)))
+        self.token_ids.extend(note.get("ids", ()))
+        self.logprobs.extend(float("-inf") if one is None else one for one in note.get("logprobs", ()))
+        self.num_chars += note.get("chars", 0)
+        self.has_ended = self.has_ended or "ended" in note
+
+    def begun(self) -> dict[str, object]:
+        """Return it as a field of `begun`."""
+        logprobs = [None if one == float("-inf") else one for one in self.logprobs]
+        return {"token_ids": self.token_ids.tolist(), "logprobs": logprobs, "num_chars": self.num_chars,
+                "cached_tokens": self.cached, "has_ended": self.has_ended, "spans": self.spans}  # fmt: skip
+
+
+class Progress:
+    """The part of one stream that the client has."""
+
+    def __init__(self, check: str) -> None:
+        """Start with nothing. check: "proven" or "trusted", for the worker that goes on."""
+        self._check = check
+        self._head: dict[str, Any] = {}
+        self._guarantee: dict[str, Any] = {}
+        self._sequences: list[_Sequence | None] = []
+        self.why_lost: str | None = "its worker does not report the tokens"  # why it cannot move; None: it can
+        self.num_tokens = 0  # that all attempts together have delivered
+        self.num_notes = 0  # likewise
+        self.is_done = False  # whether the client has the last event
+        self._has_usage = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the client has an event."""
+        return self.num_notes > 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes, about."""
+        return 16 * self.num_tokens
+
+    def lose(self, why: str) -> None:
+        """Forget the tokens: the stream stays where it is."""
+        self.why_lost, self._sequences = why, []
+
+    def concerns(self, events: bytes) -> bool:
+        """Return whether some whole events have notes, or may end the stream."""
+        return any(mark in events for mark in (_MARK, _ERROR, *_DONE))
+
+    def read(self, events: bytes) -> Iterator[tuple[bytes, list[dict[str, Any]]]]:
+        """Yield each of some whole events without its comments, and with the notes in them, for `add`. Raises StreamCut
+        at an event by which the worker ends a stream that is not at its end."""
+        for event in events.split(END_OF_EVENT)[:-1]:
+            lines = event.split(b"\n")
+            rest = [line for line in lines if not line.startswith(_MARK)]
+            notes = [_note(line) for line in lines if line.startswith(_MARK)]
+            if why := next((note["ended"] for note in notes if note.get("ended") == SERVER_ENDED), None):
+                raise StreamCut(f"it was ended: {why}")
+            if rest and rest[-1].startswith(_ERROR):
+                _raise_failure(rest[-1])
+            yield b"\n".join(rest) + END_OF_EVENT, [{"done": True}] if rest == _DONE else notes
+
+    def add(self, notes: list[dict[str, Any]]) -> None:
+        """Take the notes of an event that the client has."""
+        try:
+            for note in notes:
+                self._add(note)
+                self.num_notes += 1
+        except (LookupError, TypeError, ValueError, OverflowError):
+            self.lose("the notes of its worker cannot be understood")
+
+    def _add(self, note: Mapping[str, Any]) -> None:
+        if "done" in note:
+            self.is_done = True
+        elif "usage" in note:
+            self._has_usage = True
+        elif "head" in note:
+            self._head, self._guarantee = dict(note["head"]), dict(note["guarantee"])
+            self._sequences = [None] * note["num_sequences"]
+            self.why_lost = None
+        elif self._sequences:
+            sequence = self._sequences[note["index"]] or _Sequence()
+            self._sequences[note["index"]] = sequence
+            sequence.add(note)
+            self.num_tokens += len(note.get("ids", ()))
+
+    @property
+    def _digests(self) -> set[str | None]:
+        """The digests of the newest tokens of all sequences."""
+        return {one.spans[-1][1] for one in self._sequences if one is not None and one.spans}
+
+    def why_not(self, worker: Host) -> str | None:
+        """Return why a worker cannot go on with the stream; None: it can."""
+        digests = self._digests
+        if not digests:
+            return None  # no token is drawn yet
+        if digests == {None}:
+            return "the weights that drew its tokens have no digest"
+        if len(digests) > 1:
+            return f"its tokens are of several weights ({', '.join(sorted(map(str, digests)))})"
+        [digest] = digests
+        if worker.weight_digest != digest:
+            return f"its weights have the digest {worker.weight_digest}, and the answer's {digest}"
+        here, there = worker.guarantee or {}, self._guarantee
+        if differing := sorted(name for name in {*here, *there} if here.get(name) != there.get(name)):
+            return "; ".join(f"its {name} is {here.get(name)}, and was {there.get(name)}" for name in differing)
+        return None if here.get("invariant") else "its numbers depend on the batch"
+
+    def begun_at(self, worker: Host) -> dict[str, object]:
+        """Return the field `begun` of the call by which a worker goes on."""
+        digests = self._digests
+        return {
+            "sequences": [None if one is None else one.begun() for one in self._sequences],
+            "check": self._check,
+            "weight_digest": next(iter(digests)) if digests else worker.weight_digest,
+            "guarantee": self._guarantee if digests else worker.guarantee,
+            "head": self._head,
+            "has_usage": self._has_usage,
+        }
+
+
+def _note(line: bytes) -> dict[str, Any]:
+    try:
+        note = json.loads(line[len(_MARK) :])
+    except ValueError:
+        note = None
+    if not isinstance(note, dict):
+        raise WorkerFailed(f"its stream has a comment that is no note: {line[:100]!r}")
+    return note
+
+
+def _raise_failure(line: bytes) -> None:
+    """Raise StreamCut for an event with an error of the worker's own."""
+    try:
+        error = json.loads(line.removeprefix(b"data: "))["error"]
+        code, message = error["code"], str(error["message"])
+    except (ValueError, LookupError, TypeError):
+        return
+    status = code if isinstance(code, int) else _FAILED if error.get("type") == "server_error" else 0
+    if status >= _FAILED:
+        raise StreamCut(message)

@@ -1,0 +1,1 @@
+"""Exchanges of tensors between processes of one host."""

@@ -1,0 +1,1 @@
+"""The search in earlier tokens for what may come next, in C++."""

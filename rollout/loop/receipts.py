@@ -1,0 +1,105 @@
+"""The making of receipts: one for each answer that asks for it, chained in the order of the answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..completion import Completion
+from ..receipt import Guarantee, guarantee, listed, sealed, settings_json
+from ..sequences.output_record import KeptKV, OutputRecord
+from ..sequences.request import Request, fresh_ids
+from .parts import Parts
+
+_GRAMMAR_SETTINGS = ("grammar_any_whitespace", "jump_forward_max_rollback", "jump_forward_max_blocks", "block_size")
+
+
+class Receipts:
+    """Maker of one engine's receipts.
+
+    Each has a number and the hash of the one before of this engine, so that the last one covers all of a batch.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._metrics = parts, parts.reports.metrics
+        self._engine = fresh_ids(1)[0][:16]
+        self._number, self._previous = 0, ""
+        self._digests: dict[str, str] = {}  # of versions: some digests are computed after the first tokens are drawn
+        self._known: tuple[object, Guarantee] | None = None  # the numerics, and the guarantee that they give
+
+    def with_receipt(self, request: Request, completion: Completion) -> Completion:
+        """Return the answer with its receipt, if its request or else the engine's settings ask for one."""
+        asked: object = request.options.return_receipt
+        if asked is None:
+            asked = self._parts.config.receipts
+        if asked in (False, "off") or request.params.max_new_tokens == 0:
+            return completion
+        started = time.thread_time()
+        if completion.weight_digest is not None:
+            self._digests[completion.weight_version] = completion.weight_digest
+        receipt = self._receipt(request, completion, in_full=asked != "digests")
+        self._number, self._previous = self._number + 1, receipt["sha256"]
+        self._metrics.receipt_seconds += time.thread_time() - started
+        self._metrics.num_receipts += 1
+        return replace(completion, receipt=receipt)
+
+    def _receipt(self, request: Request, completion: Completion, *, in_full: bool) -> dict[str, Any]:
+        parts, params, reason = self._parts, request.params, completion.finish_reason
+        assert reason is not None, "the answer has ended"
+        return sealed(
+            {
+                "engine": self._engine,
+                "number": self._number,
+                "previous": self._previous,
+                "id": completion.id,
+                "index": completion.index,
+                "seed": request.seed,
+                **listed(completion.prompt_ids, completion.token_ids, completion.logprobs, in_full=in_full),
+                "settings": settings_json(params),
+                "finish": {"type": reason.type, "matched": reason.matched},
+                "eos": sorted(parts.eos_token_ids),
+                "max_model_len": parts.max_model_len,
+                "spans": spans_of(request.record, self._digests),
+                **({"grammar": self._grammar(request)} if request.grammar is not None else {}),
+                "guarantee": self._guarantee(),
+            }
+        )
+
+    def _grammar(self, request: Request) -> dict[str, Any]:
+        """Return what a constrained answer follows from besides its settings, and its jumps in the mode `text`."""
+        assert request.grammar is not None
+        settings = {name: getattr(self._parts.config, name) for name in _GRAMMAR_SETTINGS}
+        jumps = [[at, list(removed), list(inserted)] for at, removed, inserted in request.record.jumps]
+        return {"mode": request.grammar.mode, **settings, "jumps": jumps}
+
+    def _guarantee(self) -> Guarantee:
+        numerics = self._parts.model.numerics
+        if self._known is None or self._known[0] is not numerics:  # an adapter brings others
+            self._known = (numerics, guarantee(self._parts.model))
+        return self._known[1]
+
+
+def spans_of(record: OutputRecord, digests: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the runs of output tokens of one weight version and one origin of their KV, as a receipt has them.
+
+    digests: of versions, for tokens that were drawn before the digest of theirs was known.
+    """
+    kept_from = dict(record.kv_starts)
+    spans: list[dict[str, Any]] = []
+    kept: tuple[KeptKV, ...] = ()
+    starts = sorted({*kept_from, *(span.start for span in record.spans)})
+    ends = [*starts[1:], len(record.logprobs)]
+    for start, end in zip(starts, ends, strict=False):  # without output there are no starts
+        kept = kept_from.get(start, kept)
+        span = next(span for span in reversed(record.spans) if span.start <= start)
+        weights = {"version": span.version, "digest": span.digest or digests.get(span.version)}
+        runs = [
+            {"version": run.version, "digest": run.digest or digests.get(run.version), "end": run.end} for run in kept
+        ]
+        if spans and (spans[-1]["version"], spans[-1]["digest"], spans[-1]["kept_kv"]) == (*weights.values(), runs):
+            spans[-1]["end"] = end
+        else:
+            spans.append({**weights, "start": start, "end": end, "kept_kv": runs})
+    return spans

@@ -1,0 +1,164 @@
+"""The claim of a receipt in the form that a proof reads, and the answer of a proof."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+
+from ..receipt import FORMAT, LISTS, digest_of, is_in_full, settings_of
+from ..sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Rows of a sequence, up to number `end` - 1, whose KV older weights have computed."""
+
+    digest: str | None
+    end: int
+
+
+@dataclass(frozen=True)
+class ClaimedSpan:
+    """Output tokens start .. end-1, drawn from one version of the weights over KV of the same origin."""
+
+    version: str
+    digest: str | None
+    start: int
+    end: int
+    kept: tuple[KeptRows, ...] = ()  # KV of older weights, from row 0 on; the rows after it are of `digest`
+
+
+@dataclass(frozen=True, eq=False)
+class Claim:
+    """All of a receipt that a proof needs. Raises ValueError, naming what is wrong, where a receipt is not one."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    token_ids: np.ndarray  # int64 [T]
+    logprob_bits: np.ndarray  # uint32 [T]: of the float32 log-probabilities
+    seed: int
+    index: int
+    params: SamplingParams
+    spans: tuple[ClaimedSpan, ...]
+    finish: Mapping[str, Any]  # type, and the stop token or string that matched
+    eos: frozenset[int]
+    grammar: Mapping[str, Any] | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """The tokens that end the output."""
+        return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else self.eos)
+
+    @property
+    def wrong_end(self) -> int | None:
+        """The position of an output token that cannot stand where it does, for an end before it or none after it."""
+        stops = np.isin(self.token_ids, list(self.stops))
+        if len(early := np.flatnonzero(stops[:-1])):
+            return int(early[0]) + 1
+        matched = self.finish.get("matched")
+        is_by_token = self.finish["type"] == "stop" and type(matched) is int
+        wrong = is_by_token and (not len(stops) or self.token_ids[-1] != matched or not stops[-1])
+        return len(stops) - 1 if wrong else None
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A token at a position, as it was claimed or as it comes out."""
+
+    token_id: int
+    logprob: float
+    bits: int  # of the log-probability, as float32
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer of a proof about one sample."""
+
+    status: Literal["equal", "differs", "unproven"]
+    what: str = ""  # what differs ("token", "logprob", ...), or why nothing was proven
+    position: int | None = None  # of the first output token that differs
+    claimed: Drawn | None = None
+    found: Drawn | None = None
+    num_tokens: int = 0  # output tokens that were drawn again and came out equal
+
+
+def unproven(why: str) -> Verdict:
+    return Verdict("unproven", why)
+
+
+def claim_of(receipt: Mapping[str, Any], vocab_size: int) -> Claim:
+    """Read a receipt. Raises ValueError naming every field that is missing or wrong."""
+    if receipt.get("format") != FORMAT:
+        raise ValueError(f"format is {receipt.get('format')!r}; this version reads {FORMAT}")
+    if not is_in_full(receipt):
+        raise ValueError("has digests in the place of tokens: give the file that has the sample too")
+    wrong = [
+        f"{name} holds no token ids below {vocab_size}"
+        for name in ("prompt", "output")
+        if not all(type(id) is int and 0 <= id < vocab_size for id in receipt[name])
+    ]
+    output, bits = receipt["output"], receipt["logprobs"]
+    if not all(type(one) is int and 0 <= one < 2**32 for one in bits) or len(bits) != len(output):
+        wrong.append("logprobs holds no 32 bits for each token of the output")
+    if not receipt["prompt"]:
+        wrong.append("prompt is empty")
+    seed, index = receipt.get("seed"), receipt.get("index")
+    if type(seed) is not int or not -(2**63) <= seed < 2**63:
+        wrong.append(f"seed is no int64, but {seed!r}")
+    if type(index) is not int or index < 0:
+        wrong.append(f"index is no number of a sample, but {index!r}")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    try:
+        spans = tuple(_span(span) for span in receipt["spans"])
+        params = settings_of(receipt["settings"])
+        claim = Claim(
+            str(receipt.get("id", "")), tuple(receipt["prompt"]), np.array(output, np.int64),
+            np.array(bits, np.uint32), int(receipt["seed"]), int(receipt["index"]), params, spans,
+            dict(receipt["finish"]), frozenset(receipt["eos"]), receipt.get("grammar"),
+        )  # fmt: skip
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"is no receipt: {type(error).__name__}: {error}") from error
+    _check_spans(claim)
+    return claim
+
+
+def with_values(receipt: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a receipt with the tokens and log-probabilities of a file in the place of their digests.
+
+    Raises ValueError naming the lists that are not those that the receipt was made of.
+    """
+    wrong = [name for name in LISTS if not _matches(receipt.get(name), values[name])]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: the file has others than the receipt was made of")
+    return {**receipt, **{name: list(values[name]) for name in LISTS}}
+
+
+def _matches(claimed: object, values: Any) -> bool:
+    return claimed in (list(values), digest_of(values))
+
+
+def _span(span: Mapping[str, Any]) -> ClaimedSpan:
+    kept = tuple(KeptRows(run["digest"], int(run["end"])) for run in span["kept_kv"])
+    return ClaimedSpan(str(span["version"]), span["digest"], int(span["start"]), int(span["end"]), kept)
+
+
+def _check_spans(claim: Claim) -> None:
+    """Check that the spans cover the output, each with the origin of all KV before it. Raises ValueError."""
+    end = 0
+    for span in claim.spans:
+        rows = [0, *(run.end for run in span.kept), claim.num_prompt_tokens + span.start]
+        is_ascending = all(a < b for a, b in pairwise(rows))
+        if span.start != end or span.end <= span.start or not is_ascending:
+            raise ValueError(f"spans do not cover the output one after another: {span}")
+        end = span.end
+    if end != len(claim.token_ids):
+        raise ValueError(f"spans cover {end} of {len(claim.token_ids)} output tokens")

@@ -1,0 +1,80 @@
+"""Draws of samples whose logits are changed before the draw: penalties, biases, forbidden ends and grammars."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from torch import Tensor
+
+from ..grammars.state import GrammarState
+from ..loop.parts import Parts
+from ..request_options import RequestOptions
+from ..running.batch import SampledRow
+from ..running.sampler import Sampler
+from ..sequences.request import Request
+from ..sequences.sequence import Sequence
+from .claim import Claim
+from .layout import Task
+
+
+def needs_own(claim: Claim) -> bool:
+    """Return whether a sample's rows are drawn one by one, each with what its own tokens before it change."""
+    params = claim.params
+    return params.needs_penalties or bool(params.logit_bias) or params.min_new_tokens > 0 or params.is_constrained
+
+
+class OwnSettings:
+    """The draws of such samples, by the sampler that drew them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._samplers: dict[frozenset[int], Sampler] = {}
+        self._requests: dict[Task, Request] = {}
+        self._masks: dict[Task, list[bytes | None]] = {}
+
+    def drawn(self, task: Task, first: int, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        """Draw output tokens `first`, first + 1, ... of a task from logits [R, V]; returns ids and
+        log-probabilities."""
+        claim = task.claim
+        request = self._requests.get(task)
+        if request is None:
+            sequence = Sequence(claim.id, claim.prompt_ids)
+            request = self._requests[task] = Request(
+                sequence, claim.params, RequestOptions(), claim.index, claim.seed, 0.0, 0, None
+            )
+            if claim.params.is_constrained:
+                self._masks[task] = masks_of(claim, self._state(claim))
+        output = tuple(claim.token_ids.tolist())
+        places = range(first, first + len(logits))
+        rows = [SampledRow(request, output[:place]) for place in places]
+        masks = self._masks.get(task)
+        allowed = [masks[place] for place in places] if masks else ()
+        sampler = self._samplers.setdefault(claim.eos, Sampler(claim.eos))
+        choices = sampler.sample(logits, rows, allowed)
+        if places.stop >= task.span.end:  # the last rows of the task
+            sampler.forget(request)
+        return np.array([c.token_id for c in choices], np.int64), np.array([c.logprob for c in choices], np.float32)
+
+    def _state(self, claim: Claim) -> GrammarState:
+        assert claim.grammar is not None, "checked before"
+        params = replace(claim.params, jump_forward=claim.grammar["mode"])
+        [compiled] = self._parts.grammars.compiled([params])
+        assert compiled is not None
+        return self._parts.grammars.state(compiled, params)
+
+
+def masks_of(claim: Claim, state: GrammarState) -> list[bytes | None]:
+    """Return the tokens that a grammar allows at each position of a claimed output, as the bits of a mask.
+
+    After a token that it does not allow, which no draw can be, nothing is known: None.
+    """
+    masks: list[bytes | None] = []
+    output = claim.token_ids.tolist()
+    for place, token_id in enumerate(output):
+        state.follow(output[:place])
+        mask = state.mask()
+        masks.append(mask.tobytes())
+        if not mask[token_id >> 3] >> (token_id & 7) & 1:
+            break
+    return masks + [None] * (len(output) - len(masks))

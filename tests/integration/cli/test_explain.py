@@ -1,0 +1,162 @@
+"""`lockstep explain`: its exit codes, its text and its JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.integration.cli import main as cli
+from lockstep.integration.explain.runs import run_way
+from lockstep.integration.explain.sequence import TokenSequence
+from lockstep.integration.explain.ways import Way
+from lockstep.integration.grpo.results.samples import SampleFiles
+from lockstep.tests.support.random_models import random_model
+
+SEQUENCE = TokenSequence(tuple(range(1, 21)), tuple(range(30, 40)))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("explain") / "model"
+    random_model("qwen3").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def logprobs(model) -> list[float]:
+    return list(run_way(Way(), SEQUENCE, model).logprobs.values())
+
+
+@pytest.fixture
+def file(tmp_path) -> Path:
+    path = tmp_path / "sequence.json"
+    SEQUENCE.save(path)
+    return path
+
+
+def explained(capsys, *arguments: object) -> tuple[int, str, str]:
+    code = cli.main(["explain", *map(str, arguments)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_equal_ways_are_said_to_be_equal(model, file, capsys):
+    code, out, err = explained(capsys, file, "--model", model)
+    assert code == 0
+    assert "73 operations at 29 positions" in out
+    assert "equal      every operation at every position, bit for bit" in out
+    assert "running decode" in err
+
+
+def test_the_first_operation_row_and_element_are_named(model, file, capsys):
+    code, out, _ = explained(capsys, file, "--model", model, "--way", "decode", "--way", "decode,k_blocks=2")
+    assert code == 1
+    [parts] = [line for line in out.splitlines() if line.startswith("parts")]
+    assert parts.split(maxsplit=1)[1] == "layer 0, self_attn.o_proj"
+    assert "row 0 (token 1), element 0: " in out
+    assert " apart\n" in out
+    assert " of 29 rows differ, by up to " in out
+    assert "at last    log-probability" in out
+    code, out, _ = explained(capsys, file, "--model", model, "--way", "decode", "--way", "decode,k_blocks=2", "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert found["equal"] is False
+    assert found["first"]["operation"] == {"layer": 0, "name": "self_attn.o_proj", "what": "result"}
+    assert found["first"]["first"] != found["first"]["second"]
+    assert len(found["operations"]) == 73
+
+
+def test_reported_log_probabilities_are_compared_with_the_first_way(model, logprobs, tmp_path, capsys):
+    path = tmp_path / "claimed.json"
+    TokenSequence(SEQUENCE.prompt_ids, SEQUENCE.token_ids, tuple(logprobs)).save(path)
+    code, out, _ = explained(capsys, path, "--model", model)
+    assert code == 0
+    assert "reported   all 10 log-probabilities are the first way's, bit for bit" in out
+    wrong = [*logprobs[:4], logprobs[4] + 0.25, *logprobs[5:]]
+    TokenSequence(SEQUENCE.prompt_ids, SEQUENCE.token_ids, tuple(wrong)).save(path)
+    code, out, _ = explained(capsys, path, "--model", model)
+    assert code == 1
+    assert "1 of 10 log-probabilities part, the first at token 24 (34)" in out
+    assert "+0.25 nats" in out
+    assert explained(capsys, path, "--model", model, "--tolerance", "0.3")[0] == 0
+
+
+def test_another_engines_answer_brings_its_own_sequence(model, logprobs, tmp_path, capsys):
+    pairs = list(zip(SEQUENCE.token_ids, logprobs, strict=True))
+    triples = [[value + (0.125 if token == 33 else 0.0), token, None] for token, value in pairs]
+    prompt = [[None, SEQUENCE.prompt_ids[0], None], *([-1.0, token, None] for token in SEQUENCE.prompt_ids[1:])]
+    path = tmp_path / "answer.json"
+    path.write_text(json.dumps({"meta_info": {"output_token_logprobs": triples, "input_token_logprobs": prompt}}))
+    code, out, _ = explained(capsys, "--scores", path, "--model", model)
+    assert code == 1
+    assert "scores     1 of 10 log-probabilities part, the first at token 23 (33)" in out
+    code, out, _ = explained(capsys, "--scores", path, "--model", model, "--json")
+    assert [gap["difference"] for gap in json.loads(out)["scores"]][3] == 0.125
+
+
+def test_a_sample_of_a_run_is_explained(model, logprobs, tmp_path, capsys):
+    row = {"prompt_ids": SEQUENCE.prompt_ids, "token_ids": SEQUENCE.token_ids, "logprobs": logprobs}
+    SampleFiles(tmp_path, 0, 0).write(2, [{"prompt_ids": [1], "token_ids": [2], "logprobs": [0.0]}, row])
+    code, out, _ = explained(capsys, tmp_path, "--sample", 1, "--model", model, "--way", "decode", "--way", "prefill")
+    assert code == 0
+    assert f"sample 1 of step 2 of {tmp_path}" in out
+
+
+def test_changed_weights_are_found_between_two_folders(model, file, tmp_path, capsys):
+    changed = random_model("qwen3")
+    with torch.no_grad():
+        weight = changed.model.layers[1].mlp.up_proj.weight
+        weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(torch.inf))
+    changed.save_pretrained(tmp_path / "changed")
+    ways = ["--way", "decode", "--way", f"decode,model={tmp_path / 'changed'}"]
+    code, out, _ = explained(capsys, file, "--model", model, *ways)
+    assert code == 1
+    assert "parts      layer 1, mlp.up_proj" in out
+    assert ", element 3: " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["FILE"], "--model is missing"),
+        (["--model", "MODEL"], "there is no sequence"),
+        (["FILE", "--model", "MODEL", "--way", "decode"], "--way stands twice, not 1 times"),
+        (["FILE", "--model", "MODEL", "--way", "decode", "--way", "wrong"], "'wrong' is none of"),
+        (["FILE", "--model", "nowhere"], "holds no config.json"),
+        (["nothing.json", "--model", "MODEL"], "nothing.json cannot be read"),
+        (["FILE", "--model", "MODEL", "--sample", "3"], "of which number 3 is no JSON object"),
+        (["--text", "a b", "--model", "MODEL"], "needs a tokenizer"),
+        (["FILE", "--text", "a", "--model", "MODEL"], "--text takes the place of SOURCE"),
+        (["FILE", "--model", "MODEL", "--at-least", "0"], "--at-least must be at least 1"),
+        (["FILE", "--model", "MODEL", "--way", "decode", "--way", "transformers,attention=none"], "attention=none"),
+    ],
+)
+def test_mistakes_are_named_in_one_line(arguments, said, model, file, capsys):
+    given = [{"FILE": str(file), "MODEL": str(model)}.get(word, word) for word in arguments]
+    try:
+        code = cli.main(["explain", *given])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_text_is_scored_from_its_second_token_on(bpe_tokenizer, tmp_path, capsys):
+    random_model("qwen3", vocab_size=1000).save_pretrained(tmp_path)
+    bpe_tokenizer.save_pretrained(tmp_path)
+    ways = ["--way", "prefill", "--way", "trainer"]
+    code, out, _ = explained(capsys, "--text", "the name of the value", "--model", tmp_path, *ways)
+    assert code == 0
+    num = len(bpe_tokenizer("the name of the value")["input_ids"])
+    assert f"sequence   text: 1 tokens and {num - 1} after them" in out
+
+
+@pytest.mark.parametrize("way", ["decode", "trainer", "transformers"])
+def test_tokens_beyond_the_vocabulary_are_refused(way, model, tmp_path, capsys):
+    TokenSequence((1, 2), (3, 256, 4)).save(tmp_path / "x")
+    code, _, err = explained(capsys, tmp_path / "x", "--model", model, "--way", way, "--way", "decode")
+    assert code == 2
+    assert "256" in err.splitlines()[-1]

@@ -1,0 +1,118 @@
+"""`lockstep replay` on files of receipts: what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.integration.cli import main as cli
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.receipt import sealed
+from lockstep.rollout.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Make a model's folder, a file of receipts with digests, and one of the samples."""
+    from lockstep.tests.support.random_models import random_model
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("replay")
+    module = random_model("qwen3").train()
+    service = RolloutService(Engine(module, EngineConfig(kv_cache="64 blocks", k_blocks=2)))
+    service.commit_in_place("1", source=module.named_parameters())
+    module.save_pretrained(folder / "model")
+    for kind in ("tokens", "digests"):
+        object.__setattr__(service.engine.config, "receipts", kind)
+        answers = service.engine.generate([[1, 2, 3], [9] * 20], SamplingParams(max_new_tokens=12, n=2))
+        lines = [json.dumps({"answer": {"receipt": answer.receipt}}) for answer in answers]
+        (folder / f"{kind}.jsonl").write_text("\n".join(lines) + "\n")
+    rows = [
+        {"prompt_ids": answer.prompt_ids, "token_ids": answer.token_ids, "logprobs": answer.logprobs}
+        for answer in answers
+    ]
+    (folder / "samples.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    yield folder
+    torch.set_num_threads(num_threads)
+
+
+def replay(*arguments: object) -> int:
+    return cli.main(["replay", *map(str, arguments), "--quiet"])
+
+
+def receipts(path: Path) -> list[dict]:
+    return [json.loads(line)["answer"]["receipt"] for line in path.read_text().splitlines()]
+
+
+def test_samples_of_a_file_are_proven(made, capsys):
+    assert replay(made / "tokens.jsonl", "--weights", made / "model") == 0
+    assert capsys.readouterr().out == ("4 of 4 samples proven equal, 0 differ, 0 unproven; 48 tokens drawn again\n")
+
+
+def test_a_changed_sample_is_named_with_what_was_claimed_and_what_comes_out(made, tmp_path, capsys):
+    one = receipts(made / "tokens.jsonl")[1]
+    changed = {**one, "output": [*one["output"][:5], one["output"][5] ^ 1, *one["output"][6:]]}
+    path = tmp_path / "changed.jsonl"
+    path.write_text(json.dumps([sealed(changed)]))
+    assert replay(path, "--weights", made / "model", "--json") == 1
+    [verdict] = json.loads(capsys.readouterr().out)["verdicts"]
+    assert (verdict["status"], verdict["what"], verdict["position"]) == ("differs", "token", 5)
+    assert verdict["claimed"]["token_id"] == one["output"][5] ^ 1
+    assert verdict["found"] == {
+        "token_id": one["output"][5], "bits": one["logprobs"][5], "logprob": verdict["found"]["logprob"]
+    }  # fmt: skip
+    assert replay(path, "--weights", made / "model") == 1
+    text = capsys.readouterr().out
+    assert f"token differs at output position 5: claimed token {one['output'][5] ^ 1} with" in text
+
+
+def test_digests_are_proven_beside_the_file_of_the_samples_only(made, capsys):
+    path = made / "digests.jsonl"
+    assert replay(path, "--weights", made / "model") == 3
+    assert "has digests in the place of tokens: give the file that has the sample" in capsys.readouterr().out
+    assert replay(path, "--weights", made / "model", "--samples", made / "samples.jsonl") == 0
+
+
+def test_another_guarantee_is_said_first(made, tmp_path, capsys):
+    one = receipts(made / "tokens.jsonl")[0]
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(sealed({**one, "guarantee": {**one["guarantee"], "isa": "amx"}})))
+    assert replay(path, "--weights", made / "model") == 3
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("this machine's guarantee is another one: isa: amx there, ")
+    assert replay(path, "--weights", made / "model", "--anyway") == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["none.jsonl"], "none.jsonl cannot be read"),
+        (["{made}/samples.jsonl"], "holds no receipts"),
+        (["{made}/tokens.jsonl"], "--weights is needed"),
+        (["{made}"], "has no samples"),
+        (["{made}/tokens.jsonl", "--weights", "{made}/none"], "is no folder of weights"),
+        (["{made}/tokens.jsonl", "--weights", "{made}/model", "--engine", "k_blocks=0"], "k_blocks must be"),
+        (["{made}/tokens.jsonl", "--step", "0"], "--step must be at least 1"),
+    ],
+)
+def test_mistakes_are_named(made, arguments, said, capsys):
+    try:
+        code = replay(*(argument.format(made=made) for argument in arguments))
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and said in capsys.readouterr().err
+
+
+def test_receipts_of_two_engines_are_not_proven_together(made, tmp_path, capsys):
+    one = receipts(made / "tokens.jsonl")[0]
+    other = sealed({**one, "guarantee": {**one["guarantee"], "k_blocks": 4}})
+    path = tmp_path / "two.json"
+    path.write_text(json.dumps([one, other]))
+    assert replay(path, "--weights", made / "model") == 2
+    assert "several engines (k_blocks 2 and 4)" in capsys.readouterr().err

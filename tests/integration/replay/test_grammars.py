@@ -1,0 +1,88 @@
+"""Proofs of constrained samples, whose jumps are no draws under the mode `text`."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.receipt import sealed
+from lockstep.rollout.request_options import RequestOptions
+from lockstep.rollout.sampling_params import SamplingParams
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "città": {"enum": ["Paris", "Parma", "Rome"]},
+        "items": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+    },
+    "required": ["name", "città", "items"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def make_service(bpe_tokenizer):
+    torch.manual_seed(3)
+    config = transformers.Qwen3Config(
+        vocab_size=1024, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=512, bos_token_id=None, eos_token_id=0,
+        pad_token_id=None,
+    )  # fmt: skip
+    model = transformers.Qwen3ForCausalLM(config).eval()
+
+    def make(**settings: object) -> RolloutService:
+        engine = Engine(model, EngineConfig(kv_cache="256 blocks", **settings), tokenizer=bpe_tokenizer)
+        service = RolloutService(engine)
+        service.commit_in_place("1", source=model.named_parameters())
+        return service
+
+    return make
+
+
+def receipts_of(service: RolloutService, mode: str) -> list[dict]:
+    params = SamplingParams(json_schema=SCHEMA, jump_forward=mode, max_new_tokens=60, sampling_seed=5, n=2)
+    options = RequestOptions(return_receipt=True)
+    return [c.receipt for c in service.engine.generate(["a person: ", "{", "x"], params, options=options)]
+
+
+@pytest.mark.parametrize("mode", ["off", "exact", "text"])
+def test_constrained_samples_are_proven_in_every_mode(make_service, mode):
+    receipts = receipts_of(make_service(), mode)
+    service = make_service(speculation="off")
+    report = service.replay(receipts)
+    assert report.num("equal") == 6, list(report.lines())
+    one = receipts[0]
+    other = sealed({**one, "logprobs": [*one["logprobs"][:9], one["logprobs"][9] ^ 1, *one["logprobs"][10:]]})
+    [verdict] = service.replay([other]).verdicts
+    assert (verdict.status, verdict.what, verdict.position) == ("differs", "logprob", 9)
+    foreign = sealed({**one, "output": [*one["output"][:5], (one["output"][5] + 7) % 1024, *one["output"][6:]]})
+    [verdict] = service.replay([foreign]).verdicts
+    assert (verdict.status, verdict.what, verdict.position) == ("differs", "token", 5)
+
+
+def test_draws_and_jumps_are_in_the_receipt_in_their_order(make_service):
+    service = make_service()
+    receipts = receipts_of(service, "text")
+    jumps = [jump for receipt in receipts for jump in receipt["grammar"]["jumps"]]
+    assert sum(len(inserted) for _, _, inserted in jumps) > 20
+    assert any(removed for _, removed, _ in jumps), "no draw was replaced"
+    one = next(receipt for receipt in receipts if any(jump[1] for jump in receipt["grammar"]["jumps"]))
+    other = copy.deepcopy(one)
+    index = next(i for i, jump in enumerate(other["grammar"]["jumps"]) if jump[1])
+    other["grammar"]["jumps"][index][1][0] ^= 1
+    [verdict] = service.replay([sealed(other)]).verdicts
+    assert verdict.status == "differs" and f"jumps: number {index}" in verdict.what
+
+
+def test_another_engine_that_follows_grammars_otherwise_says_so(make_service):
+    receipts = receipts_of(make_service(), "text")
+    report = make_service(jump_forward_max_rollback=3, grammar_any_whitespace=True).replay(receipts)
+    assert report.num("unproven") == 6
+    assert "grammar_any_whitespace, jump_forward_max_rollback" in report.verdicts[0].what

@@ -1,0 +1,230 @@
+"""Proofs of receipts by a service: equal samples, and what is named where something was changed."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.proving import prover
+from lockstep.rollout.receipt import digest_of, sealed
+from lockstep.rollout.request_options import RequestOptions
+from lockstep.rollout.sampling_params import SamplingParams
+
+ASKED = RequestOptions(return_receipt=True)
+LONG = [(7 * i) % 250 for i in range(70)]
+PROMPTS = [[3, 17, 90, 4, 55], LONG, [250], list(range(40, 72))]
+
+
+@pytest.fixture
+def make_service(make_model, restore_threads):
+    torch.set_num_threads(1)
+
+    def make(family: str = "qwen3", module=None, **config: object) -> RolloutService:
+        settings = {"kv_cache": "64 blocks", "max_num_seqs": 8, "max_num_batched_tokens": 256}
+        module = module or make_model(family).train()
+        service = RolloutService(Engine(module, EngineConfig(**{**settings, **config})))
+        service.commit_in_place("1", source=module.named_parameters())
+        return service
+
+    return make
+
+
+def receipts_of(service: RolloutService, params: SamplingParams | list, prompts=PROMPTS) -> list[dict]:
+    return [c.receipt for c in service.engine.generate(prompts, params, options=ASKED)]
+
+
+SETTINGS = {
+    "plain": {},
+    "greedy": {"temperature": 0},
+    "filters": {"top_k": 20, "top_p": 0.8, "min_p": 0.01, "temperature": 1.3},
+    "penalties": {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "presence_penalty": 0.3},
+    "bias": {"logit_bias": {7: 2.0, 9: -3.5}, "min_new_tokens": 5},
+    "stops": {"stop_token_ids": [3, 99, 140]},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_every_sample_is_proven_from_its_receipt_alone(make_service, settings):
+    service = make_service()
+    params = SamplingParams(max_new_tokens=20, n=3, sampling_seed=4, **settings)
+    receipts = receipts_of(service, params)
+    report = make_service(speculation="off", block_size=32).replay(receipts)
+    assert [v.status for v in report.verdicts] == ["equal"] * 12, list(report.lines())
+    assert sum(v.num_tokens for v in report.verdicts) == sum(len(receipt["output"]) for receipt in receipts)
+    assert report.exit_code == 0 and "12 of 12 samples proven equal" in list(report.lines())[-1]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "llama", "qwen3_moe", "qwen3_next", "gpt_oss"])
+def test_families_are_proven(make_service, family):
+    service = make_service(family)
+    receipts = receipts_of(service, SamplingParams(max_new_tokens=9, n=2))
+    assert service.replay(receipts).num("equal") == 8
+
+
+@pytest.mark.parametrize("most_rows", [7, 64])
+def test_rows_may_be_divided_into_forwards_of_any_size(make_service, most_rows, monkeypatch):
+    service = make_service()
+    receipts = receipts_of(service, SamplingParams(max_new_tokens=20, n=3))
+    monkeypatch.setattr(prover, "MOST_ROWS", most_rows)
+    monkeypatch.setattr(prover.Prover.__init__, "__kwdefaults__", {"most_rows": most_rows})
+    monkeypatch.setattr(prover, "KV_BYTES", 1 << 18)
+    assert service.replay(receipts).num("equal") == 12
+
+
+def test_a_prompt_is_read_once_for_all_its_samples(make_service):
+    service = make_service()
+    params = SamplingParams(max_new_tokens=8, n=4)
+    receipts = receipts_of(service, params, [LONG])
+    rows = []
+    forward = service.engine.model.forward
+
+    def counted(token_ids, *rest, **options):
+        rows.append(len(token_ids))
+        return forward(token_ids, *rest, **options)
+
+    service.engine.model.forward = counted
+    assert service.replay(receipts).num("equal") == 4
+    assert sum(rows) == len(LONG) - 1 + 4 * 8
+
+
+def test_replay_leaves_live_requests_and_the_cache_alone(make_service):
+    service = make_service()
+    engine = service.engine
+    receipts = receipts_of(service, SamplingParams(max_new_tokens=12))
+    [expected] = make_service().engine.generate(LONG, SamplingParams(max_new_tokens=12, sampling_seed=1))
+    engine.add(LONG, SamplingParams(max_new_tokens=12, sampling_seed=1))
+    for _ in range(4):
+        assert engine.step() == []
+    assert service.replay(receipts).num("equal") == 4
+    while not (done := engine.step()):
+        pass
+    assert (done[0].token_ids, done[0].logprobs) == (expected.token_ids, expected.logprobs)
+    engine.check_integrity()
+
+
+def changed(receipt: dict, **values: object) -> dict:
+    return sealed({**copy.deepcopy(receipt), **values})
+
+
+def with_item(values: list[int], index: int, value: int) -> list[int]:
+    return [*values[:index], value, *values[index + 1 :]]
+
+
+def test_what_was_changed_is_found_and_named_although_the_hash_was_made_anew(make_service):
+    service = make_service()
+    receipts = receipts_of(service, SamplingParams(max_new_tokens=20))
+    one = receipts[1]
+    bits, token = one["logprobs"][7], one["output"][11]
+    other = [
+        changed(one, logprobs=with_item(one["logprobs"], 7, bits ^ 1)),
+        changed(one, output=with_item(one["output"], 11, (token + 1) % 250)),
+        changed(one, seed=one["seed"] ^ 1),
+        changed(one, prompt=with_item(one["prompt"], 3, 5)),
+        changed(one, settings={**one["settings"], "temperature": (1.1).hex()}),
+        changed(one, spans=[{**one["spans"][0], "digest": "0" * 64}]),
+        {**one, "seed": 5},
+        one,
+    ]
+    verdicts = service.replay(other).verdicts
+    assert [v.status for v in verdicts] == ["differs"] * 5 + ["unproven", "differs", "equal"]
+    assert [(v.what, v.position) for v in verdicts[:2]] == [("logprob", 7), ("token", 11)]
+    assert verdicts[0].claimed.bits == bits ^ 1 and verdicts[0].found.bits == bits
+    assert verdicts[1].claimed.token_id == (token + 1) % 250 and verdicts[1].found.token_id == token
+    assert "token" in {v.what for v in verdicts[2:4]} and verdicts[4].what in ("logprob", "token")
+    assert f"no weights of digest {'0' * 64}" in verdicts[5].what and "hash" in verdicts[6].what
+
+
+def test_weights_that_differ_by_one_ulp_have_another_digest(make_service, make_model):
+    module = make_model("qwen3").train()
+    service = make_service(module=module)
+    receipts = receipts_of(service, SamplingParams(max_new_tokens=4))
+    with torch.no_grad():
+        weight = next(module.parameters())
+        weight.view(-1)[77:78].copy_(torch.nextafter(weight.view(-1)[77:78], torch.tensor(9.0)))
+    with pytest.raises(ValueError, match="they were written since"):
+        service.replay(receipts)
+    service.commit_in_place("2", source=module.named_parameters())
+    report = service.replay(receipts)
+    assert [v.status for v in report.verdicts] == ["unproven"] * 4 and report.exit_code == 3
+    assert all(receipts[0]["spans"][0]["digest"] in v.what for v in report.verdicts)
+
+
+def test_another_guarantee_is_named_before_anything_runs(make_service):
+    service = make_service()
+    receipts = receipts_of(service, SamplingParams(max_new_tokens=4))
+    here = receipts[0]["guarantee"]
+    there = {**here, "isa": "amx", "versions": {**here["versions"], "torch": "9"}}
+    other = [changed(receipt, guarantee=there) for receipt in receipts]
+    report = service.replay(other)
+    assert report.num("unproven") == 4
+    assert service.replay(other[:1]).exit_code == 3
+    assert report.guarantee[0].startswith("isa: amx there") and report.versions[0].startswith("versions.torch: 9 there")
+    assert service.replay(other, anyway=True).num("equal") == 4
+    loose = make_service(invariant=False)
+    assert "without invariant mode" in service.replay(receipts_of(loose, SamplingParams())).verdicts[0].what
+
+
+def test_k_blocks_belong_to_the_guarantee(make_service):
+    receipts = receipts_of(make_service(k_blocks=2), SamplingParams(max_new_tokens=4))
+    assert "k_blocks: 2 there, 1 here" in make_service().replay(receipts).guarantee
+    assert make_service(k_blocks=2).replay(receipts).num("equal") == 4
+
+
+def test_an_answer_without_tokens_has_a_receipt_and_nothing_to_prove(make_service):
+    engine = (service := make_service()).engine
+    engine.add([1, 2], SamplingParams(max_new_tokens=4), options=ASKED)
+    engine.pause_generation("abort")
+    [aborted] = engine.step()
+    assert aborted.receipt["output"] == [] == aborted.receipt["spans"]
+    assert service.replay([aborted.receipt]).num("equal") == 1
+
+
+def test_digests_in_the_place_of_tokens_are_not_proven_alone(make_service):
+    service = make_service(receipts="digests")
+    answers = service.engine.generate(PROMPTS, SamplingParams(max_new_tokens=4))
+    report = service.replay([c.receipt for c in answers])
+    assert report.num("unproven") == 4 and "give the file that has the sample" in report.verdicts[0].what
+    assert answers[0].receipt["prompt"] == digest_of(PROMPTS[0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("format", 99, "format is 99"),
+        ("output", [1, 2, 9999], "output holds no token ids"),
+        ("logprobs", [1], "logprobs holds no 32 bits"),
+        ("seed", "5", "seed is no int64"),
+        ("spans", [], "spans cover 0 of 4"),
+        ("settings", {"tempreature": 1}, "unknown key 'tempreature'"),
+        ("finish", None, "is no receipt"),
+        ("guarantee", None, "no guarantee"),
+    ],
+)
+def test_a_receipt_that_is_none_is_named(make_service, field, value, named):
+    service = make_service()
+    [receipt] = receipts_of(service, SamplingParams(max_new_tokens=4), [[1, 2]])
+    [verdict] = service.replay([changed(receipt, **{field: value})]).verdicts
+    assert verdict.status == "unproven" and named in verdict.what
+
+
+def test_an_output_goes_on_after_no_stop_and_ends_with_the_one_that_it_names(make_service):
+    service = make_service()
+    params = SamplingParams(max_new_tokens=30, stop_token_ids=list(range(60)), sampling_seed=2)
+    [receipt] = receipts_of(service, params, [[1, 2]])
+    assert receipt["finish"]["type"] == "stop" and service.replay([receipt]).num("equal") == 1
+    longer = changed(
+        receipt,
+        output=[*receipt["output"], 100],
+        logprobs=[*receipt["logprobs"], 0],
+        spans=[{**receipt["spans"][0], "end": len(receipt["output"]) + 1}],
+    )
+    other = changed(receipt, finish={"type": "stop", "matched": 99})
+    assert [(v.what, v.position) for v in service.replay([longer, other]).verdicts] == [
+        ("end", len(receipt["output"])),
+        ("end", len(receipt["output"]) - 1),
+    ]

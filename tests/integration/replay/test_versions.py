@@ -1,0 +1,194 @@
+"""Proofs of samples of several weights: spans, kept KV, and weights found in folders by their digests."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lockstep.integration.replay.digest_index import FILE, read_index
+from lockstep.integration.replay.folders import FolderWeights, model_folder, weight_folders
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.receipt import sealed
+from lockstep.rollout.request_options import RequestOptions
+from lockstep.rollout.sampling_params import SamplingParams
+
+ASKED = RequestOptions(return_receipt=True)
+PROMPTS = [[3, 17, 90, 4, 55], [(7 * i) % 250 for i in range(50)], [250]]
+
+
+class Trainer:
+    """A module whose weights change from version to version, and the folders of all versions."""
+
+    def __init__(self, module, folder: Path, **config: object) -> None:
+        self.module, self.folder, self.version = module.train(), folder, 0
+        settings = {"kv_cache": "64 blocks", "max_num_seqs": 8, "speculation": "off", **config}
+        self.service = RolloutService(Engine(module, EngineConfig(**settings)))
+        self._generator = torch.Generator().manual_seed(5)
+        self.commit()
+
+    def commit(self, **options: object) -> None:
+        """Change the weights a little, if they are not the first, and publish and save them as the next version."""
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                if self.version:
+                    parameter += 0.01 * torch.randn(parameter.shape, generator=self._generator)
+        self.version += 1
+        source = self.module.named_parameters()
+        self.service.commit_in_place(str(self.version), source=source, **options)
+        self.module.save_pretrained(self.folder / f"v{self.version}")
+
+    def step(self, num_tokens: int) -> None:
+        """Run steps until each live sequence has so many output tokens; all are live."""
+        engine = self.service.engine
+        while any(r.sequence.num_output_tokens < num_tokens for r in self.live()) or not self.live():
+            assert engine.step() == []
+
+    def live(self) -> list:
+        return self.service.engine.parts.sequences.requests()
+
+    def finish(self) -> list[dict]:
+        engine, found = self.service.engine, []
+        while engine.has_work:
+            found += engine.step()
+        return [completion.receipt for completion in sorted(found, key=lambda c: c.id)]
+
+
+def prover_of(folder: Path) -> RolloutService:
+    return RolloutService(Engine(folder, EngineConfig(kv_cache="64 blocks")))
+
+
+@pytest.fixture
+def trainer(make_model, tmp_path, restore_threads):
+    torch.set_num_threads(1)
+    return Trainer(make_model("qwen3"), tmp_path / "weights")
+
+
+def add_all(trainer: Trainer, num_tokens: int = 16) -> None:
+    for number, prompt in enumerate(PROMPTS):
+        params = SamplingParams(max_new_tokens=num_tokens, sampling_seed=number)
+        trainer.service.engine.add(prompt, params, options=ASKED, rid=f"r{number}")
+
+
+def proven(trainer: Trainer, receipts: list[dict], paths=None):
+    service = prover_of(trainer.folder / "v1")
+    digests = {span["digest"] for receipt in receipts for span in receipt["spans"]}
+    return service.replay(receipts, weights=FolderWeights(service, paths or [trainer.folder], digests))
+
+
+@pytest.mark.parametrize("how", ["kept", "recomputed", "kept, then recomputed"])
+def test_spans_of_several_versions_are_proven_each_with_its_weights(trainer, how):
+    add_all(trainer)
+    engine = trainer.service.engine
+    trainer.step(4)
+    for num_tokens in (7, 11):
+        if how == "recomputed" or (how != "kept" and num_tokens == 11):
+            engine.pause_generation("retract")
+        trainer.commit()
+        engine.continue_generation()
+        trainer.step(num_tokens)
+    receipts = trainer.finish()
+    assert all(len(receipt["spans"]) == 3 for receipt in receipts)
+    kept = [[len(span["kept_kv"]) for span in receipt["spans"]] for receipt in receipts]
+    assert kept == {"kept": [[0, 1, 2]] * 3, "recomputed": [[0, 0, 0]] * 3}.get(how, [[0, 1, 0]] * 3)
+    report = proven(trainer, receipts)
+    assert report.num("equal") == 3, list(report.lines())
+    assert sum(v.num_tokens for v in report.verdicts) == 48
+    for receipt in receipts:
+        for span in receipt["spans"]:
+            span["kept_kv"] = [] if span["kept_kv"] or how == "recomputed" else span["kept_kv"]
+        receipt["spans"][-1]["digest"] = receipt["spans"][0]["digest"]
+    other = proven(trainer, [sealed(receipt) for receipt in receipts])
+    assert [v.status for v in other.verdicts] == ["differs"] * 3
+    assert all(v.position >= 4 for v in other.verdicts)
+
+
+def test_a_prompt_half_read_before_a_commit_is_proven(make_model, tmp_path, restore_threads):
+    torch.set_num_threads(1)
+    trainer = Trainer(make_model("qwen3"), tmp_path / "weights", chunked_prefill_size=16)
+    engine = trainer.service.engine
+    engine.add(PROMPTS[1], SamplingParams(max_new_tokens=5), options=ASKED)
+    engine.step()
+    trainer.commit()
+    [receipt] = trainer.finish()
+    assert [kept["end"] for kept in receipt["spans"][0]["kept_kv"]] == [16]
+    assert proven(trainer, [receipt]).num("equal") == 1
+
+
+def test_a_span_whose_weights_are_not_at_hand_is_not_proven_and_its_digest_is_said(trainer):
+    add_all(trainer)
+    trainer.step(4)
+    trainer.commit()
+    receipts = trainer.finish()
+    shutil.rmtree(trainer.folder / "v2")
+    report = proven(trainer, receipts)
+    assert report.exit_code == 3
+    assert all(receipts[0]["spans"][1]["digest"] in verdict.what for verdict in report.verdicts)
+
+
+def test_the_wrong_version_is_named(trainer, tmp_path):
+    [answer] = trainer.service.engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=6), options=ASKED)
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoints" / "step-000001"
+    checkpoint.mkdir(parents=True)
+    save_file(dict(trainer.module.named_parameters()), checkpoint / "model.safetensors")
+    save_file({"moment": torch.zeros(2)}, checkpoint / "optimizer.safetensors")
+    (checkpoint / "state.json").write_text(json.dumps({"step": 1}))
+    trainer.commit()
+    other = copy.deepcopy(answer.receipt)
+    other["spans"][0]["version"] = "2"
+    service = prover_of(trainer.folder / "v2")
+    digest = answer.receipt["spans"][0]["digest"]
+    report = service.replay([answer.receipt, sealed(other)], weights=FolderWeights(service, [run], [digest]))
+    assert [v.status for v in report.verdicts] == ["equal", "differs"]
+    assert report.verdicts[1].what == "version: claimed '2', but weights of its digest were 1"
+
+
+def test_digests_are_kept_beside_the_folders_and_checked_when_they_are_used(trainer):
+    [first] = trainer.service.engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=6), options=ASKED)
+    trainer.commit()
+    receipts = [first.receipt]
+    loaded: list[Path] = []
+
+    def report_of(start: str):
+        service = prover_of(trainer.folder / start)
+        digests = [receipts[0]["spans"][0]["digest"]]
+        weights = FolderWeights(service, [trainer.folder], digests, loaded.append)
+        return service.replay(receipts, weights=weights)
+
+    assert report_of("v2").num("equal") == 1 and [path.name for path in loaded] == ["v1"]
+    assert [entry.folder for entry in read_index(trainer.folder)] == ["v1"]
+    assert report_of("v2").num("equal") == 1 and len(loaded) == 1
+    shutil.rmtree(trainer.folder / "v1")
+    shutil.copytree(trainer.folder / "v2", trainer.folder / "v1")
+    with pytest.raises(ValueError, match=r"holds weights of digest .* now"):
+        report_of("v2")
+    (trainer.folder / FILE).write_text("{}")
+    with pytest.raises(ValueError, match="is no index of digests"):
+        report_of("v2")
+
+
+def test_folders_of_weights_are_found(trainer, tmp_path):
+    trainer.commit()
+    assert [folder.name for folder in weight_folders(trainer.folder)] == ["v1", "v2"]
+    assert [folder.name for folder in weight_folders(trainer.folder / "v2")] == ["."]
+    assert model_folder([trainer.folder]) == (trainer.folder / "v1").resolve()
+    with pytest.raises(ValueError, match="holds no weights"):
+        weight_folders(tmp_path)
+    with pytest.raises(ValueError, match="no folder of weights"):
+        weight_folders(tmp_path / "none")
+
+
+def test_a_trainer_that_has_moved_on_can_prove_no_sample_of_before_and_keeps_its_weights(trainer):
+    [first] = trainer.service.engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=6), options=ASKED)
+    trainer.commit()
+    before = {name: tensor.clone() for name, tensor in trainer.module.named_parameters()}
+    assert trainer.service.replay([first.receipt]).num("unproven") == 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in trainer.module.named_parameters())

@@ -1,0 +1,176 @@
+"""The fields that a router writes into a request, and the tokens of a stream that it reads from the comments in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from lockstep.integration.http.edge.errors import SERVER_ENDED
+from lockstep.integration.router.calls import WorkerCall
+from lockstep.integration.router.moving.fields import seeded, with_fields
+from lockstep.integration.router.moving.progress import Progress, StreamCut
+from lockstep.integration.router.wire import WorkerFailed
+
+BITS = {"invariant": True, "isa": "avx512"}
+
+
+@dataclass
+class Host:
+    weight_digest: str | None = "d1"
+    guarantee: dict[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        self.guarantee = BITS if self.guarantee is None else self.guarantee
+
+
+def event(data: object, *notes: object) -> bytes:
+    comments = "".join(f": progress {json.dumps(note)}\n" for note in notes)
+    return f"{comments}data: {data if isinstance(data, str) else json.dumps(data)}\n\n".encode()
+
+
+def head(num: int = 1) -> dict[str, object]:
+    return {"head": {"rids": ["a"]}, "guarantee": BITS, "num_sequences": num}
+
+
+def note(ids: list[int], **more: object) -> dict[str, object]:
+    return {"index": 0, "ids": ids, "logprobs": [-0.5] * len(ids), "chars": len(ids), **more}
+
+
+FIRST = note([1, 2, 3], digest="d1", version="1", cached=2)
+
+
+def read(progress: Progress, *events: bytes) -> bytes:
+    passed = b""
+    for one, notes in progress.read(b"".join(events)):
+        passed += one
+        progress.add(notes)
+    return passed
+
+
+def begun(progress: Progress) -> dict:
+    found = progress.begun_at(Host())
+    return found["sequences"][0]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"a":1}', {"seed": 7, "a": 1}),
+        (b' \n{ "seed": 3 }', {"seed": 3}),  # the client's own stays
+        (b"{}", {"seed": 7}),
+        (b"{ }", {"seed": 7}),
+    ],
+)
+def test_fields_stand_before_the_clients_own(body, expected):
+    assert json.loads(with_fields(body, {"seed": 7})) == expected
+
+
+@pytest.mark.parametrize("body", [b"", b"[1]", b"null", b"\xff", b" "])
+def test_a_body_that_is_no_object_stays_as_it_is(body):
+    assert with_fields(body, {"seed": 7}) == body
+
+
+def test_only_calls_that_complete_prompts_get_a_seed_and_each_another_one():
+    calls = [seeded(WorkerCall("POST", "/generate", "", (), b"{}"), wants_progress=False) for _ in range(9)]
+    assert len({json.loads(call.body)["default_seed"] for call in calls}) == 9
+    for method, path in (("GET", "/generate"), ("POST", "/tokenize"), ("POST", "/renew")):
+        call = WorkerCall(method, path, "", (), b"{}")
+        assert seeded(call, wants_progress=True) is call
+
+
+def test_comments_are_read_and_not_passed_on():
+    progress = Progress("proven")
+    assert progress.why_lost is not None
+    assert read(progress, event("1", head(), FIRST), event("2", note([4], ended=True))) == b"data: 1\n\ndata: 2\n\n"
+    assert progress.why_lost is None and progress.num_tokens == 4 and not progress.is_done
+    assert begun(progress) == {
+        "token_ids": [1, 2, 3, 4], "logprobs": [-0.5] * 4, "num_chars": 4, "cached_tokens": 2, "has_ended": True,
+        "spans": [("1", "d1", 0)],
+    }  # fmt: skip
+    read(progress, event("[DONE]"))
+    assert progress.is_done
+
+
+def test_an_event_counts_only_when_it_is_passed_on():
+    progress = Progress("proven")
+    events = progress.read(event("1", head(), FIRST) + event("2", note([4])))
+    _, notes = next(events)
+    progress.add(notes)
+    next(events)
+    assert begun(progress)["token_ids"] == [1, 2, 3]
+
+
+def test_tokens_that_are_taken_back_take_their_weights_along():
+    progress = Progress("trusted")
+    read(progress, event("1", head(), FIRST), event("2", note([4, 5], digest="d2", version="2", cached=2)))
+    assert begun(progress)["spans"] == [("1", "d1", 0), ("2", "d2", 3)]
+    read(progress, event("3", note([6], taken_back=3, chars_taken_back=3, digest="d1", version="1", cached=2)))
+    assert begun(progress) | {"logprobs": []} == {
+        "token_ids": [1, 2, 6], "logprobs": [], "num_chars": 3, "cached_tokens": 2, "has_ended": False,
+        "spans": [("1", "d1", 0)],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        event("3", note([4], ended=SERVER_ENDED)),  # the end of a drain, and no abort by a client
+        event({"error": {"message": "the loop ended", "code": 503, "type": "server_error"}}),
+        event({"error": {"message": "the loop ended", "code": None, "type": "server_error"}}),  # OpenAI's shape
+    ],
+)
+def test_a_worker_that_ends_a_stream_before_its_end_is_left(last):
+    progress = Progress("proven")
+    with pytest.raises(StreamCut):
+        read(progress, event("1", head(), FIRST), last)
+    assert begun(progress)["token_ids"] == [1, 2, 3] and not begun(progress)["has_ended"]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        event("3", note([4], ended="Aborted")),
+        event({"error": {"message": "not proven", "code": 409, "type": "invalid_request_error"}}),
+        event({"error": "odd"}),
+    ],
+)
+def test_an_abort_and_an_error_of_the_request_are_the_clients(last):
+    progress = Progress("proven")
+    assert read(progress, event("1", head(), FIRST), last).count(b"data: ") == 2
+
+
+@pytest.mark.parametrize(
+    "odd", [{"index": 9}, {"index": 0, "ids": "x"}, {"index": 0, "digest": 1}, {"head": 1}, note([2**70])]
+)
+def test_notes_that_cannot_be_understood_lose_the_stream_and_not_the_events(odd):
+    progress = Progress("proven")
+    assert read(progress, event("1", head(), FIRST), event("2", odd), event("3")) == event("1") + event("2") + event(
+        "3"
+    )
+    assert progress.why_lost == "the notes of its worker cannot be understood"
+
+
+def test_a_comment_that_is_no_note_is_the_workers_failure():
+    with pytest.raises(WorkerFailed, match="no note"):
+        read(Progress("proven"), b": progress {\ndata: 1\n\n")
+
+
+@pytest.mark.parametrize(
+    ("host", "why"),
+    [
+        (Host(), None),
+        (Host("d2"), "the digest d2"),
+        (Host(None), "the digest None"),
+        (Host(guarantee={**BITS, "isa": "avx2"}), "its isa is avx2, and was avx512"),
+        (Host(guarantee={}), "its invariant is None"),
+    ],
+)
+def test_a_worker_that_would_draw_other_bits_cannot_go_on(host, why):
+    progress = Progress("proven")
+    read(progress, event("1", head()))
+    assert progress.why_not(host) is None, "no token is drawn yet"
+    read(progress, event("2", FIRST))
+    found = progress.why_not(host)
+    assert found is None if why is None else found is not None and why in found

@@ -1,0 +1,89 @@
+"""The number of kernels that a recorded decode step launches for a layer, counted in Triton's interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+MOST_A_LAYER = 14
+# Runs in its own process: the choice of kernels for a device is fixed for a whole process. A launch is one of Triton's
+# kernels, or an operation of PyTorch that is more than a view of memory, or memory itself.
+PROGRAM = """
+import collections, json, sys
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime import interpreter
+torch.set_num_threads(1)
+from lockstep.kernels.machine import gpu
+gpu.why_not_triton = lambda device_type: None
+from lockstep.kernels.attention import triton_kernels
+triton_kernels._check_on_host = lambda *_: None  # a GPU's tables are not checked
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.running.recorders import PlainCalls
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.random_models import random_model
+from lockstep.tests.support.triton_interpreter import make_interpreter_fast
+
+make_interpreter_fast()
+counts, inside = collections.Counter(), []
+MEMORY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
+
+class Counting(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        is_view = any(ret.alias_info and not ret.alias_info.is_write for ret in func._schema.returns)
+        if not inside and not is_view and name not in MEMORY:
+            counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+launch = interpreter.GridExecutor.__call__
+def counted(self, *args, **kwargs):
+    counts[self.fn.__name__] += not inside
+    inside.append(1)
+    try:
+        return launch(self, *args, **kwargs)
+    finally:
+        inside.pop()
+interpreter.GridExecutor.__call__ = counted
+
+def launches_of(num_layers):
+    model = random_model(sys.argv[1], torch.bfloat16, num_hidden_layers=num_layers)
+    config = EngineConfig(kv_cache="32 blocks", max_num_seqs=4, cuda_graph_batch_sizes=(2,), speculation="off")
+    engine = Engine(model.eval().requires_grad_(False), config)
+    graphs = engine.parts.runner._graphs
+    graphs._recorder = PlainCalls()
+    engine.generate([[5, 6], [7, 8, 9]], [SamplingParams(max_new_tokens=3, sampling_seed=i) for i in range(2)])
+    counts.clear()
+    with engine.model.rollout_phase(), torch.inference_mode(), Counting():
+        graphs._drawing_step(2)()
+    engine.close()
+    return collections.Counter(counts)
+
+one, three = launches_of(1), launches_of(3)
+layer = {name: (three[name] - one[name]) / 2 for name in three if three[name] != one[name]}
+print(json.dumps({"layer": layer, "rest": {name: one[name] - layer.get(name, 0) for name in one}}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_a_layer_of_a_recorded_step_is_at_most_14_launches(family: str, record_property) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, family], env={**os.environ, "LOCKSTEP_NATIVE": "0", "TRITON_INTERPRET": "1"},
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    record_property("figures", counts)
+    layer = counts["layer"]
+    assert sum(layer.values()) <= MOST_A_LAYER, layer
+    # q|k|v, o, gate|up and down; two norms with their sums, and those of heads; rotation and KV; attention
+    assert {name: num for name, num in layer.items() if not name.startswith("_")} == {}, "PyTorch's own kernels"
+    assert (layer["_linear_kernel"], layer["_rotary_kernel"], layer["_attend_kernel"]) == (4, 1, 1)

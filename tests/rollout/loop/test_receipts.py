@@ -1,0 +1,174 @@
+"""Receipts of answers: their fields, their chain, and the spans of their weights and KV."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lockstep.kernels.sampling.draws import derive_seed
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.receipt import (
+    batch_hash,
+    breaks_in_chain,
+    digest_of,
+    floats_of,
+    guarantee,
+    is_in_full,
+    seal_is_whole,
+    sealed,
+    settings_of,
+)
+from lockstep.rollout.request_options import RequestOptions
+from lockstep.rollout.sampling_params import SamplingParams
+
+ASKED = RequestOptions(return_receipt=True)
+PROMPT = [3, 17, 90, 4, 55]
+
+
+@pytest.fixture
+def make_engine(make_model, restore_threads):
+    torch.set_num_threads(1)
+
+    def make(family: str = "qwen3", **config: object) -> Engine:
+        return Engine(make_model(family).train(), EngineConfig(kv_cache="64 blocks", max_num_seqs=8, **config))
+
+    return make
+
+
+def test_an_answer_has_a_receipt_only_where_it_is_asked_for(make_engine):
+    engine = make_engine()
+    params = SamplingParams(max_new_tokens=4)
+    assert [c.receipt for c in engine.generate(PROMPT, params)] == [None]
+    assert engine.generate(PROMPT, params, options=ASKED)[0].receipt is not None
+    always = make_engine(receipts="digests")
+    [given] = always.generate(PROMPT, params)
+    assert not is_in_full(given.receipt) and seal_is_whole(given.receipt)
+    assert given.receipt["output"] == digest_of(given.token_ids)
+    refused = RequestOptions(return_receipt=False)
+    assert always.generate(PROMPT, params, options=refused)[0].receipt is None
+    assert always.metrics.num_receipts == 1 and always.metrics.receipt_seconds > 0
+
+
+@pytest.mark.parametrize("wrong", ["tokens", 1, 0.5])
+def test_another_kind_of_receipt_is_refused(wrong):
+    with pytest.raises(ValueError, match="return_receipt must be true, false"):
+        RequestOptions(return_receipt=wrong)
+    with pytest.raises(ValueError, match="receipts must be one of off, tokens, digests"):
+        EngineConfig(receipts=wrong if wrong != "tokens" else "on")
+
+
+def test_a_receipt_says_what_the_answer_follows_from(make_engine):
+    engine = make_engine()
+    engine.weights.commit_weights("7", "d7")
+    params = SamplingParams(max_new_tokens=6, temperature=0.7, top_p=0.9, n=2, sampling_seed=3, logit_bias={4: -0.1})
+    answers = engine.generate(PROMPT, params, options=ASKED)
+    for index, answer in enumerate(answers):
+        receipt = answer.receipt
+        assert json.loads(json.dumps(receipt)) == receipt
+        assert (receipt["format"], receipt["index"], receipt["seed"]) == (1, index, derive_seed(3, index))
+        assert (receipt["prompt"], receipt["output"]) == (PROMPT, list(answer.token_ids))
+        assert floats_of(receipt["logprobs"]) == list(answer.logprobs)
+        assert receipt["guarantee"] == guarantee(engine.model)
+        assert receipt["spans"] == [{"version": "7", "digest": "d7", "start": 0, "end": 6, "kept_kv": []}]
+        assert settings_of(receipt["settings"]) == replace(params, n=1, sampling_seed=None)
+        assert receipt["finish"] == {"type": "length", "matched": None}
+        assert seal_is_whole(receipt)
+        assert not seal_is_whole({**receipt, "seed": 1})
+        assert seal_is_whole(sealed({**receipt, "seed": 1}))
+
+
+def test_receipts_chain_in_the_order_of_the_answers(make_engine):
+    engine = make_engine()
+    lengths = [SamplingParams(max_new_tokens=num) for num in (5, 2, 4)]
+    made = [c.receipt for c in engine.generate([PROMPT] * 3, lengths, options=ASKED)]
+    chain = sorted(made, key=lambda receipt: receipt["number"])
+    assert [receipt["number"] for receipt in chain] == [0, 1, 2] and chain[0]["previous"] == ""
+    assert breaks_in_chain(chain) == []
+    other = [chain[0], sealed({**chain[1], "seed": 9}), chain[2]]
+    [text] = breaks_in_chain(other[::-1])
+    assert text == f"receipt 2 of engine {chain[0]['engine']} does not follow on receipt 1"
+    assert (
+        breaks_in_chain([chain[0], chain[2], *(c.receipt for c in make_engine().generate(PROMPT, options=ASKED))]) == []
+    )
+    assert batch_hash(chain) != batch_hash(other) and len(batch_hash(chain)) == 64
+
+
+def run(engine: Engine, num_tokens: int) -> None:
+    """Run steps until the only live sequence has so many output tokens."""
+    while not any(r.sequence.num_output_tokens >= num_tokens for r in engine.parts.sequences.requests()):
+        assert engine.step() == []
+
+
+def finished(engine: Engine) -> dict:
+    while True:
+        if done := engine.step():
+            return done[0].receipt
+
+
+def spans(receipt: dict) -> list[tuple]:
+    return [
+        (s["version"], s["start"], s["end"], [(kept["digest"], kept["end"]) for kept in s["kept_kv"]])
+        for s in receipt["spans"]
+    ]
+
+
+def test_kv_that_a_commit_keeps_is_in_the_receipt_with_its_weights_and_its_rows(make_engine):
+    engine = make_engine(speculation="off")
+    engine.weights.commit_weights("1", "d1")
+    engine.add(PROMPT, SamplingParams(max_new_tokens=9), options=ASKED)
+    run(engine, 3)
+    engine.weights.commit_weights("2", "d2")
+    run(engine, 5)
+    engine.weights.commit_weights("3", "d3")
+    assert spans(finished(engine)) == [
+        ("1", 0, 3, []),
+        ("2", 3, 5, [("d1", 7)]),
+        ("3", 5, 9, [("d1", 7), ("d2", 9)]),
+    ]
+
+
+def test_kv_that_is_computed_again_is_not_in_it(make_engine):
+    engine = make_engine(speculation="off")
+    engine.weights.commit_weights("1", "d1")
+    engine.add(PROMPT, SamplingParams(max_new_tokens=9), options=ASKED)
+    run(engine, 3)
+    engine.pause_generation("retract")
+    engine.weights.commit_weights("2", "d2")
+    engine.continue_generation()
+    run(engine, 5)
+    engine.weights.commit_weights("3", "d3")
+    run(engine, 6)
+    engine.pause_generation("retract")
+    engine.continue_generation()
+    assert spans(finished(engine)) == [
+        ("1", 0, 3, []),
+        ("2", 3, 5, []),
+        ("3", 5, 6, [("d2", 9)]),
+        ("3", 6, 9, []),
+    ]
+
+
+def test_a_prompt_half_read_under_older_weights_is_in_it(make_engine):
+    engine = make_engine(chunked_prefill_size=16)
+    engine.weights.commit_weights("1", "d1")
+    engine.add(list(range(40)), SamplingParams(max_new_tokens=3), options=ASKED)
+    engine.step()
+    engine.weights.commit_weights("2", "d2")
+    assert spans(finished(engine)) == [("2", 0, 3, [("d1", 16)])]
+
+
+def test_a_verified_answer_has_one_span_and_the_same_weights_again_are_no_other_ones(make_engine):
+    engine = make_engine(speculation="off")
+    engine.weights.commit_weights("1", "d1")
+    engine.add(PROMPT, SamplingParams(max_new_tokens=6), options=ASKED)
+    run(engine, 3)
+    engine.weights.commit_weights("2", "d2", in_flight="verify")
+    assert spans(finished(engine)) == [("2", 0, 6, [])]
+    engine.add(PROMPT, SamplingParams(max_new_tokens=6), options=ASKED)
+    run(engine, 3)
+    engine.weights.commit_weights("again", "d2")
+    assert spans(finished(engine)) == [("2", 0, 3, []), ("again", 3, 6, [])]

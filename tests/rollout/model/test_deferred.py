@@ -1,0 +1,104 @@
+"""Tests of deferred tensors: whoever reads one gets its value, and a norm or an attention gets its operands."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.kernels.layers.rms_norm import NormRule, rms_norm
+from lockstep.kernels.layers.rotary import rotary, rotary_into_cache
+from lockstep.rollout.model import deferred
+from lockstep.rollout.model.deferred import DeferredSum, Rotation
+from lockstep.rollout.model.functions import ReplacedFunctions, outside_modes
+
+RULE = NormRule(1e-6)
+
+
+@pytest.fixture
+def operands() -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(3, 8).bfloat16(), torch.randn(3, 8).bfloat16()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [lambda x: x * 2, lambda x: 2 - x, lambda x: F.silu(x), lambda x: x[1:], lambda x: torch.cat([x, x]),
+     lambda x: x.float().sum(), lambda x: x.transpose(0, 1).contiguous(), lambda x: F.linear(x, x[:2]),
+     lambda x: torch.stack([x, x]).amax(0), outside_modes(lambda x: x.add(1)), lambda x: x.clone()],
+)  # fmt: skip
+def test_an_operation_on_a_deferred_sum_is_that_on_the_sum(operands, use) -> None:
+    left, right = operands
+    found = use(DeferredSum(left, right))
+    assert type(found) is Tensor and torch.equal(found, use(left + right))
+
+
+def test_a_norm_takes_the_operands_and_leaves_the_sum(operands) -> None:
+    left, right = operands
+    weight, waiting = torch.randn(8).bfloat16(), DeferredSum(left, right)
+    assert waiting.shape == (3, 8) and waiting.dtype is torch.bfloat16
+    assert torch.equal(waiting.normed(weight, RULE), rms_norm(left + right, weight, RULE))
+    assert torch.equal(waiting.value(), left + right)
+    assert torch.equal(waiting.normed(weight, RULE), rms_norm(left + right, weight, RULE))
+
+
+def test_operands_that_change_in_place_change_no_sum(operands) -> None:
+    left, right = operands
+    expected = left + right
+    mode = ReplacedFunctions({}, defers=True)
+    waiting = DeferredSum(left, right)
+    with mode:
+        left.mul_(2)
+    assert torch.equal(waiting.value(), expected)
+    again = DeferredSum(left, right)
+    expected = left + right
+    with mode:
+        left[1] = 0
+    assert torch.equal(again.value(), expected)
+
+
+def test_what_nobody_reads_is_forgotten(operands) -> None:
+    before = deferred.is_any_waiting()
+    waiting = DeferredSum(*operands)
+    assert deferred.is_any_waiting()
+    del waiting
+    gc.collect()
+    assert deferred.is_any_waiting() == before
+
+
+def test_a_forward_under_the_mode_returns_plain_tensors(operands) -> None:
+    forward = ReplacedFunctions({}, defers=True).around(lambda left, right: {"sum": DeferredSum(left, right)})
+    assert type(forward(*operands)["sum"]) is Tensor
+
+
+@pytest.fixture
+def heads() -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    query, key, value = (torch.randn(1, heads, 5, 16) for heads in (4, 2, 2))
+    angles = torch.randn(1, 5, 16)
+    return query, key, value, angles.cos(), angles.sin()
+
+
+def test_a_rotation_is_one_for_both_and_is_known_by_its_query_and_key_alone(heads) -> None:
+    query, key, _, cos, sin = heads
+    rotation = Rotation(query, key, cos, sin)
+    assert Rotation.of(rotation.query, rotation.key) is rotation
+    assert Rotation.of(rotation.key, rotation.query) is None
+    assert Rotation.of(rotation.query, key) is None
+    assert torch.equal(rotation.query * 1, rotary(query, key, cos, sin)[0])
+    assert Rotation.of(rotation.query, rotation.key) is None, "it has been read"
+    assert torch.equal(rotation.key.value(), rotary(query, key, cos, sin)[1])
+
+
+def test_a_rotation_into_a_cache_writes_what_the_two_steps_write(heads) -> None:
+    query, key, value, cos, sin = heads
+    caches = tuple(torch.zeros(2, 4, 2, 16) for _ in range(2))
+    slots = torch.tensor([7, 0, 3, 5, 2])
+    out = rotary_into_cache(query, key, cos, sin, value, caches, slots)
+    rotated = rotary(query, key, cos, sin)
+    assert torch.equal(out, rotated[0][0].transpose(0, 1))
+    assert torch.equal(caches[0].flatten(0, 1)[slots], rotated[1][0].transpose(0, 1))
+    assert torch.equal(caches[1].flatten(0, 1)[slots], value[0].transpose(0, 1))
