@@ -10,6 +10,7 @@ from typing import Any
 
 from ..rollout.completion import Completion
 from ..rollout.engine import Engine
+from ..rollout.errors import MemoryReleased
 from ..rollout.loop.commands import OnCommit, check_in_flight
 from ..rollout.model.adapters.layers import bare_names
 from ..weight_sync.errors import Poisoned, SessionError
@@ -235,7 +236,10 @@ class RolloutService(MemoryVerbs, LoraVerbs):
         weights are released, or have changed meanwhile."""
         engine, epoch = self.engine, self.engine.epoch
         if engine.weight_digest is None and self.finish_digest() is None and engine.model.holds_weights:
-            digest = self.model_digest()
+            try:
+                digest = self.model_digest()
+            except MemoryReleased:  # meanwhile
+                return None
             if engine.epoch == epoch:
                 engine.weights.set_weight_digest(digest)
         return engine.weight_digest

@@ -43,19 +43,21 @@ _PROMPT_TOKENS = 16
 _BARS = {True: (2.0, 1.4), False: (1.7, 1.2)}  # with AMX, without
 _WORST_SLOWDOWN, _TAIL_SPEEDUP = 1.03, 1.3
 _WARM_UP_ROUNDS = 2  # of the tail: steps are recorded, their times learned, and a history is kept
-_RIGHT_SHARE, _WRONG_SHARE = 0.15, 0.25  # of the time that is left, for each batch of the first two parts
+_RIGHT_SHARE, _WRONG_SHARE = 0.15, 0.5  # of the time that is left, for each batch of the first two parts
+_MAX_SECONDS = 270.0  # ten pairs at batch 32 take more than a minute without AMX
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="small", help="a preset or a model folder, for `right` and `wrong`")
     parser.add_argument("--right", type=float, default=0.7, help="chance of a proposed token to be the true one")
     parser.add_argument("--new-tokens", type=positive, default=256, help="of each sequence of `right` and `wrong`")
-    parser.add_argument("--pairs", type=positive, default=6, help="of `wrong` and `tail`; half as many of `right`")
+    parser.add_argument("--pairs", type=positive, default=10, help="of `wrong`; a third as many of `right`")
+    parser.add_argument("--rounds", type=positive, default=6, help="of `tail`, after two that warm up")
     parser.add_argument("--group", type=positive, default=8, help="samples of each prompt of `tail`")
     parser.add_argument("--groups", type=positive, default=4, help="prompts of `tail`")
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    add_budget_argument(parser)
+    add_budget_argument(parser, _MAX_SECONDS)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -153,7 +155,7 @@ def _made_load(model: PreTrainedModel, batch: int, options: argparse.Namespace, 
     engine = _engine(model, num_blocks, batch, {})
     truth = engine.generate(prompts, settings)  # warms up too
     engine.drafts.add_source(MadeUp(truth, chance, vocab_size))
-    turns = _by_turns(engine, prompts, settings, options.pairs if chance == 0.0 else -(-options.pairs // 2), budget)
+    turns = _by_turns(engine, prompts, settings, options.pairs if chance == 0.0 else -(-options.pairs // 3), budget)
     print(f"batch {batch}, right {chance}: {turns.row(batch)}", file=sys.stderr, flush=True)
     return turns
 
@@ -198,7 +200,7 @@ def _tail(options: argparse.Namespace, budget: Budget) -> tuple[float, dict[str,
     off, on = (_engine(model, num_blocks, num_samples, name) for name in ("off", "auto"))
     # Each pair has seeds of its own, or an earlier run would be the history of the next.
     seeds, rounds = itertools.count(), []
-    for number in budget.rounds(options.pairs + _WARM_UP_ROUNDS, least=_WARM_UP_ROUNDS + 1):
+    for number in budget.rounds(options.rounds + _WARM_UP_ROUNDS, least=_WARM_UP_ROUNDS + 1):
         settings = [
             SamplingParams(
                 min_new_tokens=MIN_ANSWER_TOKENS, max_new_tokens=MAX_ANSWER_TOKENS, sampling_seed=next(seeds)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ...rollout.engine import Engine
+from ...rollout.errors import MemoryReleased
 from ...weight_sync.errors import DigestMismatch
 from .published_parts import PublishedParts
 from .rank_weights import ReplicaWeights
@@ -24,7 +25,7 @@ class KnownRoots:
         self.owes_digest = False  # the last commit left its digest for later
         self.undefined: frozenset[str] = frozenset()  # tensors with undefined values: released or reset
         self._engine, self._weights = engine, weights
-        self._digesting = threading.Lock()  # held while an owed digest is computed; taken after the session's lock
+        self._digesting = threading.Lock()  # held while others may not free the bytes; taken after the session's lock
         self._committed: dict[str, bytes] = {}  # by resident name
         self._fresh: dict[str, bytes] = {}  # by resident name
         self._frozen: dict[str, tuple[object, bytes]] = {}  # by resident name: mark and root
@@ -52,8 +53,21 @@ class KnownRoots:
         return self._weights.model_digest(self._committed)
 
     def model_digest(self) -> str:
-        """Compute the digest of the weights as they are now, over all ranks. Changes nothing."""
-        return self._weights.model_digest(self._missing(()))
+        """Compute the digest of the weights as they are now, over all ranks. Changes nothing. Raises MemoryReleased
+        where there are none."""
+        with self._digesting:
+            if not self._engine.model.holds_weights:
+                raise MemoryReleased("the weights are released: they have no digest")
+            return self._weights.model_digest(self._missing(()))
+
+    def release(self, *, asks_digest: bool) -> tuple[str | None, int]:
+        """Free the weights' memory while no digest is computed. Returns the digest of the weights that it held, None if
+        it is not known and not asked for; and the bytes. Raises NotIdle where sequences hold blocks."""
+        digest = self.finish_digest()
+        with self._digesting:
+            if digest is None and asks_digest:
+                digest = self.complete()
+            return digest, self._engine.weights.release_weights()
 
     def look(self) -> tuple[str | None, list[str]]:
         """Compare the weights as they are now with the published ones. Changes nothing.

@@ -244,18 +244,23 @@ class WeightSessions:
 
         Raises SessionError while a session is open, NotIdle where sequences hold blocks.
         """
-        if not (self._engine.model.owned and self._engine.model.holds_weights):
+        model = self._engine.model
+
+        def free() -> int:
+            if not model.holds_weights:  # another call has freed them meanwhile
+                return 0
+            epoch, version = self._engine.epoch, self._engine.weight_version
+            folder = self._folder[0] if self._folder is not None and self._folder[1] == epoch else None
+            digest, num_bytes = self._roots.release(asks_digest=folder is not None)  # to know them again
+            self._host.forget_bytes()
+            self._engine.weights.set_weight_digest(None)
+            self._released = None if folder is None else ReleasedWeights(version, digest, folder, epoch)
+            return num_bytes
+
+        if not (model.owned and model.holds_weights):
             return 0
-        folder = self._folder[0] if self._folder is not None and self._folder[1] == self._engine.epoch else None
-        digest = self.finish_digest()
-        if digest is None and folder is not None:  # to know them again
-            digest = self._roots.complete()
-        version = self._engine.weight_version
         # Not in a session, whose undo data would keep the memory, and which would write where nothing is any more.
-        num_bytes = self.without_session("release_memory_occupation", self._engine.weights.release_weights)
-        self._engine.weights.set_weight_digest(None)
-        self._released = None if folder is None else ReleasedWeights(version, digest, folder, self._engine.epoch)
-        return num_bytes
+        return self._manager.without_session("release_memory_occupation", free)
 
     def resume_weights(self) -> int:
         """Allocate the weights' memory again, and return the number of bytes. Their values are undefined, so all have

@@ -363,7 +363,7 @@ class WeightVerbs:
     @on_all_ranks
     def model_digest(self) -> str:
         """Compute the SHA-256 tree over the resident tensors as they are now (docs/architecture.md), in hex, over all
-        ranks. Changes nothing."""
+        ranks. Changes nothing. Raises MemoryReleased where there are none."""
         return self.sessions.model_digest()
 
     # -- helpers ----------------------------------------------------------------------------------------------------

@@ -38,9 +38,9 @@ class Budget:
             longest = max(longest, self._clock() - began)
 
 
-def add_budget_argument(parser: argparse.ArgumentParser) -> None:
+def add_budget_argument(parser: argparse.ArgumentParser, default: float = MAX_SECONDS) -> None:
     parser.add_argument(
-        "--max-seconds", type=float, default=MAX_SECONDS, metavar="S",
+        "--max-seconds", type=float, default=default, metavar="S",
         help="begin no round that would end later than this; one is measured in any case",
     )  # fmt: skip
 

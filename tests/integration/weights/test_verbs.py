@@ -487,6 +487,31 @@ def test_weights_that_hold_nothing_are_written_while_requests_wait(owned, newer,
     assert owned.state()["metrics"]["num_finished"] == 2
 
 
+def test_two_calls_release_the_weights_at_once(model, folder):
+    model.save_pretrained(folder / "model")
+    service = RolloutService(Engine(folder / "model", CONFIG))
+    lock = service.sessions._manager._lock = CountedLock(service.sessions._manager._lock)
+    roots, begun, others, before = service.sessions._roots, threading.Event(), [], standing(service)
+    finish = roots.finish_digest
+
+    def finish_after_the_other() -> str | None:
+        if not begun.is_set():
+            begun.set()
+            others.append(submit(service.release_memory_occupation, ["weights"]))
+            wait_until(lambda: others[0].done() or lock.num_asked == 2)
+        return finish()
+
+    roots.finish_digest = finish_after_the_other
+    assert service.release_memory_occupation(["weights"])["weights"].bytes_after == 0
+    assert soon(others[0])["weights"].bytes_after == 0
+    with pytest.raises(MemoryReleased, match="no digest"):
+        service.model_digest()
+    assert service.name_weights() is None
+    service.resume_memory_occupation()
+    assert standing(service)[::3] == before[::3]
+    service.close()
+
+
 def test_released_weights_are_really_gone_also_where_a_commit_could_be_reverted(owned, newer):
     owned.update_weights_from_named_tensors(named(newer), weight_version="5")
     owned.continue_generation()
