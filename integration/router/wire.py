@@ -79,6 +79,8 @@ class Wire:
                     raise WorkerFailed(f"it answered with the status {answer.status_code}, which ends no request")
                 yield answer
             finally:
+                if _says_more(answer):
+                    await answer.extensions["network_stream"].aclose()
                 await answer.aclose()
         except httpx.ConnectTimeout:
             raise NotReached(f"no connection within {self._connect_timeout_s:g} s") from None
@@ -115,6 +117,13 @@ async def beginning(answer: httpx.Response, max_bytes: int, is_all: bool = False
                 raise WorkerFailed(f"its answer is longer than {max_bytes} bytes")
             break
     return bytes(body[:max_bytes])
+
+
+def _says_more(answer: httpx.Response) -> bool:
+    """Return whether the worker has sent bytes behind the answer. httpcore would read the next answer from them, which
+    it has no public means to prevent."""
+    connection = answer.stream._httpcore_stream._stream._connection  # type: ignore[union-attr]
+    return bool(connection._h11_state.trailing_data[0])
 
 
 def _with_words(what: str, error: httpx.TransportError) -> str:

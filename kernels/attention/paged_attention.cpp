@@ -48,8 +48,23 @@ int64_t shared_positions(const Problem& p, int64_t s, int64_t other) {
   return std::min(blocks * p.block_size, longest) / TILE * TILE;
 }
 
+// Returns the end of a run of decoding sequences from `s` on that are positions of one sequence, one behind the other, as
+// the rows of a draft are.
+int64_t end_of_draft(const Problem& p, int64_t s) {
+  int64_t next = s + 1;
+  const auto follows = [&] {
+    const int64_t context = p.context(next - 1), blocks = (context + p.block_size - 1) / p.block_size;
+    const int32_t* before = p.block_tables + (next - 1) * p.table_stride;
+    return p.rows(next) == 1 && p.context(next) == context + 1 &&
+           std::equal(before, before + blocks, before + p.table_stride);
+  };
+  if (p.block_tables && p.rows(s) == 1)
+    while (next < p.num_sequences && follows()) next++;
+  return next;
+}
+
 // Finds runs of up to `largest` decoding sequences that begin with the same blocks; sets `shared` to the length of this
-// beginning for each sequence, 0 for sequences in no run.
+// beginning for each sequence, 0 for sequences in no run. The rows of one draft alone are none: they go together anyway.
 std::vector<Item> shared_beginnings(const Problem& p, int64_t largest, std::vector<int64_t>& shared) {
   std::vector<Item> runs;
   shared.assign(p.num_sequences, 0);
@@ -61,7 +76,7 @@ std::vector<Item> shared_beginnings(const Problem& p, int64_t largest, std::vect
       if (common == 0 || common < length / 2) break;
       length = length ? std::min(length, common) : common;
     }
-    if (next - s == 1) continue;
+    if (end_of_draft(p, s) >= next) continue;
     std::fill(shared.begin() + s, shared.begin() + next, length);
     runs.push_back({s, p.query_start[s], length - 1, next - s, 0, length, false, true});
   }
@@ -71,13 +86,18 @@ std::vector<Item> shared_beginnings(const Problem& p, int64_t largest, std::vect
 // Lists all other work: positions of one sequence, a tile of query rows at a time.
 std::vector<Item> rows_alone(const Problem& p, int64_t positions, const std::vector<int64_t>& shared) {
   std::vector<Item> items;
-  for (int64_t s = 0; s < p.num_sequences; s++)
-    for (int64_t i = 0; i < p.rows(s); i += positions) {
-      const int64_t count = std::min(positions, p.rows(s) - i), position = p.context(s) - p.rows(s) + i;
+  for (int64_t s = 0, next; s < p.num_sequences; s = next) {
+    next = end_of_draft(p, s);
+    next = std::find_if(shared.begin() + s, shared.begin() + next, [&](int64_t its) { return its != shared[s]; }) -
+           shared.begin();
+    const int64_t last = next - 1, rows = p.query_start[next] - p.query_start[s];
+    for (int64_t i = 0; i < rows; i += positions) {
+      const int64_t count = std::min(positions, rows - i), position = p.context(last) - rows + i;
       const int64_t unseen = p.window ? std::max<int64_t>(0, position - p.window + 1) / TILE * TILE : 0;
-      items.push_back({s, p.query_start[s] + i, position, count, shared[s] ? shared[s] : unseen, position + count,
+      items.push_back({last, p.query_start[s] + i, position, count, shared[s] ? shared[s] : unseen, position + count,
                        shared[s] > 0, false});
     }
+  }
   return items;
 }
 

@@ -26,14 +26,14 @@ CLASS_NAME = re.compile(r"\b[A-Z]\w*(Error|Timeout|Exception)\b|httpx|httpcore|b
 MIB = 1 << 20
 
 
-def raw(*parts: bytes) -> Callable[[Handler, dict], None]:
-    """Make a worker's handler that sends these bytes and closes the connection."""
+def raw(*parts: bytes, closes: bool = True) -> Callable[[Handler, dict], None]:
+    """Make a worker's handler that sends these bytes and closes the connection, or keeps it for further requests."""
 
     def send(handler: Handler, body: dict) -> None:
         with suppress(OSError):  # the router may close first
             for part in parts:
                 handler.wfile.write(part)
-        handler.close_connection = True
+        handler.close_connection = closes
 
     return send
 
@@ -106,6 +106,14 @@ def test_an_answer_that_is_odd_and_clear_goes_through_as_it_came(fleet, sent, ex
         assert (answer.status_code, answer.content) == (200, expected)
         if b"x-name" in sent:
             assert dict(answer.headers.raw)[b"x-name"] == b"\xe2\x82\xac"
+
+
+def test_what_a_worker_says_behind_an_answer_is_not_the_next_ones(fleet):
+    for worker in fleet.workers:
+        worker.generate = raw(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}HTTP/1.1 500 Poison\r\n\r\n", closes=False)
+    for _ in range(6):
+        answer = fleet.post("/generate", {"text": "a"})
+        assert (answer.status_code, answer.content) == (200, b"{}")
 
 
 def test_a_clients_odd_headers_and_path_reach_the_worker(fleet):

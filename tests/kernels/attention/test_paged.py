@@ -250,15 +250,21 @@ def test_decoding_sequences_that_begin_with_the_same_blocks_have_the_bits_they_h
     generator = torch.Generator().manual_seed(block_size)
     ids = iter(torch.randperm(400, generator=generator).tolist())
     key, value = (torch.randn(400, block_size, heads[1], w, generator=generator).to(dtype) for w in widths)
-    # Positions that a group shares, and the contexts of its sequences; one sequence shares its whole context.
+    # Positions that a group shares, and the contexts of its sequences; one sequence shares its whole context. Contexts
+    # one behind the other that have their blocks in common are the rows of a draft.
     groups = [(240, [241, 250, 420, 300, 263, 240, 500]), (96, [400, 97]), (48, [60, 70]), (0, [1, 333])]
     groups += [(480, [481, 512, 65, 64, 63])]
-    sequences = []
+    sequences, drafts = [], [(240, [range(260, 266), range(262, 263), range(300, 312)]), (0, [range(57, 71)])]
     for shared, contexts in groups:
         beginning = [next(ids) for _ in range(shared // block_size)]
         for context in contexts:
             more = -(-context // block_size) - len(beginning)
             sequences.append((beginning + [next(ids) for _ in range(more)], context))
+    for shared, runs in drafts:
+        beginning = [next(ids) for _ in range(shared // block_size)]
+        for run in runs:
+            blocks = beginning + [next(ids) for _ in range(-(-run[-1] // block_size) - len(beginning))]
+            sequences += [(blocks[: -(-context // block_size)], context) for context in run]
     query = torch.randn(len(sequences), heads[0], widths[0], generator=generator).to(dtype)
     keywords = {"scale": widths[0] ** -0.5, **options(kind, heads[0])}
 
