@@ -109,8 +109,9 @@ def test_an_answer_that_is_odd_and_clear_goes_through_as_it_came(fleet, sent, ex
 
 
 def test_what_a_worker_says_behind_an_answer_is_not_the_next_ones(fleet):
+    answer_and_more = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}HTTP/1.1 500 Poison\r\n\r\n"
     for worker in fleet.workers:
-        worker.generate = raw(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}HTTP/1.1 500 Poison\r\n\r\n", closes=False)
+        worker.generate = raw(answer_and_more, closes=False)
     for _ in range(6):
         answer = fleet.post("/generate", {"text": "a"})
         assert (answer.status_code, answer.content) == (200, b"{}")
