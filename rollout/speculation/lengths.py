@@ -9,6 +9,7 @@ from .step_costs import StepCosts
 
 FIRST_GAIN = 1.03  # of tokens a second, assumed of drafts that were not tried lately
 MIN_GAIN = 1.05  # of tokens a second: below this, measured times are not exact enough
+NEW_SIZE_GAIN = 1.1  # of tokens a second, by a size that never ran: its first steps compile, record or try something
 
 
 class StepSize(NamedTuple):
@@ -76,8 +77,9 @@ class BestRate:
         best = MIN_GAIN * expected / predict(size.num_rows)
         for num, (chance, _, _) in enumerate(ranked, 1):
             expected += chance
-            seconds = predict(size.num_rows + num)
-            if (rate := expected / seconds) > best:
+            rows = size.num_rows + num
+            seconds = predict(rows)
+            if (rate := expected / seconds) > best and (rate > NEW_SIZE_GAIN * best or self._costs.has_run(rows)):
                 best, num_taken = rate, num
             elif most <= best * seconds:  # and seconds never fall
                 break

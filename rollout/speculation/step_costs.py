@@ -54,6 +54,10 @@ class StepCosts:
         near = [size for size in self._measured()[0] if size <= 2 * num_rows]
         return bool(near) and self._num_steps - self._last[min(near, key=lambda size: abs(size - num_rows))] <= MAX_AGE
 
+    def has_run(self, num_rows: int) -> bool:
+        """Return whether there was a step of this size."""
+        return self._num_seen[self._size(num_rows)] > 0
+
     def seconds(self, num_rows: int) -> float:
         """Predict the seconds of a step: measured, or between or beyond sizes that were. Never less for more rows.
 
