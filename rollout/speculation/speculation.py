@@ -29,6 +29,8 @@ DEPTH = 16  # tokens of a draft, at most, of a source without a number of its ow
 NUM_ASKED = 8  # sequences for which sources are asked before drafts pay: a search for hundreds takes a step's time
 LIKELY = 0.8  # chance of a first token with which no further source is asked
 TRIAL_SHARE = 8  # of so many sequences, one tries a token after a rest
+SPARE = 4  # tokens that are asked for beyond the longest draft that was taken lately: a vote on each takes time
+REACH_MEMORY = 0.9  # share of that length that each further step keeps
 
 
 # The report of an engine without speculation.
@@ -102,6 +104,7 @@ class Speculation:
         self._costs, self._acceptance = StepCosts(computed_rows), Acceptance()
         self._rests = Rests(search_is_dear=search_is_dear)
         self.num_asked = 0  # sequences for which sources were asked in the newest plan
+        self._reach: dict[int, float] = {}  # by class of sequences, as in `Rests`: the longest draft taken lately
         self.lengths: Lengths = BestRate(self._costs)
         self.counts: dict[str, SourceCounts] = {name: SourceCounts() for name in self._sources}
         self.reasons = Reasons()
@@ -161,9 +164,12 @@ class Speculation:
             return [NoDraft.NO_ROWS] * len(wanted)
         names = sorted(self._sources, key=self._acceptance.of_source, reverse=True)
         self.num_asked = len(wanted)
-        found = [self._ask(names, one) for one in wanted]
+        of_size = size.num_tokens.bit_length()
+        reach = self._reach.get(of_size, float(MAX_DEPTH))
+        found = [self._ask(names, one, int(reach) + SPARE) for one in wanted]
         chances = [one.chances for one in found]
         lengths = self.lengths.choose(size, chances, budget)
+        self._reach[of_size] = max(*lengths, REACH_MEMORY * reach)
         if not any(lengths):
             if self._rests.is_trial:
                 lengths = _trial(chances, budget)
@@ -233,11 +239,12 @@ class Speculation:
             return "no source is asked: the table of EngineConfig.speculation is empty"
         return self._rests.why
 
-    def _ask(self, names: Sequence[str], wanted: Wanted) -> _Asked:
-        """Return the first likely proposal of the sources in this order, or the one that promises most."""
+    def _ask(self, names: Sequence[str], wanted: Wanted, reach: int) -> _Asked:
+        """Return the first likely proposal of the sources in this order, or the one that promises most. reach: tokens
+        of it, at most."""
         best = _Asked("", NO_PROPOSAL, ())
         for name in names:
-            most = min(wanted.most, self._depths[name])
+            most = min(wanted.most, self._depths[name], reach)
             proposal = self._sources[name].propose(wanted.request, most) if most > 0 else NO_PROPOSAL
             if not proposal.token_ids or not (usable := self._usable(name, proposal, most)).token_ids:
                 continue
