@@ -7,10 +7,13 @@ import random
 
 import pytest
 
+from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.step import Vote
 from lockstep.rollout.speculation.acceptance import FORGETTING, MAX_DEPTH, Acceptance
 from lockstep.rollout.speculation.lengths import MIN_GAIN, BestRate, StepSize, WholeDrafts
+from lockstep.rollout.speculation.proposer import Proposal
 from lockstep.rollout.speculation.rests import FIRST, LONGEST, LONGEST_WITHOUT, Rests
+from lockstep.rollout.speculation.speculation import SPARE, Speculation, Wanted
 from lockstep.rollout.speculation.step_costs import LEAST, MAX_SIZES, WARM_UP, WINDOW, StepCosts
 
 
@@ -100,6 +103,51 @@ def test_free_rows_take_all_and_dear_rows_none():
     assert BestRate(costs_of({1: 1.0, 50: 1.0})).choose(StepSize(3, 3), chances, 2) == [2, 0, 0]
     assert BestRate(costs_of({3: 1.0, 4: 2.0, 9: 9.0})).choose(StepSize(3, 3), chances, 9) == [0, 0, 0]
     assert WholeDrafts().choose(StepSize(3, 3), chances, 2) == [2, 0, 0]
+
+
+def test_a_size_that_never_ran_has_to_promise_a_tenth_more():
+    costs = costs_of({1: 1.0, 2: 1.0, 40: 1.0})
+    assert BestRate(costs).choose(StepSize(2, 2), [[0.9, 0.15]], 9) == [1]  # 2.9 tokens, then 3.05
+    costs.observe(4, 1.0)
+    assert BestRate(costs).choose(StepSize(2, 2), [[0.9, 0.15]], 9) == [2]
+
+
+def test_sources_are_asked_for_a_few_tokens_more_than_drafts_had_lately():
+    speculation, asked = Speculation({}, 0, vocab_size=10), []
+
+    class Source:
+        name = "made up"
+
+        def propose(self, request: Request, most: int) -> Proposal:
+            asked.append(most)
+            return Proposal([1] * most)
+
+    speculation.add_source(Source(), depth=32)
+    speculation.lengths = Taken(taken := [20])
+
+    def plan() -> None:
+        speculation.plan([Wanted(None, 30)], StepSize(1, 1), 100)
+
+    plan(), plan()
+    assert asked == [30, 30]  # all that may be had, until it is known what is taken
+    taken[0] = 2
+    for _ in range(40):
+        plan()
+    assert asked[-1] == 2 + SPARE and sorted(asked, reverse=True) == asked
+    taken[0] = 32
+    for _ in range(10):
+        plan()
+    assert asked[-1] == 30
+
+
+class Taken:
+    """A rule that takes so many tokens of each proposal."""
+
+    def __init__(self, taken: list[int]) -> None:
+        self._taken = taken
+
+    def choose(self, size: StepSize, chances: list[list[float]], budget: int) -> list[int]:
+        return [min(len(its), self._taken[0]) for its in chances]
 
 
 def test_chances_fall_with_depth_and_follow_what_was_accepted():
