@@ -235,10 +235,10 @@ class RolloutService(MemoryVerbs, LoraVerbs):
         """Return the digest of the present weights, which is computed where none was: receipts need one. None where the
         weights are released, or have changed meanwhile."""
         engine, epoch = self.engine, self.engine.epoch
-        if engine.weight_digest is None and self.finish_digest() is None and engine.model.holds_weights:
+        if engine.weight_digest is None and self.finish_digest() is None:
             try:
                 digest = self.model_digest()
-            except MemoryReleased:  # meanwhile
+            except MemoryReleased:
                 return None
             if engine.epoch == epoch:
                 engine.weights.set_weight_digest(digest)

@@ -13,6 +13,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 
@@ -51,6 +52,24 @@ class Answer:
         return values if isinstance(values, dict) else {}
 
 
+class _Body(httpx.AsyncByteStream):
+    """The body of an answer, after which its connection takes no further call if the worker has sent bytes behind it.
+    httpcore would read the next answer from them, which it has no public means to prevent."""
+
+    def __init__(self, body: Any) -> None:
+        self._body, self._state = body, body._httpcore_stream._stream._connection._h11_state
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._body:
+            yield part
+
+    async def aclose(self) -> None:
+        # httpx calls this once, and before it the connection is this answer's alone.
+        if self._state.trailing_data[0]:
+            self._state.send_failed()  # httpcore then closes the connection
+        await self._body.aclose()
+
+
 class Wire:
     """The connections to the workers."""
 
@@ -74,13 +93,12 @@ class Wire:
         )  # fmt: skip
         try:
             answer = await self._transport.handle_async_request(request)
+            answer.stream = _Body(answer.stream)
             try:
                 if not 200 <= answer.status_code < 600:
                     raise WorkerFailed(f"it answered with the status {answer.status_code}, which ends no request")
                 yield answer
             finally:
-                if _says_more(answer):
-                    await answer.extensions["network_stream"].aclose()
                 await answer.aclose()
         except httpx.ConnectTimeout:
             raise NotReached(f"no connection within {self._connect_timeout_s:g} s") from None
@@ -117,13 +135,6 @@ async def beginning(answer: httpx.Response, max_bytes: int, is_all: bool = False
                 raise WorkerFailed(f"its answer is longer than {max_bytes} bytes")
             break
     return bytes(body[:max_bytes])
-
-
-def _says_more(answer: httpx.Response) -> bool:
-    """Return whether the worker has sent bytes behind the answer. httpcore would read the next answer from them, which
-    it has no public means to prevent."""
-    connection = answer.stream._httpcore_stream._stream._connection  # type: ignore[union-attr]
-    return bool(connection._h11_state.trailing_data[0])
 
 
 def _with_words(what: str, error: httpx.TransportError) -> str:

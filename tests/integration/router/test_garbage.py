@@ -108,13 +108,18 @@ def test_an_answer_that_is_odd_and_clear_goes_through_as_it_came(fleet, sent, ex
             assert dict(answer.headers.raw)[b"x-name"] == b"\xe2\x82\xac"
 
 
-def test_what_a_worker_says_behind_an_answer_is_not_the_next_ones(fleet):
-    answer_and_more = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}HTTP/1.1 500 Poison\r\n\r\n"
+@pytest.mark.parametrize(
+    "answer", [b"content-length: 2\r\n\r\n{}", b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"]
+)
+def test_what_a_worker_says_behind_an_answer_is_not_the_next_ones(fleet, answer):
     for worker in fleet.workers:
-        worker.generate = raw(answer_and_more, closes=False)
+        worker.generate = raw(b"HTTP/1.1 200 OK\r\n" + answer + b"HTTP/1.1 500 Poison\r\n\r\n", closes=False)
     for _ in range(6):
         answer = fleet.post("/generate", {"text": "a"})
         assert (answer.status_code, answer.content) == (200, b"{}")
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda _: fleet.post("/generate", {"text": "a"}), range(64)))
+    assert {(answer.status_code, answer.content) for answer in answers} == {(200, b"{}")}
 
 
 def test_a_clients_odd_headers_and_path_reach_the_worker(fleet):
