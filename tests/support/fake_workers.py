@@ -187,3 +187,9 @@ def counted(fleet: Fleet) -> dict[tuple[str, ...], float]:
     assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
     samples = [sample for family in text_string_to_metric_families(answer.text) for sample in family.samples]
     return {(sample.name.removeprefix("lockstep:router_"), *sample.labels.values()): sample.value for sample in samples}
+
+
+def settled(fleet: Fleet) -> dict[tuple[str, ...], float]:
+    """Return `counted` as soon as no worker has a request: a client has its answer a moment before it is counted."""
+    wait_until(lambda: not any(value for name, value in counted(fleet).items() if name[0] == "load"), "no load")
+    return counted(fleet)

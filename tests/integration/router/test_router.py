@@ -20,6 +20,7 @@ from lockstep.tests.support.fake_workers import (
     counted,
     dies,
     refuse,
+    settled,
     wait_until,
 )
 
@@ -494,7 +495,7 @@ def test_requests_retries_affinity_broadcasts_and_the_journal_are_counted(make_f
         assert fleet.post("/generate", {"text": f"prompt {i % 3}"}).json()["text"] == other.url
     other.generate = lambda handler, body: handler.reply(400, {"error": {"message": "no"}})
     fleet.post("/generate", {"text": "prompt 0"})
-    now = counted(fleet)
+    now = settled(fleet)
     num_moved = now["requests_total", "moved", dying.url]
     assert now["requests_total", "answered", other.url] == 6 and now["requests_total", "refused", other.url] == 1
     assert 1 <= num_moved == now["retries_total",] == len(dying.asked("/generate"))
