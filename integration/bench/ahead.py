@@ -1,9 +1,10 @@
 """Time saved by rollouts ahead of training, by turns with the same run without, whose weights must be equal.
 
-Two loads on a small model that is trained here first. `separate`: an engine in a process of its own, and a trainer, of
-one thread each; the number of prompts is chosen so that generating and training take about equally long.
+Two loads on a small model that is trained here first; no cache holds its weights, as of the models that people train.
+`separate`: an engine in a process of its own, and a trainer, of one thread each; few sequences, whose decoding waits
+for the weights; the number of prompts is chosen so that generating and training take about equally long.
 speedup_separate is of the seconds of a step, verification included. `tail`: one module for both; groups of samples with
-a lognormal number of tokens until their end of sequence, with drafts on both sides. speedup_tail is of the seconds of a
+a lognormal number of tokens until their end of sequence, few at a time too, with drafts on both sides. speedup_tail is of the seconds of a
 step's rollout, verification included. Each pair of runs goes on from the steps of the one before, with digests compared
 at every step. kept_share: of the tokens that were drawn again, those that came out equal. Bars: 1.3; 1.15 on a
 processor with AMX, else 1.05.
@@ -45,13 +46,14 @@ from ..grpo.training.trainer import GrpoTrainer
 from ..ranks import Ranks, process_group
 from .parts.budget import Budget, add_budget_argument, say
 from .parts.load import positive
-from .parts.phrases import MAX_ANSWER_TOKENS, MIN_ANSWER_TOKENS, TRAINED, PhraseLanguage, train_phrase_model
+from .parts.phrases import MAX_ANSWER_TOKENS, MIN_ANSWER_TOKENS, PADDED, PhraseLanguage, train_phrase_model
 from .parts.presets import DTYPES
 
 _SEPARATE_SHARE = 0.6  # of the time that is left after the model is trained
 _SEPARATE, _TAIL = 1.3, {True: 1.15, False: 1.05}  # bars; of `tail` with AMX, without
 _MAX_PROMPTS = 48
-_GROUP = 8  # samples of a prompt; of `separate` half as many, so that more groups come one after another
+_FEW = 2  # samples of a prompt of `separate`
+_ROWS = 128  # of a step of its engine: the trainer has the first group while others are verified
 
 Prompts = list[list[int]]
 Load = Callable[[int], tuple[Prompts, list[SamplingParams]]]  # of a step
@@ -59,14 +61,15 @@ Load = Callable[[int], tuple[Prompts, list[SamplingParams]]]  # of a step
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=8, help="of one run of a pair")
-    parser.add_argument("--pairs", type=positive, default=3, help="of `separate`; half as many of `tail`")
+    parser.add_argument("--pairs", type=positive, default=5, help="of `separate`; half as many of `tail`")
     parser.add_argument("--ahead", type=positive, default=1, help="steps that may be begun beyond the current one")
     parser.add_argument("--new-tokens", type=positive, default=96, help="of each sample of `separate`")
-    parser.add_argument("--groups", type=positive, default=4, help="prompts of a step of `tail`")
+    parser.add_argument("--groups", type=positive, default=2, help="prompts of a step of `tail`")
+    parser.add_argument("--group", type=positive, default=4, help="samples of a prompt of `tail`")
     parser.add_argument("--learning-rate", type=float, default=5e-5, help="the arithmetic job's, or a higher one")
     parser.add_argument("--threads", type=positive, default=2, help="of `tail`")
     parser.add_argument("--layers", type=positive, default=6, help="of the model")
-    parser.add_argument("--width", type=positive, default=4096, help="of its MLPs")
+    parser.add_argument("--width", type=positive, default=PADDED["intermediate_size"], help="of its MLPs")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     add_budget_argument(parser)
 
@@ -75,7 +78,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report."""
     torch.set_num_threads(options.threads)
     budget = Budget(options.max_seconds)
-    shape = TRAINED | {"num_hidden_layers": options.layers, "intermediate_size": options.width}
+    shape = PADDED | {"num_hidden_layers": options.layers, "intermediate_size": options.width}
     model = train_phrase_model(PhraseLanguage(), DTYPES[options.dtype], shape)
     say(f"a model of {sum(p.numel() for p in model.parameters()) / 1e6:.0f} M parameters is trained")
     has_amx = torch.cpu._is_amx_tile_supported() and "-mno-amx-bf16" not in compile_flags(os.environ)
@@ -230,7 +233,7 @@ def _separate(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace,
     def load_of(num_prompts: int) -> Load:
         return lambda step: (
             [language.prompt(step * num_prompts + index) for index in range(num_prompts)],
-            [_params(_GROUP // 2, options.new_tokens, step, index, ignore_eos=True) for index in range(num_prompts)],
+            [_params(_FEW, options.new_tokens, step, index, ignore_eos=True) for index in range(num_prompts)],
         )
 
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-ahead-") as folder, ExitStack() as exit:
@@ -242,9 +245,8 @@ def _separate(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace,
             return engine
 
         def run_of(num_prompts: int, ahead: int) -> Run:
-            config = _config(options, folder, num_prompts, _GROUP // 2, options.new_tokens, ahead)
-            # A group is verified in one step of the engine, so the trainer has the first one soon.
-            its_engine = replace(config.engine, max_num_batched_tokens=_GROUP // 2 * (options.new_tokens + 16))
+            config = _config(options, folder, num_prompts, _FEW, options.new_tokens, ahead)
+            its_engine = replace(config.engine, max_num_batched_tokens=_ROWS)
             separate = replace(config, engines="separate", sync="tensor", engine=its_engine)
             return Run(separate, copy.deepcopy(model), make, load_of(num_prompts))
 
@@ -255,14 +257,14 @@ def _separate(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace,
             on,
             options,
             options.pairs,
-            {"prompts": num_prompts, "group": _GROUP // 2, "tokens": options.new_tokens},
+            {"prompts": num_prompts, "group": _FEW, "tokens": options.new_tokens},
             budget,
         )
 
 
 def _balanced(run_of: Callable[[int, int], Run]) -> int:
     """Find the number of prompts with which generating takes as long as training: both grow linearly with it."""
-    trial = {num_prompts: run_of(num_prompts, 0) for num_prompts in (4, 12)}
+    trial = {num_prompts: run_of(num_prompts, 0) for num_prompts in (1, 4)}
     found = {}
     for num_prompts, one in trial.items():
         one.go_on(1)  # warms up
@@ -274,22 +276,22 @@ def _balanced(run_of: Callable[[int, int], Run]) -> int:
     say(f"generating and training {few} prompts: {at_few.rollout_s:.2f} s and {at_few.train_s:.2f} s; "
          f"{many} prompts: {at_many.rollout_s:.2f} s and {at_many.train_s:.2f} s")  # fmt: skip
     if slope >= 0:  # generating takes longer, and the more so the more prompts there are; or the reverse
-        return 2 if difference[few] > 0 else _MAX_PROMPTS
-    return min(max(round(few - difference[few] / slope), 2), _MAX_PROMPTS)
+        return 1 if difference[few] > 0 else _MAX_PROMPTS
+    return min(max(round(few - difference[few] / slope), 1), _MAX_PROMPTS)
 
 
 def _tail(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace, budget: Budget) -> Pairs:
     """Measure one module that generates and is trained, with answers of many lengths."""
-    language, num_prompts = PhraseLanguage(), options.groups
+    language, num_prompts, group = PhraseLanguage(), options.groups, options.group
 
     def load(step: int) -> tuple[Prompts, list[SamplingParams]]:
         prompts = [language.prompt(step * num_prompts + index) for index in range(num_prompts)]
-        return prompts, [_params(_GROUP, MAX_ANSWER_TOKENS, step, index) for index in range(num_prompts)]
+        return prompts, [_params(group, MAX_ANSWER_TOKENS, step, index) for index in range(num_prompts)]
 
     def make(config: JobConfig, its_model: PreTrainedModel, backend: DdpBackend) -> JobEngine:
         return AliasedEngine(config, its_model, None, backend)  # type: ignore[arg-type]  # prompts are token ids
 
-    config = _config(options, "", num_prompts, _GROUP, MAX_ANSWER_TOKENS, 0)
+    config = _config(options, "", num_prompts, group, MAX_ANSWER_TOKENS, 0)
     off = Run(config, copy.deepcopy(model), make, load)
     on = Run(replace(config, rollout=replace(config.rollout, ahead=options.ahead)), copy.deepcopy(model), make, load)
     try:
@@ -298,7 +300,7 @@ def _tail(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace, bud
             on,
             options,
             -(-options.pairs // 2),
-            {"prompts": num_prompts, "group": _GROUP, "lengths": "lognormal"},
+            {"prompts": num_prompts, "group": group, "lengths": "lognormal"},
             budget,
         )
     finally:

@@ -39,7 +39,7 @@ class TrainerAdamW(torch.optim.AdamW):
         masters = [_master(one) if has_masters and one.dtype != torch.float32 else one for one in given]
         self.masters = dict(zip(given, masters, strict=True))
         self.sums = GradientSums(given)
-        super().__init__(masters, **adamw_options(settings))
+        super().__init__(masters, **adamw_options(settings, masters[0].device if masters else torch.device("cpu")))
 
     def take_gradients(self) -> list[Tensor]:
         """Move the sums of the parameters' gradients to the tensors that `step` updates. Returns them, in float32: what
@@ -165,10 +165,14 @@ def rounded_stochastically(values: Tensor, seed: int) -> Tensor:
     return torch.where(values.isfinite(), cut.view(torch.float32), values).to(torch.bfloat16)
 
 
-def adamw_options(settings: TrainSettings) -> dict[str, Any]:
-    """Return the options of `torch.optim.AdamW` that the settings say."""
+def adamw_options(settings: TrainSettings, device: torch.device) -> dict[str, Any]:
+    """Return the options of `torch.optim.AdamW` that the settings say, for parameters on this device.
+
+    On a CPU a tensor is updated in one pass instead of ten; elsewhere torch chooses.
+    """
     betas = (settings.beta1, settings.beta2)
-    return {"lr": settings.learning_rate, "betas": betas, "weight_decay": settings.weight_decay}
+    fused = True if device.type == "cpu" else None
+    return {"lr": settings.learning_rate, "betas": betas, "weight_decay": settings.weight_decay, "fused": fused}
 
 
 def learning_rate(settings: TrainSettings, step: int, num_steps: int) -> float:

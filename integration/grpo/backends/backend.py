@@ -43,6 +43,8 @@ class TrainerBackend(ABC):
     talks_in_forward: bool
     # Whether all micro-batches of a step have to be known before the first.
     needs_all_batches: bool = True
+    # Whether the last micro-batch has to be known as such.
+    needs_last: bool = True
     # Whether `step` can scale the gradients. All that can are used so: then they train alike, to the bit.
     scales_gradients: bool = True
 

@@ -43,8 +43,14 @@ class DdpBackend(TrainerBackend):
     def forward(self, **inputs: object) -> Tensor:
         return self._ddp(**inputs).logits
 
+    @property
+    def needs_last(self) -> bool:  # type: ignore[override]
+        """See `TrainerBackend`: one rank alone sends nothing."""
+        return self.ranks.num_ranks > 1
+
     def microbatch(self, *, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if is_last else self._ddp.no_sync()  # gradients are sent once, with the last micro-batch
+        # Gradients are sent once, with the last micro-batch.
+        return nullcontext() if is_last and self.needs_last else self._ddp.no_sync()
 
     def named_tensors(self, dtype: torch.dtype | None = None) -> NamedTensors:
         return ddp_tensors(self._ddp, dtype)

@@ -47,7 +47,8 @@ class DeepSpeedBackend(TrainerBackend):
         backend = "nccl" if self.ranks.device.type == "cuda" else "gloo"
         deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        basic = torch.optim.AdamW(trained, **adamw_options(self.settings))  # ZeRO takes no class derived from it
+        # ZeRO takes no class derived from it.
+        basic = torch.optim.AdamW(trained, **adamw_options(self.settings, self.ranks.device))
         self._engine, self.optimizer, _, _ = deepspeed.initialize(model=model, optimizer=basic, config=config)
         self.model = model
 

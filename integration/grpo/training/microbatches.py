@@ -29,16 +29,22 @@ class _Run:
 
 
 def microbatches(
-    samples: Iterable[Sample], limit: float, cost: Callable[[Sample], float], learns: Callable[[Sample], bool]
+    samples: Iterable[Sample],
+    limit: float,
+    cost: Callable[[Sample], float],
+    learns: Callable[[Sample], bool],
+    *,
+    needs_last: bool = True,
 ) -> Iterator[Microbatch]:
     """Divide samples, in order, into micro-batches whose costs are at most `limit`. A costlier sample is one by itself.
 
     learns: whether a sample has a gradient. One that has and one that has not are never in one micro-batch. A
     micro-batch is yielded as soon as the next sample of its kind is there; the last one with a backward pass is the
-    last of all. If no sample has a gradient, the shortest of the last run has a backward pass nevertheless, of zeros:
-    the other ranks, and the moments of AdamW, need one in each step.
+    last of all. Without `needs_last` a full one is yielded at once, and the last may not be marked as such. If no
+    sample has a gradient, the shortest of the last run has a backward pass nevertheless, of zeros: the other ranks, and
+    the moments of AdamW, need one in each step.
     """
-    runs = {True: _Run(), False: _Run()}
+    runs, has_learned = {True: _Run(), False: _Run()}, False
     for sample in samples:
         kind, its_cost = learns(sample), cost(sample)
         run = runs[kind]
@@ -47,8 +53,11 @@ def microbatches(
             run = runs[kind] = _Run()
         run.samples.append(sample)
         run.cost += its_cost
+        if not needs_last and kind and run.cost >= limit:  # no other sample has room in it
+            yield Microbatch(run.samples, kind)
+            runs[kind], has_learned = _Run(), True
     idle, learning = runs[False].samples, runs[True].samples
-    if not learning:  # the last run of a kind ends here, so there was none
+    if not learning and not has_learned:  # else the last run of a kind ends here
         idle, learning = _with_shortest_apart(idle)
     if idle:
         yield Microbatch(idle, False)

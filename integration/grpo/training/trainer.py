@@ -186,9 +186,10 @@ class GrpoTrainer:
         learns = partial(Sample.has_gradient, with_kl=settings.kl_coefficient != 0.0)
         if num := settings.gradient_accumulation_steps:
             return even_microbatches(samples, num, learns)
+        limit, cost = settings.num_microbatch_rows, rows_of
         if self._activations is not None:
-            return microbatches(samples, settings.num_microbatch_bytes or 0, self._activations.of, learns)
-        return microbatches(samples, settings.num_microbatch_rows or 0, rows_of, learns)
+            limit, cost = settings.num_microbatch_bytes, self._activations.of
+        return microbatches(samples, limit or 0, cost, learns, needs_last=self.backend.needs_last)
 
     def _made(self, samples: Iterable[Sample], into: _StepBatches) -> Iterator[_Batch]:
         """Yield the micro-batches of a step that have a forward; note all in `into`."""
