@@ -1,13 +1,13 @@
 """Time saved by rollouts ahead of training, by turns with the same run without, whose weights must be equal.
 
 Two loads on a small model that is trained here first; no cache holds its weights, as of the models that people train.
-`separate`: an engine in a process of its own, and a trainer, of one thread each; few sequences, whose decoding waits
-for the weights; the number of prompts is chosen so that generating and training take about equally long.
-speedup_separate is of the seconds of a step, verification included. `tail`: one module for both; groups of samples with
-a lognormal number of tokens until their end of sequence, few at a time too, with drafts on both sides. speedup_tail is of the seconds of a
-step's rollout, verification included. Each pair of runs goes on from the steps of the one before, with digests compared
-at every step. kept_share: of the tokens that were drawn again, those that came out equal. Bars: 1.3; 1.15 on a
-processor with AMX, else 1.05.
+`separate`: an engine in a process of its own, and a trainer, of one thread each; few sequences of one length, whose
+decoding waits for the weights, without drafts; the number of prompts is chosen so that generating and training take
+about equally long. speedup_separate is of the seconds of a step, verification included. `tail`: one module for both;
+groups of samples with a lognormal number of tokens until their end of sequence, few at a time too, with drafts on both
+sides. speedup_tail is of the seconds of a step's rollout, verification included. Each pair of runs goes on from the
+steps of the one before, with digests compared at every step. kept_share: of the tokens that were drawn again, those
+that came out equal. Bars: 1.3; 1.15 on a processor with AMX, else 1.05.
 """
 
 from __future__ import annotations
@@ -46,14 +46,21 @@ from ..grpo.training.trainer import GrpoTrainer
 from ..ranks import Ranks, process_group
 from .parts.budget import Budget, add_budget_argument, say
 from .parts.load import positive
-from .parts.phrases import MAX_ANSWER_TOKENS, MIN_ANSWER_TOKENS, PADDED, PhraseLanguage, train_phrase_model
+from .parts.phrases import (
+    MAX_ANSWER_TOKENS,
+    MIN_ANSWER_TOKENS,
+    PADDED,
+    PROMPT_TOKENS,
+    PhraseLanguage,
+    train_phrase_model,
+)
 from .parts.presets import DTYPES
 
-_SEPARATE_SHARE = 0.6  # of the time that is left after the model is trained
+_MAX_SECONDS = 265.0  # with what comes before and after, within five minutes
+_SEPARATE_SHARE = 0.5  # of the time that is left after the model is trained
 _SEPARATE, _TAIL = 1.3, {True: 1.15, False: 1.05}  # bars; of `tail` with AMX, without
 _MAX_PROMPTS = 48
 _FEW = 2  # samples of a prompt of `separate`
-_ROWS = 128  # of a step of its engine: the trainer has the first group while others are verified
 
 Prompts = list[list[int]]
 Load = Callable[[int], tuple[Prompts, list[SamplingParams]]]  # of a step
@@ -64,14 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pairs", type=positive, default=5, help="of `separate`; half as many of `tail`")
     parser.add_argument("--ahead", type=positive, default=1, help="steps that may be begun beyond the current one")
     parser.add_argument("--new-tokens", type=positive, default=96, help="of each sample of `separate`")
-    parser.add_argument("--groups", type=positive, default=2, help="prompts of a step of `tail`")
-    parser.add_argument("--group", type=positive, default=4, help="samples of a prompt of `tail`")
+    parser.add_argument("--groups", type=positive, default=3, help="prompts of a step of `tail`")
+    parser.add_argument("--group", type=positive, default=2, help="samples of a prompt of `tail`")
     parser.add_argument("--learning-rate", type=float, default=5e-5, help="the arithmetic job's, or a higher one")
     parser.add_argument("--threads", type=positive, default=2, help="of `tail`")
     parser.add_argument("--layers", type=positive, default=6, help="of the model")
     parser.add_argument("--width", type=positive, default=PADDED["intermediate_size"], help="of its MLPs")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
-    add_budget_argument(parser)
+    add_budget_argument(parser, _MAX_SECONDS)
 
 
 def run(options: argparse.Namespace) -> dict[str, object]:
@@ -233,7 +240,7 @@ def _separate(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace,
     def load_of(num_prompts: int) -> Load:
         return lambda step: (
             [language.prompt(step * num_prompts + index) for index in range(num_prompts)],
-            [_params(_FEW, options.new_tokens, step, index, ignore_eos=True) for index in range(num_prompts)],
+            [_params(_FEW, options.new_tokens, step, index, options.new_tokens) for index in range(num_prompts)],
         )
 
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-ahead-") as folder, ExitStack() as exit:
@@ -246,7 +253,9 @@ def _separate(model: PreTrainedModel, ranks: Ranks, options: argparse.Namespace,
 
         def run_of(num_prompts: int, ahead: int) -> Run:
             config = _config(options, folder, num_prompts, _FEW, options.new_tokens, ahead)
-            its_engine = replace(config.engine, max_num_batched_tokens=_ROWS)
+            # As many rows as a group has: the trainer has the first one while others are verified.
+            num_rows = _FEW * (options.new_tokens + PROMPT_TOKENS)
+            its_engine = replace(config.engine, speculation="off", max_num_batched_tokens=num_rows)
             separate = replace(config, engines="separate", sync="tensor", engine=its_engine)
             return Run(separate, copy.deepcopy(model), make, load_of(num_prompts))
 
@@ -318,13 +327,11 @@ def _config(
         model=ModelSettings(dtype=options.dtype),
         rollout=RolloutSettings(num_prompts, group, num_tokens, ahead=ahead),
         # A group is trained on while the next ones are verified.
-        train=TrainSettings(options.learning_rate, num_warmup_steps=0, microbatch_tokens=group * (num_tokens + 16)),
+        train=TrainSettings(options.learning_rate, microbatch_tokens=group * (num_tokens + PROMPT_TOKENS)),
         engine=EngineSettings(device="cpu", kv_cache=f"{num_blocks} blocks", max_num_seqs=max(num_sequences, 2)),
     )
 
 
-def _params(group: int, num_tokens: int, step: int, index: int, *, ignore_eos: bool = False) -> SamplingParams:
-    return SamplingParams(
-        n=group, min_new_tokens=0 if ignore_eos else MIN_ANSWER_TOKENS, max_new_tokens=num_tokens,
-        ignore_eos=ignore_eos, sampling_seed=derive_seed(0, step, index),
-    )  # fmt: skip
+def _params(group: int, num_tokens: int, step: int, index: int, least: int = MIN_ANSWER_TOKENS) -> SamplingParams:
+    seed = derive_seed(0, step, index)
+    return SamplingParams(n=group, min_new_tokens=least, max_new_tokens=num_tokens, sampling_seed=seed)

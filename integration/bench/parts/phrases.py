@@ -22,7 +22,7 @@ _VOCAB_SIZE, _NUM_TOPICS, _FIRST_WORD = 512, 16, 32
 _NUM_PHRASES, _LENGTHS = 40, (8, 16)
 _SUCCESSORS = (0.6, 0.2, 0.1, 0.1)  # chances of a phrase's successors
 _NUM_FREE = 64  # words that may stand in a phrase's free place
-_PROMPT_TOKENS = 16
+PROMPT_TOKENS = 16
 _MEDIAN_PHRASES, _SIGMA, _MIN_PHRASES, _MAX_PHRASES = 7, 0.9, 3, 40
 MIN_ANSWER_TOKENS = _LENGTHS[0]  # a phrase: the model would end one answer in fifty before
 MAX_ANSWER_TOKENS = _MAX_PHRASES * _LENGTHS[1]
@@ -61,7 +61,7 @@ class PhraseLanguage:
 
     def prompt(self, topic: int) -> list[int]:
         """Return the prompt of a topic, which decides the first phrase."""
-        return [2 + topic % _NUM_TOPICS] * _PROMPT_TOKENS
+        return [2 + topic % _NUM_TOPICS] * PROMPT_TOKENS
 
     def answer(self, topic: int, draw: random.Random) -> list[int]:
         """Draw an answer to the prompt of a topic, its end included."""
@@ -106,7 +106,7 @@ def _config(shape: Mapping[str, Any]) -> Qwen3Config:
     return Qwen3Config(
         **shape, tie_word_embeddings=True, eos_token_id=END,
         rms_norm_eps=_EPSILON * TRAINED["hidden_size"] / shape["hidden_size"],
-        max_position_embeddings=_PROMPT_TOKENS + MAX_ANSWER_TOKENS + 16,
+        max_position_embeddings=PROMPT_TOKENS + MAX_ANSWER_TOKENS + 16,
     )  # fmt: skip
 
 

@@ -157,3 +157,18 @@ def test_the_first_samples_are_trained_on_before_the_last_ones_are_there(group, 
     assert stats.logprob_gap == 0.0
     assert seen[0] == 0 and seen[-1] > 0
     assert len(forwards) > seen[-1]
+
+
+def test_one_rank_trains_on_a_full_micro_batch_before_the_next_sample_is_there(group, make_model, monkeypatch):
+    service, trainer = make_trainer(make_model("qwen3"), TrainSettings(num_warmup_steps=0, microbatch_tokens=1))
+    samples, forwards = sample(service), []
+    forward = trainer.backend.forward
+    monkeypatch.setattr(trainer.backend, "forward", lambda **given: forwards.append(1) or forward(**given))
+
+    def come():
+        for number, one in enumerate(samples):
+            assert len(forwards) == number
+            yield one
+
+    assert trainer.update(come(), 0).logprob_gap == 0.0
+    assert len(forwards) == len(samples)

@@ -202,6 +202,26 @@ def test_adamw_of_the_job_has_its_settings():
     assert isinstance(optimizer, TrainerAdamW) and not isinstance(optimizer, StochasticAdamW)
     [group] = optimizer.param_groups
     assert (group["lr"], group["weight_decay"], group["betas"]) == (1e-6, 0.25, (0.8, 0.99))
+    assert group["fused"]  # on a CPU
+
+
+def test_a_shard_of_a_tensor_is_updated_as_the_tensor_is():
+    """Ranks that hold parts of a parameter train as one that holds it, wherever the parts begin."""
+    torch.manual_seed(0)
+    whole, steps = torch.randn(1003), [torch.randn(1003) * 10.0 ** torch.randint(-6, 2, (1003,)) for _ in range(3)]
+
+    def updated(first: int, end: int) -> torch.Tensor:
+        module = nn.ParameterList([nn.Parameter(whole[first:end].clone())])
+        optimizer = make_adamw(module, replace(SETTINGS, learning_rate=1e-3))
+        for gradient in steps:
+            module[0].grad = gradient[first:end].clone()
+            optimizer.take_gradients()
+            optimizer.step()
+        return module[0].detach()
+
+    expected = updated(0, 1003)
+    for cut in (1, 7, 16, 500):
+        assert torch.equal(torch.cat([updated(0, cut), updated(cut, 1003)]), expected), cut
 
 
 @pytest.mark.parametrize(

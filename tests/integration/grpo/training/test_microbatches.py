@@ -56,6 +56,27 @@ def test_a_step_without_a_gradient_has_one_backward_pass_of_its_shortest_sample(
     ]  # fmt: skip
 
 
+def test_where_none_has_to_be_the_last_a_full_one_does_not_wait_for_the_next_sample():
+    taken, samples = [], [A, A, Z, B]
+
+    def come():
+        for one in samples:
+            taken.append(one)
+            yield one
+
+    parts = []
+    for part in microbatches(come(), 4, rows_of, learns, needs_last=False):
+        parts.append((len(taken), part))
+    assert parts == [
+        (1, Microbatch([A], True)), (2, Microbatch([A], True)), (4, Microbatch([Z], False)),
+        (4, Microbatch([B], True, is_last=True)),
+    ]  # fmt: skip
+    full = microbatches([A, Z], 4, rows_of, learns, needs_last=False)
+    assert list(full) == [Microbatch([A], True), Microbatch([Z], False)]  # the one with a gradient has gone ahead
+    none = microbatches([Z, Z], 2, rows_of, learns, needs_last=False)
+    assert list(none) == [Microbatch([Z], False), Microbatch([Z], True, is_last=True)]
+
+
 @pytest.mark.parametrize(
     ("sample", "with_kl", "expected"),
     [
@@ -83,6 +104,19 @@ def test_a_number_of_micro_batches_has_samples_spread_evenly_by_tokens():
         Microbatch([two], True, is_last=True),
     ]  # fmt: skip
     assert len(list(even_microbatches([one, two], 8, learns))) == 2
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([0.0, 1.0])), max_size=12),
+    st.integers(1, 20),
+)
+def test_it_makes_no_other_micro_batches_where_none_has_to_be_the_last(shapes, size):
+    samples = [of_rows(rows, advantage) for rows, advantage in shapes]
+    found = {}
+    for needs_last in (False, True):
+        parts = list(microbatches(samples, size, rows_of, learns, needs_last=needs_last))
+        found[needs_last] = {kind: [part.samples for part in parts if part.learns is kind] for kind in (False, True)}
+    assert found[False] == found[True]
 
 
 @given(
