@@ -121,9 +121,10 @@ class RemoteEngine(RemoteTarget):
         """Wait for the present weights' share of a schedule, see `RolloutsAhead.settle`."""
         self.call("settle", timeout_s=timeout_s)
 
-    def finish_group(self, key: int, index: int, timeout_s: float) -> list[Completion]:
-        """Return the samples of one prompt of a batch, see `RolloutsAhead.finish_group`."""
-        return _completions(self.call("finish_group", timeout_s=timeout_s, key=key, index=index))
+    def finish_groups(self, key: int, first: int, timeout_s: float) -> list[Completion]:
+        """Return the samples of a prompt of a batch, and of those behind it that are there, see
+        `RolloutsAhead.finish_groups`."""
+        return _completions(self.call("finish_groups", timeout_s=timeout_s, key=key, first=first))
 
     def counts(self, timeout_s: float) -> AheadCounts:
         """Return the counts of its batches."""
@@ -259,8 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return {}
         if verb == "ahead_counts":
             return asdict(ahead.counts)
-        if verb in ("generate", "finish_group"):
-            made = service.engine.generate(**arguments) if verb == "generate" else ahead.finish_group(**arguments)
+        if verb in ("generate", "finish_groups"):
+            made = service.engine.generate(**arguments) if verb == "generate" else ahead.finish_groups(**arguments)
             return {"completions": completions_bytes(made).decode()}
         return run_verb(service, verb, timeout_s, arguments)
 

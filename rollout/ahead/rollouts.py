@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from itertools import takewhile
 from typing import Literal
 
 from ..completion import Completion
@@ -132,6 +133,11 @@ class RolloutsAhead:
         last prompt. Raises as `finish`, and IndexError."""
         return self._engine.requests.together(lambda: self._take(key, index, index + 1))
 
+    def finish_groups(self, key: int, first: int) -> list[Completion]:
+        """Return the samples of the prompt `first` of a batch, and those of the prompts behind it that are there
+        already: a caller in another process waits for the engine once. Raises as `finish_group`."""
+        return self._engine.requests.together(lambda: self._take(key, first, first + 1, and_ready=True))
+
     def settle(self) -> None:
         """Wait until all that a schedule gives the present weights is drawn; before each commit of a run that is
         repeated. All ranks of a replica call it together."""
@@ -170,8 +176,9 @@ class RolloutsAhead:
                              f"sampling_seed={checked.sampling_seed}")  # fmt: skip
         return ReplayedGroup(engine, ids, checked, options, self._feed, self._fail, spans=spans)
 
-    def _take(self, key: int, first: int, end: int) -> list[Completion]:
-        """Wait for the prompts `first` to `end` - 1 of a batch."""
+    def _take(self, key: int, first: int, end: int, *, and_ready: bool = False) -> list[Completion]:
+        """Wait for the prompts `first` to `end` - 1 of a batch. and_ready: take those behind them too that need no
+        wait."""
         engine, batch = self._engine, self._batches[key]
         wanted = batch[first:end]
         if len(wanted) != end - first:
@@ -190,7 +197,8 @@ class RolloutsAhead:
                     if self._failure is not None:
                         raise self._failure
                     if not self._renew_old(wanted):
-                        return self._taken(key, wanted)
+                        ready = takewhile(self._is_ready, batch[end:] if and_ready else ())
+                        return self._taken(key, [*wanted, *ready])
 
     def _taken(self, key: int, wanted: Sequence[Group]) -> list[Completion]:
         """Return the answers of some prompts, and let others take their places."""
@@ -223,6 +231,12 @@ class RolloutsAhead:
         for batch in self._batches.values():
             for group in batch:
                 group.advance()
+
+    def _is_ready(self, group: Group) -> bool:
+        """Return whether a prompt's samples are there, and as they have to be."""
+        if group.is_taken or len(group.answers) < group.params.n:
+            return False
+        return not self.verifies or all(epoch == self._engine.epoch for epoch in group.epochs.values())
 
     def _renew_old(self, groups: Sequence[Group]) -> bool:
         """Draw answers of older weights again; returns whether there are some."""

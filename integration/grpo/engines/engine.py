@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import cast
 
@@ -146,6 +147,12 @@ def divided(completions: list[Completion], num_groups: int) -> Iterator[list[Com
     """Yield the completions of each of so many prompts."""
     size = len(completions) // max(num_groups, 1)
     return (completions[at : at + size] for at in range(0, len(completions), size or 1))
+
+
+def by_prompt(completions: list[Completion]) -> Iterator[list[Completion]]:
+    """Yield the completions of each prompt, the samples of which lie side by side."""
+    firsts = [at for at, one in enumerate(completions) if one.index == 0]
+    return (completions[at:end] for at, end in pairwise([*firsts, len(completions)]))
 
 
 def rollouts_ahead(engine: Engine, config: JobConfig) -> RolloutsAhead:

@@ -10,7 +10,7 @@ from ....rollout.ahead.rollouts import AheadCounts
 from ....rollout.completion import Completion
 from ....rollout.sampling_params import SamplingParams
 from ...push.remote_engine import RemoteEngine
-from .engine import StepPrompts
+from .engine import StepPrompts, by_prompt
 from .pushed import PushedEngine
 
 _TIMEOUT_S = 3600.0  # of calls that wait for samples
@@ -47,9 +47,12 @@ class SeparateEngine(PushedEngine):
         self._target.settle(_TIMEOUT_S)
 
     def groups(self, step: int, num_groups: int) -> Iterator[list[Completion]]:
-        """See `JobEngine.groups`."""
-        for index in range(num_groups):
-            yield self._target.finish_group(step, index, _TIMEOUT_S)
+        """See `JobEngine.groups`. Those that are there come in one call, which waits for a step of the engine."""
+        index = 0
+        while index < num_groups:
+            for group in by_prompt(self._target.finish_groups(step, index, _TIMEOUT_S)):
+                yield group
+                index += 1
 
     def counts(self) -> AheadCounts:
         """See `JobEngine.counts`."""

@@ -231,6 +231,44 @@ def test_a_batch_is_taken_prompt_by_prompt_while_others_run(make_engine, weights
     engine.close()
 
 
+def test_prompts_that_are_there_are_taken_with_the_first_one(make_engine, weights):
+    engine = make_engine(weights())
+    expected = [record(one) for one in engine.generate(*batch(0))]
+    ahead = RolloutsAhead(engine)
+    with engine.model.rollout_phase():
+        ahead.begin(0, *batch(0))
+        found = []
+        while 0 in ahead:  # in their order, whatever is there
+            found += ahead.finish_groups(0, len(found) // SAMPLES)
+        assert [record(one) for one in found] == expected
+        ahead.begin(1, *batch(1))
+        ahead.finish_group(1, 1)
+        while engine.has_work:
+            engine.step()
+        assert len(ahead.finish_groups(1, 0)) == SAMPLES  # the next prompt has been taken
+        assert len(ahead.finish_groups(1, 2)) == SAMPLES * (PROMPTS - 2)
+    engine.close()
+
+
+def test_prompts_that_are_there_under_older_weights_are_not_taken_with_the_first_one(make_engine, weights):
+    engine = make_engine(model := weights())
+    ahead = RolloutsAhead(engine)
+    with engine.model.rollout_phase():
+        ahead.begin(0, *batch(0))
+        while engine.has_work:
+            engine.step()
+        engine.pause_generation("retract")
+        train(model, 0)
+        engine.weights.commit_weights("1", None, in_flight="verify")
+        engine.continue_generation()
+        found = []
+        while 0 in ahead:
+            found += ahead.finish_groups(0, len(found) // SAMPLES)
+    assert {span.version for one in found for span in one.weight_versions} == {"1"}
+    assert [record(one) for one in found] == [record(one) for one in engine.generate(*batch(0))]
+    engine.close()
+
+
 def test_keep_returns_the_tokens_of_older_weights_with_their_versions(make_engine, weights):
     expected = synchronous(make_engine, weights())
     model = weights()
