@@ -105,7 +105,7 @@ class LocalEngine(JobEngine):
 
     def groups(self, step: int, num_groups: int) -> Iterator[list[Completion]]:
         """See `JobEngine.groups`. All are there before the first is yielded: then the trainer has the process."""
-        yield from divided(self._finish(step), num_groups)
+        yield from by_prompt(self._finish(step))
 
     def _finish(self, step: int) -> list[Completion]:
         with self.service.rollout(release_kv=True):
@@ -141,12 +141,6 @@ class OtherModelEngine(JobEngine):
         self._specs = outgoing_specs(unwrapped(model))  # before it is sharded
         self._backend = backend
         self._config = config
-
-
-def divided(completions: list[Completion], num_groups: int) -> Iterator[list[Completion]]:
-    """Yield the completions of each of so many prompts."""
-    size = len(completions) // max(num_groups, 1)
-    return (completions[at : at + size] for at in range(0, len(completions), size or 1))
 
 
 def by_prompt(completions: list[Completion]) -> Iterator[list[Completion]]:

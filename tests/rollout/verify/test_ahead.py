@@ -48,6 +48,14 @@ def train(model, step: int) -> None:
             parameter.mul_(1 + 0.003 * torch.randn_like(parameter))
 
 
+def train_and_commit(engine, model, step: int, *, in_flight) -> None:
+    """Train, and commit while requests wait."""
+    engine.pause_generation("retract")
+    train(model, step)
+    engine.weights.commit_weights(str(step + 1), None, in_flight=in_flight)
+    engine.continue_generation()
+
+
 @pytest.fixture
 def weights(small) -> Iterator[Callable]:
     """Return a function that brings a model's first weights back; they are brought back at the end too."""
@@ -85,10 +93,7 @@ def run_ahead(
                 ahead.begin(coming, *batch(coming))
         steps.append(ahead.finish(step))
         between()
-        engine.pause_generation("retract")
-        train(model, step)
-        engine.weights.commit_weights(str(step + 1), None, in_flight="verify" if ahead.verifies else None)
-        engine.continue_generation()
+        train_and_commit(engine, model, step, in_flight="verify" if ahead.verifies else None)
     return steps
 
 
@@ -180,10 +185,7 @@ def test_answers_that_will_be_drawn_again_have_places_before_coming_batches(make
         ahead.begin(0, *batch(0))
         while engine.has_work:
             engine.step()
-        engine.pause_generation("retract")
-        train(model, 0)
-        engine.weights.commit_weights("1", None, in_flight="verify")
-        engine.continue_generation()
+        train_and_commit(engine, model, 0, in_flight="verify")
         ahead.begin(1, *batch(1))
         assert not engine.live_sequences(), "all places are those of the first batch"
         ahead.finish(0)
@@ -257,10 +259,7 @@ def test_prompts_that_are_there_under_older_weights_are_not_taken_with_the_first
         ahead.begin(0, *batch(0))
         while engine.has_work:
             engine.step()
-        engine.pause_generation("retract")
-        train(model, 0)
-        engine.weights.commit_weights("1", None, in_flight="verify")
-        engine.continue_generation()
+        train_and_commit(engine, model, 0, in_flight="verify")
         found = []
         while 0 in ahead:
             found += ahead.finish_groups(0, len(found) // SAMPLES)
@@ -305,10 +304,7 @@ def repeat(engine, model, steps: list[list[Completion]], num_ahead: int) -> list
                 ahead.begin(coming, *batch(coming), schedule=schedule_of(steps[coming]))
         repeated.append(ahead.finish(step))
         ahead.settle()
-        engine.pause_generation("retract")
-        train(model, step)
-        engine.weights.commit_weights(str(step + 1), None)
-        engine.continue_generation()
+        train_and_commit(engine, model, step, in_flight=None)
     return repeated
 
 
