@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -42,9 +42,12 @@ BATCHES_RIGHT, BATCHES_WRONG = (1, 4), (1, 8, 32)
 _PROMPT_TOKENS = 16
 _BARS = {True: (2.0, 1.4), False: (1.7, 1.2)}  # with AMX, without
 _WORST_SLOWDOWN, _TAIL_SPEEDUP = 1.03, 1.3
+_WARM_UP_PART = 4  # of the tokens, with a source that is made up
 _WARM_UP_ROUNDS = 2  # of the tail: steps are recorded, their times learned, and a history is kept
 _RIGHT_SHARE, _WRONG_SHARE = 0.15, 0.5  # of the time that is left, for each batch of the first two parts
 _MAX_SECONDS = 280.0  # ten pairs at batch 32 take more than a minute without AMX
+
+_Tokens = tuple[tuple[int, ...], tuple[float, ...]]  # of one answer, and their log-probabilities
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +158,10 @@ def _made_load(model: PreTrainedModel, batch: int, options: argparse.Namespace, 
     engine = _engine(model, num_blocks, batch, {})
     truth = engine.generate(prompts, settings)  # warms up too
     engine.drafts.add_source(MadeUp(truth, chance, vocab_size))
-    turns = _by_turns(engine, prompts, settings, options.pairs if chance == 0.0 else -(-options.pairs // 3), budget)
+    few = -(-options.new_tokens // _WARM_UP_PART)
+    engine.generate(prompts, [replace(one, max_new_tokens=few) for one in settings])  # records steps with drafts
+    num_pairs = options.pairs if chance == 0.0 else -(-options.pairs // 3)
+    turns = _by_turns(engine, prompts, settings, _tokens(truth), num_pairs, budget)
     print(f"batch {batch}, right {chance}: {turns.row(batch)}", file=sys.stderr, flush=True)
     return turns
 
@@ -168,12 +174,13 @@ def _engine(model: PreTrainedModel, num_blocks: int, batch: int, speculation: st
 
 
 def _by_turns(
-    engine: Engine, prompts: list[list[int]], settings: list[SamplingParams], num_pairs: int, budget: Budget
+    engine: Engine, prompts: list[list[int]], settings: list[SamplingParams], expected: list[_Tokens],
+    num_pairs: int, budget: Budget,
 ) -> Turns:  # fmt: skip
-    """Run a load without drafts and with them, one more run than pairs. Raises RuntimeError where a token differs."""
+    """Run a load without drafts and with them, one more run than pairs. Raises RuntimeError where an answer is not the
+    expected one."""
     seconds: dict[bool, list[float]] = {False: [], True: []}
     steps = {}
-    expected = _tokens(engine.generate(prompts, settings))  # with drafts: warms up
     for number in budget.rounds(num_pairs + 1, least=3):
         is_on = number % 2 == 1
         before, started = engine.metrics.num_steps, time.perf_counter()
@@ -185,7 +192,7 @@ def _by_turns(
     return Turns(seconds[False], seconds[True], steps[False], steps[True])
 
 
-def _tokens(completions: list[Completion]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+def _tokens(completions: list[Completion]) -> list[_Tokens]:
     return [(one.token_ids, one.logprobs) for one in completions]
 
 
