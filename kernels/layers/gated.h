@@ -1,6 +1,10 @@
 // silu(gate) * up: each element depends on its two inputs alone. silu is rounded to the type of the inputs before the
 // product, as two operations would round it.
 #pragma once
+#include <omp.h>
+
+#include <algorithm>
+
 #include "machine/simd.h"
 
 namespace gated {
@@ -16,16 +20,26 @@ static inline Floats product(Floats gate, Floats up) {
 }
 
 template <typename T>
-void multiply(const T* gate, const T* up, T* y, int64_t count, int threads) {
-  const int64_t whole = count / W * W, rest = count - whole;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (int64_t i = 0; i < whole; i += W) store(y + i, product<T>(load(gate + i), load(up + i)));
-  if (rest) {
+inline void multiply_some(const T* gate, const T* up, T* y, int64_t count) {
+  int64_t i = 0;
+  for (; i + W <= count; i += W) store(y + i, product<T>(load(gate + i), load(up + i)));
+  if (i < count) {
     T g[W] = {}, u[W] = {}, out[W];
-    memcpy(g, gate + whole, rest * sizeof(T));
-    memcpy(u, up + whole, rest * sizeof(T));
+    memcpy(g, gate + i, (count - i) * sizeof(T));
+    memcpy(u, up + i, (count - i) * sizeof(T));
     store(out, product<T>(load(g), load(u)));
-    memcpy(y + whole, out, rest * sizeof(T));
+    memcpy(y + i, out, (count - i) * sizeof(T));
+  }
+}
+
+template <typename T>
+void multiply(const T* gate, const T* up, T* y, int64_t count, int threads) {
+  const int64_t steps = (count + W - 1) / W;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+  {
+    const int64_t index = omp_get_thread_num(), num = omp_get_num_threads();
+    const int64_t from = steps * index / num * W, to = std::min(steps * (index + 1) / num * W, count);
+    multiply_some(gate + from, up + from, y + from, to - from);
   }
 }
 

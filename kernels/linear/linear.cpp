@@ -1,6 +1,5 @@
 // y = x @ weight^T + bias, on the best path that this build and processor have: each element of y depends on its row of
 // x and its row of weight alone. Paths differ in their bits; a process always uses the same one.
-#include "layers/gated.h"
 #include "linear/grouped.h"
 #include "linear/linear_amx.h"
 #include "linear/linear_call.h"
@@ -23,32 +22,15 @@ extern "C" const char* lockstep_linear_path(int64_t is_bf16) {
   return simd::W == 16 ? "avx512" : simd::W == 8 ? "avx2" : "plain";
 }
 
-template <typename Dot, typename T>
-static void multiply_gated(const Call& call, int threads) {
-  static thread_local std::vector<T> memory;
-  const Part& out = call.parts[0];
-  const int64_t size = call.M * out.N;
-  if ((int64_t)memory.size() < 2 * size) memory.resize(2 * size);
-  Part parts[] = {out, *call.up};
-  parts[0].y = memory.data(), parts[1].y = memory.data() + size;
-  lanes::multiply<Dot, T>(Call{call.x, call.M, call.K, call.x_stride, parts, 2}, threads);
-  gated::multiply((const T*)parts[0].y, (const T*)parts[1].y, (T*)out.y, size, is_worth_threads(call) ? threads : 1);
-}
-
-template <typename Dot, typename T>
-static void multiply_lanes(const Call& call, int threads) {
-  call.up ? multiply_gated<Dot, T>(call, threads) : lanes::multiply<Dot, T>(call, threads);
-}
-
 static void multiply(const Call& call, bool is_bf16, int threads) {
-  if (!is_bf16) return multiply_lanes<lanes::Widened<float>, float>(call, threads);
+  if (!is_bf16) return lanes::multiply<lanes::Widened<float>, float>(call, threads);
 #if defined(LOCKSTEP_AMX)
   if (uses_tiles()) return amx::multiply(call, threads);
 #endif
 #if defined(__AVX512BF16__)
-  multiply_lanes<lanes::Pairs, simd::bf16>(call, threads);
+  lanes::multiply<lanes::Pairs, simd::bf16>(call, threads);
 #else
-  multiply_lanes<lanes::Widened<simd::bf16>, simd::bf16>(call, threads);
+  lanes::multiply<lanes::Widened<simd::bf16>, simd::bf16>(call, threads);
 #endif
 }
 

@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "layers/gated.h"
 #include "linear/linear_call.h"
 #include "linear/linear_prefetch.h"
 
@@ -17,7 +18,8 @@ constexpr int ROWS = 6;                     // the most rows computed together
 constexpr int COLUMNS = W == 16 ? 4 : 2;    // the columns computed together: their sums fill the registers
 constexpr int LEVEL = COLUMNS / 2;          // log2(COLUMNS): sums of lanes that are added before they are stored
 constexpr int STEPS = 4;                    // along K, between two that may branch
-constexpr int64_t X_BYTES = 1 << 19;        // bytes of x that stay in the L2 cache while all weights are read
+constexpr int64_t X_BYTES = 1 << 17;        // bytes of x that stay in the L2 cache while all weights are read
+constexpr int64_t PANEL = 2 * TILE;         // columns that a few rows are multiplied by: a line of y in bf16
 
 // Products of fp32 values; weights in bf16 are widened as they are loaded.
 template <typename T>
@@ -150,8 +152,8 @@ void multiply_few_rows(int64_t rows, Arguments&&... arguments) {
     multiply_few_rows<Dot, T, R - 1>(rows, arguments...);
 }
 
-// Computes rows of y by `count` <= TILE columns. Rows are the outer loop: a few rows of x stay in the L1 cache while
-// the columns are read, from memory for the first of them, then from the L2 cache.
+// Computes rows of y by `count` <= PANEL columns. Rows are the outer loop: a few rows of x stay in the L1 cache while
+// the columns are read, from memory for the first of them, then from the L2 cache; and whole lines of y are written.
 template <typename Dot, typename T>
 void multiply_tile(const typename Dot::X* x, int64_t x_stride, int64_t rows, const typename Dot::Weight* weight,
                    int64_t stride, int64_t K, int64_t count, const float* bias, Prefetch& next, T* y,
@@ -159,8 +161,9 @@ void multiply_tile(const typename Dot::X* x, int64_t x_stride, int64_t rows, con
   const int64_t blocks = (rows + ROWS - 1) / ROWS;
   for (int64_t i = 0, row = 0, last; i < blocks; i++, row = last) {
     last = rows * (i + 1) / blocks;
-    multiply_few_rows<Dot, T>(last - row, x + row * x_stride, x_stride, weight, stride, K, count, bias, next,
-                              y + row * y_stride, y_stride);
+    for (int64_t c = 0; c < count; c += TILE)
+      multiply_few_rows<Dot, T>(last - row, x + row * x_stride, x_stride, weight + c * stride, stride, K,
+                                std::min(TILE, count - c), bias + c, next, y + row * y_stride + c, y_stride);
   }
 }
 
@@ -171,40 +174,75 @@ void widen(const T* from, int64_t count, float* to) {
   for (; i < count; i++) to[i] = scalar(from[i]);
 }
 
+// Some rows of x, and where their results go.
+template <typename Dot, typename T>
+struct Rows {
+  const typename Dot::X* x;
+  int64_t x_stride, count, K;
+  T* y;
+  int64_t y_stride;
+};
+
+// Returns up to PANEL rows of a weight, from n on.
+template <typename T>
+WeightRows weights_at(const Part& part, int64_t n, int64_t last) {
+  return {(const T*)part.weight + n * part.weight_stride, part.weight_stride * (int64_t)sizeof(T),
+          std::clamp<int64_t>(last - n, 0, PANEL)};
+}
+
+// Computes up to PANEL columns of a part, from n on, of some rows. after: the weights that are multiplied next.
+template <typename Dot, typename T>
+void multiply_panel(const Part& part, int64_t n, int64_t last, const Rows<Dot, T>& rows, const WeightRows& after) {
+  const int64_t count = std::min(PANEL, last - n), stride = part.weight_stride, K = rows.K;
+  const auto* weight = (const typename Dot::Weight*)part.weight + n * stride;
+  float bias[PANEL] = {};
+  if (part.bias)
+    for (int64_t c = 0; c < count; c++) bias[c] = scalar(((const T*)part.bias)[n + c]);
+  Prefetch next(after, {}, K * sizeof(T), (rows.count + ROWS - 1) / ROWS);
+  if constexpr (std::is_same_v<Dot, Widened<bf16>>) {
+    if (rows.count > 4) {  // many rows read these weights: widen them once
+      static thread_local std::vector<float> widened;
+      if ((int64_t)widened.size() < PANEL * K) widened.resize(PANEL * K);
+      for (int64_t c = 0; c < count; c++) widen(weight + c * stride, K, widened.data() + c * K);
+      return multiply_tile<Widened<float>, T>(rows.x, rows.x_stride, rows.count, widened.data(), K, K, count, bias,
+                                              next, rows.y, rows.y_stride);
+    }
+  }
+  multiply_tile<Dot, T>(rows.x, rows.x_stride, rows.count, weight, stride, K, count, bias, next, rows.y,
+                        rows.y_stride);
+}
+
+// The same for a gate and its `up`, of which only silu(gate) * up is stored.
+template <typename Dot, typename T>
+void multiply_gated(const Part& gate, const Part& up, int64_t n, int64_t last, const Rows<Dot, T>& rows) {
+  static thread_local std::vector<T> memory;
+  const int64_t size = rows.count * PANEL;
+  if ((int64_t)memory.size() < 2 * size) memory.resize(2 * size);
+  Rows<Dot, T> found = rows;
+  found.y = memory.data(), found.y_stride = PANEL;
+  multiply_panel<Dot, T>(gate, n, last, found, weights_at<T>(up, n, last));
+  found.y += size;
+  multiply_panel<Dot, T>(up, n, last, found, weights_at<T>(gate, n + PANEL, last));
+  const int64_t count = std::min(PANEL, last - n);
+  for (int64_t r = 0; r < rows.count; r++)
+    gated::multiply_some(memory.data() + r * PANEL, found.y + r * PANEL, rows.y + r * rows.y_stride, count);
+}
+
 // Computes the columns [first, last) of a part, block by block of rows.
 template <typename Dot, typename T>
 void multiply_part(const Call& call, const Part& part, const typename Dot::X* x, int64_t x_stride, int64_t first,
                    int64_t last) {
-  const int64_t row_bytes = call.K * sizeof(typename Dot::X), stride = part.weight_stride;
+  const int64_t row_bytes = call.K * sizeof(typename Dot::X);
   const int64_t block_rows = std::max<int64_t>(X_BYTES / std::max<int64_t>(row_bytes, 1), 16);
-  const auto weights_at = [&](int64_t n) {
-    return WeightRows{(const T*)part.weight + n * stride, stride * (int64_t)sizeof(T),
-                      std::clamp<int64_t>(last - n, 0, TILE)};
-  };
-  constexpr bool is_narrow = std::is_same_v<Dot, Widened<bf16>>;
-  static thread_local std::vector<float> widened;
-  if (is_narrow && (int64_t)widened.size() < TILE * call.K) widened.resize(TILE * call.K);
-  float* wide = widened.data();
-  for (int64_t row = 0; row < call.M; row += block_rows) {
-    const int64_t rows = std::min(block_rows, call.M - row);
-    for (int64_t n = first; n < last; n += TILE) {
-      const int64_t count = std::min(TILE, last - n);
-      const auto* weight = (const typename Dot::Weight*)part.weight + n * stride;
-      float bias[TILE] = {};
-      if (part.bias)
-        for (int64_t c = 0; c < count; c++) bias[c] = scalar(((const T*)part.bias)[n + c]);
-      Prefetch next(weights_at(n + TILE), {}, call.K * sizeof(T), (rows + ROWS - 1) / ROWS);
-      T* y = (T*)part.y + row * part.N + n;
-      const typename Dot::X* block = x + row * x_stride;
-      if (is_narrow && rows > 4) {  // many rows read these weights: widen them once
-        for (int64_t c = 0; c < count; c++) widen(weight + c * stride, call.K, wide + c * call.K);
-        multiply_tile<Widened<float>, T>((const float*)block, x_stride, rows, wide, call.K, call.K, count, bias, next,
-                                         y, part.N);
-      } else {
-        multiply_tile<Dot, T>(block, x_stride, rows, weight, stride, call.K, count, bias, next, y, part.N);
-      }
+  for (int64_t row = 0; row < call.M; row += block_rows)
+    for (int64_t n = first; n < last; n += PANEL) {
+      const Rows<Dot, T> rows{x + row * x_stride, x_stride, std::min(block_rows, call.M - row), call.K,
+                              (T*)part.y + row * part.N + n, part.N};
+      if (call.up)
+        multiply_gated<Dot, T>(part, *call.up, n, last, rows);
+      else
+        multiply_panel<Dot, T>(part, n, last, rows, weights_at<T>(part, n + PANEL, last));
     }
-  }
 }
 
 // T: the type of x, weight, bias and y. Dot: the way to add their products.
