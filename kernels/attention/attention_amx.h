@@ -123,8 +123,9 @@ class ByMatrix : public Paired {
       }
   }
 
-  Floats scores(const bf16*, int64_t row, int64_t j) const {
-    return load((const float*)scores_.data() + row * TILE + j);
+  template <int R>
+  void scores(const bf16*, int64_t, int64_t row, int64_t j, Fetch&, Floats* found) const {
+    for (int r = 0; r < R; r++) found[r] = load((const float*)scores_.data() + (row + r) * TILE + j);
   }
 
   // Interleaves the values at positions [begin, at.count); before and after them others are repeated.

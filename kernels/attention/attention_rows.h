@@ -16,6 +16,7 @@ struct Scratch {
   float *out, *probs, *total, *top;
   Tile tile;
   Positions at, next;  // this tile, and the one to prefetch meanwhile
+  Fetch keys, values;  // of the next tile
   std::vector<char> memory;
   void reserve(int64_t rows, int64_t sharing, int64_t key_width, int64_t value_width) {
     const int64_t sizes[] = {rows * Tile::padded(key_width) * (int64_t)sizeof(*query),
@@ -49,25 +50,35 @@ struct Seen {
   bool any() const { return begin < end; }
 };
 
-// Computes the scores of one row in the tile, and returns the largest.
-template <typename Tile>
-float score_row(const Problem& p, const Tile& tile, const Seen& seen, const typename Tile::Element* query, int64_t row,
-                 float* scores) {
+// Computes the scores of R rows in the tile, and the largest of each.
+template <int R, typename Tile>
+void score_rows(const Problem& p, const Tile& tile, const Seen* seen, const typename Tile::Element* query,
+                int64_t stride, int64_t row, Fetch& next, float* scores, float* peaks) {
   const Floats minus_infinity = splat(-INFINITY);
-  Floats peak = minus_infinity;
-  for (int64_t j = 0; j < TILE; j += W) {
-    Floats score = minus_infinity;
-    if (j < seen.end && j + W > seen.begin) {
-      score = tile.scores(query, row, j) * splat(p.scale);
-      if (p.softcap != 0.0f) score = simd::tanh(score / splat(p.softcap)) * splat(p.softcap);
-      Ints lane = lane_numbers() + (int32_t)j;
-      if (j < seen.begin || j + W > seen.end)
-        score = select((lane >= (int32_t)seen.begin) & (lane < (int32_t)seen.end), score, minus_infinity);
-      peak = larger(score, peak);
-    }
-    store(scores + j, score);
+  int64_t begin = TILE, end = 0;
+  Floats peak[R];
+  for (int r = 0; r < R; r++) {
+    peak[r] = minus_infinity;
+    if (seen[r].any()) begin = std::min(begin, seen[r].begin), end = std::max(end, seen[r].end);
   }
-  return largest(peak);
+  for (int64_t j = 0; j < TILE; j += W) {
+    Floats found[R];
+    const bool any = j < end && j + W > begin;
+    if (any) tile.template scores<R>(query, stride, row, j, next, found);
+    for (int r = 0; r < R; r++) {
+      Floats score = minus_infinity;
+      if (any && j < seen[r].end && j + W > seen[r].begin) {
+        score = found[r] * splat(p.scale);
+        if (p.softcap != 0.0f) score = simd::tanh(score / splat(p.softcap)) * splat(p.softcap);
+        Ints lane = lane_numbers() + (int32_t)j;
+        if (j < seen[r].begin || j + W > seen[r].end)
+          score = select((lane >= (int32_t)seen[r].begin) & (lane < (int32_t)seen[r].end), score, minus_infinity);
+        peak[r] = larger(score, peak[r]);
+      }
+      store(scores + r * TILE + j, score);
+    }
+  }
+  for (int r = 0; r < R; r++) peaks[r] = largest(peak[r]);
 }
 
 // Raises a row's top score to `peak` if that is larger, and shrinks its sums; returns what to subtract from its scores.
@@ -122,7 +133,15 @@ struct Item {
   }
 };
 
-constexpr int64_t FEW = 4;  // rows whose stages run side by side, and that add values together
+constexpr int64_t FEW = 4;  // rows whose stages run side by side, that are scored and that add values together
+
+// Calls visit with a number of rows, 1 to FEW, that is known to the compiler.
+template <int R = FEW, typename Visit>
+void with_few(int64_t rows, Visit visit) {
+  if constexpr (R > 1)
+    if (rows < R) return with_few<R - 1>(rows, visit);
+  visit(std::integral_constant<int, R>());
+}
 
 template <typename T, typename Tile>
 class Attending {
@@ -145,6 +164,7 @@ class Attending {
         item_.open(p_, t + TILE, scratch_.next);
       else if (following_)
         following_->open(p_, following_->begin, scratch_.next);
+      fetch_next(t + TILE < item_.end || !following_ ? item_ : *following_);
       if constexpr (Tile::MULTIPLIES_ALL_ROWS)
         walk_together(t);
       else
@@ -197,7 +217,8 @@ class Attending {
     Tile& tile = scratch_.tile;
     const int64_t first = item_.kv_begin, heads = item_.kv_end - first, begin = seen(0, t).begin;
     for (int64_t h = 0; h < heads; h++) {
-      scratch_.next.template prefetch<T>(p_, first + h, 0, TILE);
+      scratch_.keys.some();
+      scratch_.values.some();
       tile.open_keys(p_, scratch_.at, first + h);
       tile.multiply_queries(p_, scratch_.at, h, begin);
     }
@@ -213,10 +234,17 @@ class Attending {
     for (int64_t h = 0; h < heads; h++) tile.add_sums(h, scratch_.out + state(first + h, 0) * out_width_);
   }
 
-  // Prefetches a row's share of the next tile: all at once would fill the processor's queue of misses, and it would wait.
-  void prefetch(int64_t kv_head, int64_t row) {
-    if constexpr (!Tile::MULTIPLIES_ALL_ROWS)
-      scratch_.next.template prefetch<T>(p_, kv_head, (row - 1) * TILE / sharing_, row * TILE / sharing_);
+  // Begins to prefetch the next tile, which is of this item or another.
+  void fetch_next(const Item& item) {
+    const int64_t first = item.kv_begin, heads = item.kv_end - first, count = scratch_.next.count;
+    const int64_t walked = item_.kv_end - item_.kv_begin, parts = (sharing_ + FEW - 1) / FEW;
+    const int64_t key_calls = walked * (Tile::MULTIPLIES_ALL_ROWS ? 1 : parts * TILE / W);
+    const int64_t value_calls = walked * (Tile::MULTIPLIES_ALL_ROWS ? 1 : parts * TILE / VALUES_A_FETCH);
+    const auto bytes = [&](int64_t head, int64_t width) { return ((heads - 1) * head + width) * (int64_t)sizeof(T); };
+    scratch_.keys.begin((const T*)p_.key + first * p_.key_head, scratch_.next.key, sizeof(T), count,
+                        bytes(p_.key_head, p_.key_width), key_calls);
+    scratch_.values.begin((const T*)p_.value + first * p_.value_head, scratch_.next.value, sizeof(T), count,
+                          bytes(p_.value_head, p_.value_width), value_calls);
   }
 
   // Updates the softmax state (top, total, out) of all rows and sets their probabilities, each stage for FEW rows before
@@ -225,15 +253,14 @@ class Attending {
     for (int64_t first = 0; first < sharing_; first += FEW) {
       const int64_t last = std::min(first + FEW, sharing_);
       float peaks[FEW], tops[FEW];
-      for (int64_t r = first; r < last; r++) {
-        float* probs = scratch_.probs + r * TILE;
-        if (seen(r, t).any())
-          peaks[r - first] = score_row(p_, scratch_.tile, seen(r, t), scratch_.query + state(kv_head, r) * query_width_,
-                                       r, probs);
-        else
-          memset(probs, 0, TILE * sizeof(float));
-        prefetch(kv_head, r + 1);
-      }
+      float* probs = scratch_.probs + first * TILE;
+      const Seen its[FEW] = {seen(first, t), seen(first + 1, t), seen(first + 2, t), seen(first + 3, t)};
+      with_few(last - first, [&](auto rows) {
+        score_rows<rows>(p_, scratch_.tile, its, scratch_.query + state(kv_head, first) * query_width_, query_width_,
+                         first, scratch_.keys, probs, peaks);
+      });
+      for (int64_t r = first; r < last; r++)
+        if (!seen(r, t).any()) memset(scratch_.probs + r * TILE, 0, TILE * sizeof(float));  // scored beside others
       for (int64_t r = first; r < last; r++) {
         const int64_t i = state(kv_head, r);
         if (seen(r, t).any())
@@ -254,14 +281,9 @@ class Attending {
       if (earliest.begin >= latest.end) continue;
       const float* probs = scratch_.probs + r * TILE;
       float* out = scratch_.out + state(kv_head, r) * out_width_;
-      if (step == 4)
-        scratch_.tile.template add<4>(probs, out, earliest.begin, latest.end);
-      else if (step == 3)
-        scratch_.tile.template add<3>(probs, out, earliest.begin, latest.end);
-      else if (step == 2)
-        scratch_.tile.template add<2>(probs, out, earliest.begin, latest.end);
-      else
-        scratch_.tile.template add<1>(probs, out, earliest.begin, latest.end);
+      with_few(step, [&](auto rows) {
+        scratch_.tile.template add<rows>(probs, out, earliest.begin, latest.end, scratch_.values);
+      });
     }
   }
 

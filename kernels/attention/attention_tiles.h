@@ -14,6 +14,7 @@ namespace attention {
 using namespace simd;
 
 constexpr int TILE = 64;  // positions per online-softmax step
+constexpr int VALUES_A_FETCH = 8;  // positions whose values are added between two prefetches
 
 struct Problem {
   const void *query, *key, *value;
@@ -59,17 +60,32 @@ struct Positions {
     }
     for (; j < TILE; j++) key[j] = key[count - 1], value[j] = value[count - 1];
   }
-  // Fetches the keys and values at [begin, end) of a head: the stride between heads is one that the processor's own
-  // prefetcher does not follow.
-  template <typename T>
-  void prefetch(const Problem& p, int64_t kv_head, int64_t begin, int64_t end) const {
-    constexpr int64_t line = 64 / sizeof(T);
-    const T *keys = (const T*)p.key + kv_head * p.key_head, *values = (const T*)p.value + kv_head * p.value_head;
-    for (int64_t j = begin; j < std::min(end, count); j++) {
-      for (int64_t d = 0; d < p.key_width; d += line) simd::prefetch(keys + key[j] + d);
-      for (int64_t d = 0; d < p.value_width; d += line) simd::prefetch(values + value[j] + d);
-    }
+};
+
+// Prefetches the keys, or the values, of a tile that is read later, in the order of memory and a few positions at a time:
+// all at once would fill the processor's queue of misses, and it would wait. The stride between positions of a head is
+// one that the processor's own prefetcher does not follow.
+class Fetch {
+ public:
+  // bytes: of all heads at a position. calls: how many calls of `some` there will be.
+  void begin(const void* first, const int64_t* offsets, int64_t element_bytes, int64_t positions, int64_t bytes,
+             int64_t calls) {
+    first_ = (const char*)first, offsets_ = offsets, element_bytes_ = element_bytes, bytes_ = bytes, left_ = positions;
+    share_ = (positions + calls - 1) / calls;
   }
+  // Prefetches its share of the positions.
+  void some() {
+    int64_t count = std::min(share_, left_);
+    left_ -= count;
+    for (; count > 0; count--, offsets_++)
+      for (int64_t byte = 0; byte < bytes_; byte += 64)
+        simd::prefetch(first_ + *offsets_ * element_bytes_ + byte);
+  }
+
+ private:
+  const char* first_ = nullptr;
+  const int64_t* offsets_ = nullptr;
+  int64_t element_bytes_ = 0, bytes_ = 0, left_ = 0, share_ = 0;
 };
 
 template <typename T>
@@ -98,7 +114,12 @@ class Widened {
     stage((const T*)p.value + kv_head * p.value_head, at.value, at.count, p.value_width);
   }
 
-  Floats scores(const float* query, int64_t, int64_t j) const {  // scores with W neighbouring keys
+  template <int R>
+  void scores(const float* query, int64_t stride, int64_t, int64_t j, Fetch& next, Floats* found) const {
+    next.some();
+    for (int r = 0; r < R; r++) found[r] = scores_of(query + r * stride, j);
+  }
+  Floats scores_of(const float* query, int64_t j) const {
     const float* keys = tile_.data() + j * width_;
     Floats acc[W];
 #pragma GCC unroll 16
@@ -113,7 +134,8 @@ class Widened {
 
   // out[r] += probs[r, j] * values[j] for j in [begin, end), R rows.
   template <int R>
-  void add(const float* probs, float* out, int64_t begin, int64_t end) const {
+  void add(const float* probs, float* out, int64_t begin, int64_t end, Fetch& next) const {
+    for (int64_t j = begin; j < end; j += VALUES_A_FETCH) next.some();
     int64_t c = 0;
     for (; c + 4 * W <= width_; c += 4 * W) add_columns<R, 4>(probs, out, c, begin, end);
     for (; c + 2 * W <= width_; c += 2 * W) add_columns<R, 2>(probs, out, c, begin, end);
@@ -176,14 +198,17 @@ class Paired {
     open((const bf16*)p.value + kv_head * p.value_head, at.value, p.value_width);
   }
 
-  Floats scores(const bf16* query, int64_t, int64_t j) const {
-    if (width_ == 64) return scores_of<2>(query, j);
-    if (width_ == 128) return scores_of<4>(query, j);
-    return scores_of<0>(query, j);
+  // Scores of R rows with 16 neighbouring keys.
+  template <int R>
+  void scores(const bf16* query, int64_t stride, int64_t, int64_t j, Fetch& next, Floats* found) const {
+    next.some();
+    if (width_ == 64) return scores_of<R, 2>(query, stride, j, found);
+    if (width_ == 128) return scores_of<R, 4>(query, stride, j, found);
+    return scores_of<R, 0>(query, stride, j, found);
   }
 
   template <int R>
-  void add(const float* probs, float* out, int64_t begin, int64_t end) const {
+  void add(const float* probs, float* out, int64_t begin, int64_t end, Fetch& next) const {
     begin = begin / 2 * 2;
     end = (end + 1) / 2 * 2;
     alignas(64) uint32_t pairs[R][TILE / 2];
@@ -193,9 +218,9 @@ class Paired {
                                                                           _mm512_loadu_ps(probs + r * TILE + j)));
     const int64_t stride = padded(width_);
     int64_t d = 0;
-    for (; d + 64 <= width_; d += 64) add_columns<R, 2, false>(pairs, out, stride, d, begin, end);
-    for (; d + 32 <= width_; d += 32) add_columns<R, 1, false>(pairs, out, stride, d, begin, end);
-    if (d < width_) add_columns<R, 1, true>(pairs, out, stride, d, begin, end);
+    for (; d + 64 <= width_; d += 64) add_columns<R, 2, false>(pairs, out, stride, d, begin, end, next);
+    for (; d + 32 <= width_; d += 32) add_columns<R, 1, false>(pairs, out, stride, d, begin, end, next);
+    if (d < width_) add_columns<R, 1, true>(pairs, out, stride, d, begin, end, next);
   }
 
   // Sums are in the order of the interleaved values: per 32 elements, the first halves of each 8, then the second
@@ -219,49 +244,54 @@ class Paired {
   __mmask32 last_ = 0;
 
  private:
-  // Scores with 16 neighbouring keys of STEPS * 32 elements, of any number if STEPS is 0. Four keys at a time: more sums,
-  // and addresses, than that leave the registers.
-  template <int STEPS>
-  Floats scores_of(const bf16* query, int64_t j) const {
-    __m512bh q[STEPS + 1];
-#pragma GCC unroll 4
-    for (int s = 0; s < STEPS; s++) q[s] = (__m512bh)_mm512_loadu_si512(query + s * 32);
-    Floats fours[4];
+  template <int R, int STEPS>
+  void scores_of(const bf16* query, int64_t stride, int64_t j, Floats* found) const {
+    Floats fours[R][4];
 #pragma GCC unroll 4
     for (int f = 0; f < 4; f++) {
       const bf16* const* keys = row_ + j + f * 4;
-      __m512 acc[4];
+      __m512 acc[R][4];
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; i++) acc[i] = _mm512_setzero_ps();
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) acc[r][i] = _mm512_setzero_ps();
       if constexpr (STEPS > 0) {
 #pragma GCC unroll 4
         for (int s = 0; s < STEPS; s++)
 #pragma GCC unroll 4
-          for (int i = 0; i < 4; i++)
-            acc[i] = _mm512_dpbf16_ps(acc[i], q[s], (__m512bh)_mm512_loadu_si512(keys[i] + s * 32));
+          for (int i = 0; i < 4; i++) {
+            const __m512bh key = (__m512bh)_mm512_loadu_si512(keys[i] + s * 32);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++)
+              acc[r][i] = _mm512_dpbf16_ps(acc[r][i], (__m512bh)_mm512_loadu_si512(query + r * stride + s * 32), key);
+          }
       } else {
         for (int64_t d = 0; d < width_; d += 32) {
-          const __m512bh part = (__m512bh)_mm512_loadu_si512(query + d);
           const __mmask32 lanes = d + 32 > width_ ? last_ : ~0u;
-#pragma GCC unroll 4
-          for (int i = 0; i < 4; i++)
-            acc[i] = _mm512_dpbf16_ps(acc[i], part, (__m512bh)_mm512_maskz_loadu_epi16(lanes, keys[i] + d));
+          for (int i = 0; i < 4; i++) {
+            const __m512bh key = (__m512bh)_mm512_maskz_loadu_epi16(lanes, keys[i] + d);
+            for (int r = 0; r < R; r++)
+              acc[r][i] = _mm512_dpbf16_ps(acc[r][i], (__m512bh)_mm512_loadu_si512(query + r * stride + d), key);
+          }
         }
       }
-      fours[f] = sums<4>((Floats*)acc);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) fours[r][f] = sums<4>((Floats*)acc[r]);
     }
-    return sums<4, 2>(fours);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) found[r] = sums<4, 2>(fours[r]);
   }
 
   template <int R, int C, bool IsPart>
   void add_columns(const uint32_t (*pairs)[TILE / 2], float* out, int64_t stride, int64_t column, int64_t begin,
-                   int64_t end) const {
+                   int64_t end, Fetch& next) const {
     __m512 acc[R][2 * C];
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 4
       for (int c = 0; c < 2 * C; c++) acc[r][c] = _mm512_loadu_ps(out + r * stride + column + c * 16);
     for (int64_t j = begin; j < end; j += 2) {
+      if (j % VALUES_A_FETCH == 0) next.some();
       __m512bh v[2 * C];
 #pragma GCC unroll 2
       for (int c = 0; c < C; c++) {
