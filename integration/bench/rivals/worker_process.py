@@ -64,14 +64,19 @@ class WorkerProcess:
     def close(self) -> None:
         """End the worker and all processes that it started."""
         self._signal(signal.SIGCONT)
-        assert self._process.stdin is not None and self._process.stdout is not None
+        self._await_end()
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        self._log.close()
+
+    def _await_end(self) -> None:
+        """Tell the worker that nothing follows, and give it some time to end."""
+        assert self._process.stdin is not None
         self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-        self._process.stdout.close()
-        self._log.close()
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):  # all of them have ended
@@ -83,6 +88,7 @@ class WorkerProcess:
         if line:
             answer: dict[str, Any] = json.loads(line)
             return answer
+        self._await_end()  # it closes its output before it writes why it ends
         self._log.seek(0)
         log = self._log.read().decode(errors="replace")
         print(log, file=sys.stderr, flush=True)

@@ -91,6 +91,13 @@ def test_a_worker_that_does_not_come_up_is_told_with_the_end_of_its_log(python):
         start(python.with_name("missing"))
 
 
+def test_the_log_is_read_after_a_worker_has_ended(tmp_path):
+    script = tmp_path / "worker.py"
+    script.write_text("import os, sys\nos.close(1)\nsys.stdin.read()\nos.write(2, b'the last word')\n")
+    with pytest.raises(ValueError, match="the rival's worker ended: the last word"):
+        worker_process.WorkerProcess("the rival", sys.executable, "--python", script, {}, {})
+
+
 def test_a_benchmark_that_is_terminated_leaves_no_stopped_worker_behind(python):
     workers = []
 
