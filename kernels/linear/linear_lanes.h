@@ -233,7 +233,8 @@ template <typename Dot, typename T>
 void multiply_part(const Call& call, const Part& part, const typename Dot::X* x, int64_t x_stride, int64_t first,
                    int64_t last) {
   const int64_t row_bytes = call.K * sizeof(typename Dot::X);
-  const int64_t block_rows = std::max<int64_t>(X_BYTES / std::max<int64_t>(row_bytes, 1), 16);
+  const int64_t fitting = X_BYTES / std::max<int64_t>(row_bytes, 1);
+  const int64_t block_rows = std::max<int64_t>((fitting + ROWS / 2) / ROWS, 3) * ROWS;  // whole tiles of rows
   for (int64_t row = 0; row < call.M; row += block_rows)
     for (int64_t n = first; n < last; n += PANEL) {
       const Rows<Dot, T> rows{x + row * x_stride, x_stride, std::min(block_rows, call.M - row), call.K,
