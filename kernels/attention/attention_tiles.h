@@ -114,8 +114,9 @@ class Widened {
     stage((const T*)p.value + kv_head * p.value_head, at.value, at.count, p.value_width);
   }
 
+  // Scores of R rows, `stride` elements apart, with W neighbouring keys.
   template <int R>
-  void scores(const float* query, int64_t stride, int64_t, int64_t j, Fetch& next, Floats* found) const {
+  void scores(const float* query, int64_t stride, int64_t /*row*/, int64_t j, Fetch& next, Floats* found) const {
     next.some();
     for (int r = 0; r < R; r++) found[r] = scores_of(query + r * stride, j);
   }
@@ -198,9 +199,9 @@ class Paired {
     open((const bf16*)p.value + kv_head * p.value_head, at.value, p.value_width);
   }
 
-  // Scores of R rows with 16 neighbouring keys.
+  // Scores of R rows, `stride` elements apart, with 16 neighbouring keys.
   template <int R>
-  void scores(const bf16* query, int64_t stride, int64_t, int64_t j, Fetch& next, Floats* found) const {
+  void scores(const bf16* query, int64_t stride, int64_t /*row*/, int64_t j, Fetch& next, Floats* found) const {
     next.some();
     if (width_ == 64) return scores_of<R, 2>(query, stride, j, found);
     if (width_ == 128) return scores_of<R, 4>(query, stride, j, found);
@@ -244,6 +245,8 @@ class Paired {
   __mmask32 last_ = 0;
 
  private:
+  // The same for keys of STEPS * 32 elements, of any number if STEPS is 0. Each key is loaded once for all rows, and four
+  // keys at a time: more sums, and addresses, than that leave the registers.
   template <int R, int STEPS>
   void scores_of(const bf16* query, int64_t stride, int64_t j, Floats* found) const {
     Floats fours[R][4];
