@@ -62,7 +62,7 @@ struct Positions {
   }
 };
 
-// Prefetches the keys, or the values, of a tile that is read later, in the order of memory and a few positions at a time:
+// Prefetches the keys, or the values, of a tile that is read later, in the order of memory, a few positions at a time:
 // all at once would fill the processor's queue of misses, and it would wait. The stride between positions of a head is
 // one that the processor's own prefetcher does not follow.
 class Fetch {
@@ -245,7 +245,7 @@ class Paired {
   __mmask32 last_ = 0;
 
  private:
-  // The same for keys of STEPS * 32 elements, of any number if STEPS is 0. Each key is loaded once for all rows, and four
+  // The same for keys of STEPS * 32 elements, of any number if STEPS is 0. Each key is loaded once for all rows, four
   // keys at a time: more sums, and addresses, than that leave the registers.
   template <int R, int STEPS>
   void scores_of(const bf16* query, int64_t stride, int64_t j, Floats* found) const {
