@@ -50,6 +50,7 @@ os.register_at_fork(after_in_child=gc.freeze)
 # The modules that take longest, in descending order. They run first, so that no process runs one of them in the end
 # while the others are idle.
 LONGEST = (
+    "examples/test_smollm2",
     "attention/test_triton_kernels", "replica/test_interruption", "rollout/test_invariance_table",
     "replica/test_faults", "replica/test_rank_failures", "rollout/test_interruption_random",
     "transaction/test_fault_injection", "push/test_pushed_engines", "push/test_http_target",
