@@ -240,7 +240,10 @@ class Attending {
     const int64_t walked = item_.kv_end - item_.kv_begin, parts = (sharing_ + FEW - 1) / FEW;
     const int64_t key_calls = walked * (Tile::MULTIPLIES_ALL_ROWS ? 1 : parts * TILE / W);
     const int64_t value_calls = walked * (Tile::MULTIPLIES_ALL_ROWS ? 1 : parts * TILE / VALUES_A_FETCH);
-    const auto bytes = [&](int64_t head, int64_t width) { return ((heads - 1) * head + width) * (int64_t)sizeof(T); };
+    // Between heads that lie apart, as in packed keys in the order of heads, is a whole tensor: then of the first alone.
+    const auto bytes = [&](int64_t head, int64_t width) -> int64_t {
+      return (head == width ? heads : 1) * width * sizeof(T);
+    };
     scratch_.keys.begin((const T*)p_.key + first * p_.key_head, scratch_.next.key, sizeof(T), count,
                         bytes(p_.key_head, p_.key_width), key_calls);
     scratch_.values.begin((const T*)p_.value + first * p_.value_head, scratch_.next.value, sizeof(T), count,
