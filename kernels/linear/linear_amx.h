@@ -41,7 +41,7 @@ struct Columns {
     const bf16 *weight, *bias;
     int64_t stride, count;
 
-    WeightRows rows() const { return {weight, stride * 2, count}; }
+    MemoryRows rows(int64_t K) const { return {weight, K * 2, stride * 2, count}; }
   } halves[2];
   const Tile* tail;  // [2] the last K % 32 values of each, zeros beyond
 
@@ -170,7 +170,7 @@ inline void multiply_part(const Part& part, const Part* up, int64_t first, int64
     Prefetch next;
     if (n + width < last) {
       const Columns after(part, up, n + width, last, tail);
-      next = Prefetch(after.halves[0].rows(), after.halves[1].rows(), K * 2, (rows - 1) / PAIR + 1);
+      next = Prefetch({after.halves[0].rows(K), after.halves[1].rows(K)}, (rows - 1) / PAIR + 1);
     }
     multiply_columns(part, columns, up != nullptr, n, x, row, rows, K, next);
   }
@@ -200,8 +200,8 @@ inline void multiply(const Call& call, int threads) {
         for (int64_t tile = 0; tile < tiles_of(rows); tile++) arrange_rows(row, tile);
       }
       visit_columns(call, omp_get_thread_num(), omp_get_num_threads(),
-                    [&](const Part& part, int64_t first, int64_t last) {
-                      multiply_part(part, call.up, first, last, x, row, rows, call.K);
+                    [&](const Range& range, const Range*) {
+                      multiply_part(*range.part, call.up, range.first, range.last, x, row, rows, call.K);
                     });
     }
     _tile_release();

@@ -185,20 +185,23 @@ struct Rows {
 
 // Returns up to PANEL rows of a weight, from n on.
 template <typename T>
-WeightRows weights_at(const Part& part, int64_t n, int64_t last) {
-  return {(const T*)part.weight + n * part.weight_stride, part.weight_stride * (int64_t)sizeof(T),
+MemoryRows weights_at(const Part& part, int64_t n, int64_t last, int64_t K) {
+  return {(const T*)part.weight + n * part.weight_stride, K * (int64_t)sizeof(T), part.weight_stride * (int64_t)sizeof(T),
           std::clamp<int64_t>(last - n, 0, PANEL)};
 }
 
-// Computes up to PANEL columns of a part, from n on, of some rows. after: the weights that are multiplied next.
+// Computes up to PANEL columns of a part, from n on, of some rows. ahead: what is read next.
 template <typename Dot, typename T>
-void multiply_panel(const Part& part, int64_t n, int64_t last, const Rows<Dot, T>& rows, const WeightRows& after) {
+void multiply_panel(const Part& part, int64_t n, int64_t last, const Rows<Dot, T>& rows, const Ahead& ahead) {
   const int64_t count = std::min(PANEL, last - n), stride = part.weight_stride, K = rows.K;
   const auto* weight = (const typename Dot::Weight*)part.weight + n * stride;
   float bias[PANEL] = {};
   if (part.bias)
     for (int64_t c = 0; c < count; c++) bias[c] = scalar(((const T*)part.bias)[n + c]);
-  Prefetch next(after, {}, K * sizeof(T), (rows.count + ROWS - 1) / ROWS);
+  // A processor drops some prefetches. While many rows read these weights there is time to ask for each line twice.
+  const int64_t blocks = (rows.count + ROWS - 1) / ROWS;
+  Prefetch next(ahead, blocks);
+  if (blocks > 1 && !ahead.second.count) next = Prefetch({ahead.first, ahead.first}, blocks, 2);
   if constexpr (std::is_same_v<Dot, Widened<bf16>>) {
     if (rows.count > 4) {  // many rows read these weights: widen them once
       static thread_local std::vector<float> widened;
@@ -214,35 +217,49 @@ void multiply_panel(const Part& part, int64_t n, int64_t last, const Rows<Dot, T
 
 // The same for a gate and its `up`, of which only silu(gate) * up is stored.
 template <typename Dot, typename T>
-void multiply_gated(const Part& gate, const Part& up, int64_t n, int64_t last, const Rows<Dot, T>& rows) {
+void multiply_gated(const Part& gate, const Part& up, int64_t n, int64_t last, const Rows<Dot, T>& rows,
+                    const Ahead& ahead) {
   static thread_local std::vector<T> memory;
   const int64_t size = rows.count * PANEL;
   if ((int64_t)memory.size() < 2 * size) memory.resize(2 * size);
   Rows<Dot, T> found = rows;
   found.y = memory.data(), found.y_stride = PANEL;
-  multiply_panel<Dot, T>(gate, n, last, found, weights_at<T>(up, n, last));
+  multiply_panel<Dot, T>(gate, n, last, found, {weights_at<T>(up, n, last, rows.K), {}});
   found.y += size;
-  multiply_panel<Dot, T>(up, n, last, found, weights_at<T>(gate, n + PANEL, last));
+  multiply_panel<Dot, T>(up, n, last, found, ahead);
   const int64_t count = std::min(PANEL, last - n);
   for (int64_t r = 0; r < rows.count; r++)
     gated::multiply_some(memory.data() + r * PANEL, found.y + r * PANEL, rows.y + r * rows.y_stride, count);
 }
 
-// Computes the columns [first, last) of a part, block by block of rows.
+// Computes a range of columns, block by block of rows. next: the range that follows, or null.
 template <typename Dot, typename T>
-void multiply_part(const Call& call, const Part& part, const typename Dot::X* x, int64_t x_stride, int64_t first,
-                   int64_t last) {
-  const int64_t row_bytes = call.K * sizeof(typename Dot::X);
+void multiply_range(const Call& call, const Range& range, const Range* next, const typename Dot::X* x,
+                    int64_t x_stride) {
+  using X = typename Dot::X;
+  const int64_t row_bytes = call.K * sizeof(X), last = range.last;
   const int64_t fitting = X_BYTES / std::max<int64_t>(row_bytes, 1);
   const int64_t block_rows = std::max<int64_t>((fitting + ROWS / 2) / ROWS, 3) * ROWS;  // whole tiles of rows
+  const auto count_at = [&](int64_t row) { return std::min(block_rows, call.M - row); };
+  const auto block_after = [&](int64_t row) -> Ahead {  // of rows, with its first weights
+    const bool is_last = row + block_rows >= call.M;
+    if (is_last && !next) return {};
+    const Range& following = is_last ? *next : range;
+    const MemoryRows weights = weights_at<T>(*following.part, following.first, following.last, call.K);
+    if (call.M <= block_rows) return {weights, {}};  // x is in the cache
+    row = is_last ? 0 : row + block_rows;
+    return {{x + row * x_stride, row_bytes, x_stride * (int64_t)sizeof(X), count_at(row)}, weights};
+  };
   for (int64_t row = 0; row < call.M; row += block_rows)
-    for (int64_t n = first; n < last; n += PANEL) {
-      const Rows<Dot, T> rows{x + row * x_stride, x_stride, std::min(block_rows, call.M - row), call.K,
-                              (T*)part.y + row * part.N + n, part.N};
+    for (int64_t n = range.first; n < last; n += PANEL) {
+      const Rows<Dot, T> rows{x + row * x_stride, x_stride, count_at(row), call.K,
+                              (T*)range.part->y + row * range.part->N + n, range.part->N};
+      const Ahead ahead = n + PANEL < last ? Ahead{weights_at<T>(*range.part, n + PANEL, last, call.K), {}}
+                                           : block_after(row);
       if (call.up)
-        multiply_gated<Dot, T>(part, *call.up, n, last, rows);
+        multiply_gated<Dot, T>(*range.part, *call.up, n, last, rows, ahead);
       else
-        multiply_panel<Dot, T>(part, n, last, rows, weights_at<T>(part, n + PANEL, last));
+        multiply_panel<Dot, T>(*range.part, n, last, rows, ahead);
     }
 }
 
@@ -263,8 +280,8 @@ void multiply(const Call& call, int threads) {
         widen((const T*)call.x + row * call.x_stride, call.K, x + row * call.K);
     }
     visit_columns(call, omp_get_thread_num(), omp_get_num_threads(),
-                  [&](const Part& part, int64_t first, int64_t last) {
-                    multiply_part<Dot, T>(call, part, x, x_stride, first, last);
+                  [&](const Range& range, const Range* next) {
+                    multiply_range<Dot, T>(call, range, next, x, x_stride);
                   });
   }
 }

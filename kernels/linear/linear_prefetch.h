@@ -1,25 +1,30 @@
-// Prefetching of the weights that are multiplied next.
+// Prefetching of the memory that is multiplied next.
 #pragma once
 #include <cstdint>
 
-struct WeightRows {  // some rows of a weight
+struct MemoryRows {  // some rows of a matrix
   const void* start;
-  int64_t stride_bytes, count;
+  int64_t row_bytes, stride_bytes, count;
 };
 
-// Prefetches the next weights during the current products, line by line in the order of memory: a few lines between any
+struct Ahead {  // what is read next, in this order
+  MemoryRows first, second;
+};
+
+// Prefetches what is read next during the current products, line by line in the order of memory: a few lines between any
 // two instructions that multiply. A processor has a limited number of outstanding lines and stalls at the first one
 // above it.
 class Prefetch {
  public:
   Prefetch() = default;
-  // blocks: how many times the current weights are read, once for each block of rows.
-  Prefetch(const WeightRows& first, const WeightRows& second, int64_t row_bytes, int64_t blocks)
-      : second_(second), row_bytes_(row_bytes), blocks_((int)blocks) {
-    begin(first);
+  // blocks: how many times the current weights are read, once for each block of rows. times: how often as many lines as
+  // they have are prefetched.
+  Prefetch(const Ahead& ahead, int64_t blocks, int times = 1)
+      : second_(ahead.second), blocks_((int)blocks), times_(times) {
+    begin(ahead.first);
   }
   // Lines to prefetch after each of the instructions that read together `lines` lines of the current weights.
-  int share(int lines, int instructions) const { return (lines - 1) / (instructions * blocks_) + 1; }
+  int share(int lines, int instructions) const { return (lines * times_ - 1) / (instructions * blocks_) + 1; }
   // Returns the address of the next `count` lines, which the caller prefetches; `other` where so many do not lie there.
   const char* take(int count, const void* other) {
     if (left_ < count) {
@@ -41,8 +46,9 @@ class Prefetch {
   }
 
  private:
-  void begin(const WeightRows& rows) {
-    at_ = (const char*)rows.start, gap_ = rows.stride_bytes - row_bytes_, rows_ = rows.count, row_lines_ = row_bytes_;
+  void begin(const MemoryRows& rows) {
+    at_ = (const char*)rows.start, gap_ = rows.stride_bytes - rows.row_bytes, rows_ = rows.count;
+    row_lines_ = rows.row_bytes;
     if (!gap_ && rows_) row_lines_ *= rows_, rows_ = 1;  // contiguous rows
     left_ = row_lines_ = rows_ ? (row_lines_ + 63) / 64 : 0;
   }
@@ -64,7 +70,7 @@ class Prefetch {
   }
 
   const char* at_ = nullptr;
-  WeightRows second_ = {};
-  int64_t row_bytes_ = 0, gap_ = 0, rows_ = 0, row_lines_ = 0, left_ = 0;
-  int blocks_ = 1;
+  MemoryRows second_ = {};
+  int64_t gap_ = 0, rows_ = 0, row_lines_ = 0, left_ = 0;
+  int blocks_ = 1, times_ = 1;
 };

@@ -97,12 +97,23 @@ static inline float scalar(bf16 x) {
   return f;
 }
 
-static inline Halves halves(Floats v) {  // to nearest, ties to even; any NaN becomes the quiet one, as in PyTorch
+static inline Halves halves_by_bits(Floats v) {  // to nearest, ties to even; any NaN becomes the quiet one, as in PyTorch
   Words u = (Words)v;
   Words rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
   Ints is_nan = v != v;
   rounded = (rounded & ~(Words)is_nan) | ((Words)is_nan & 0x7fc0);
   return __builtin_convertvector(rounded, Halves);
+}
+#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
+#define SIMD_ROUNDS_BF16
+#endif
+static inline Halves halves(Floats v) {
+#if defined(SIMD_ROUNDS_BF16)
+  constexpr int QUIET_NAN = 1, SUBNORMAL = 32, SIGNALLING_NAN = 128;  // which the instruction treats otherwise
+  if (__builtin_expect(!_mm512_fpclass_ps_mask((__m512)v, QUIET_NAN | SUBNORMAL | SIGNALLING_NAN), 1))
+    return (Halves)(__m256i)_mm512_cvtneps_pbh((__m512)v);
+#endif
+  return halves_by_bits(v);
 }
 static inline void store(float* p, Floats v) { memcpy(p, &v, sizeof v); }
 static inline void store(bf16* p, Floats v) {
@@ -110,10 +121,14 @@ static inline void store(bf16* p, Floats v) {
   memcpy(p, &h, sizeof h);
 }
 static inline Floats to_bf16(Floats v) {  // the value that `store` would write, still in fp32 lanes
+#if defined(SIMD_ROUNDS_BF16)
+  return (Floats)(__builtin_convertvector(halves(v), Words) << 16);
+#else
   Words u = (Words)v;
   Words rounded = (u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u;
   Ints is_nan = v != v;
   return (Floats)((rounded & ~(Words)is_nan) | ((Words)is_nan & 0x7fc00000u));
+#endif
 }
 // Rounds to the type of the second argument; the result stays in fp32 lanes.
 static inline Floats rounded(Floats v, float) { return v; }

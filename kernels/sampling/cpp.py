@@ -91,19 +91,17 @@ def draw(
     """
     num_rows, vocab_size = logits.shape
     logits = _dense(logits)
-    nowhere = torch.full((num_rows,), -1)
-    reshaped_row, rows = _places(reshaped, nowhere)
-    allowed_row, masks = _places(allowed, nowhere)
+    reshaped_row, rows = _places(reshaped, num_rows)
+    allowed_row, masks = _places(allowed, num_rows)
     if rows is not None:
         rows = rows.float().contiguous()
     if masks is not None:  # padded to whole words of 16 tokens; tokens after a mask's end are not allowed
         missing = -(-vocab_size // 16) * 2 - masks.shape[1]
         masks = torch.nn.functional.pad(masks, (0, missing)).contiguous()
-    token_ids, logprobs, chances = nowhere.new_empty(num_rows), torch.empty(num_rows), torch.empty(num_rows)
+    token_ids, logprobs, chances = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows), torch.empty(num_rows)
     draws = _Draws(
         *(each.data_ptr() for each in (*noise_keys, *filters)),
-        *(None if rows is None else rows.data_ptr(), reshaped_row.data_ptr()),
-        *(None if masks is None else masks.data_ptr(), allowed_row.data_ptr()),
+        *(None if each is None else each.data_ptr() for each in (rows, reshaped_row, masks, allowed_row)),
         *(0 if masks is None else masks.shape[1] // 2,),
         *(token_ids.data_ptr(), logprobs.data_ptr(), chances.data_ptr()),
     )
@@ -162,12 +160,12 @@ def weights(z: Tensor) -> Tensor:
     return out
 
 
-def _places(subset: tuple[Tensor, Tensor] | None, nowhere: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the index of each row's replacement in the subset (-1: none), and the subset's values."""
+def _places(subset: tuple[Tensor, Tensor] | None, num_rows: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return the index of each row's replacement in the subset (-1: none), and the subset's values. None: no subset."""
     if subset is None:
-        return nowhere, None
+        return None, None
     rows, values = subset
-    return nowhere.index_put((rows,), torch.arange(len(rows))), values
+    return torch.full((num_rows,), -1).index_put((rows,), torch.arange(len(rows))), values
 
 
 def _dense(logits: Tensor) -> Tensor:

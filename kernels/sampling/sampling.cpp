@@ -26,9 +26,9 @@ struct Draws {
   const double* top_p;
   const float* min_p;
   const float* reshaped;        // [*, V]: rows to draw from in place of the model's
-  const int64_t* reshaped_row;  // [R]: row of `reshaped`; -1: the model's own logits
+  const int64_t* reshaped_row;  // [R]: row of `reshaped`; -1: the model's own logits; null: for all
   const uint16_t* allowed;      // [*, allowed_width]
-  const int64_t* allowed_row;   // [R]: row of `allowed`; -1: all tokens
+  const int64_t* allowed_row;   // [R]: row of `allowed`; -1: all tokens; null: for all
   int64_t allowed_width;
   int64_t* token_ids;  // [R]
   float *logprobs, *chances;
@@ -77,7 +77,7 @@ void draw_all(const Rows& rows, const Draws& d) {
     Row<T> row = rows.row<T>(r);
     Limits limits{d.top_k[r], d.top_p[r], d.min_p[r]};
     RowKey key(d.seeds[r], d.positions[r]);
-    int64_t reshaped = d.reshaped_row[r], masked = d.allowed_row[r];
+    int64_t reshaped = d.reshaped_row ? d.reshaped_row[r] : -1, masked = d.allowed_row ? d.allowed_row[r] : -1;
     int64_t* token = d.token_ids + r;
     float temperature = rows.temperatures[r * rows.temperature_stride];
     const uint16_t* allowed = masked < 0 ? nullptr : d.allowed + masked * d.allowed_width;

@@ -313,7 +313,7 @@ class HostedModel:
         self,
         token_ids: Tensor | None,
         positions: Tensor,
-        logit_rows: Tensor,
+        logit_rows: Tensor | None,
         step: StepContext,
         hidden: Tensor | None = None,
         *,
@@ -322,8 +322,8 @@ class HostedModel:
         """Run this rank's stage and write the rows' KV. Ranks of one stage run it together and return the same.
 
         token_ids, positions: int64 [N]; a later stage gets no ids, but the hidden states [N, D] of the stage before.
-        Returns hidden states [N, D], on the last stage logits [len(logit_rows), vocab]. Raises PhaseError outside the
-        rollout phase. whole_logits: False for the part of the vocabulary that this rank has, if any.
+        logit_rows: int64 [R], the rows that get logits; None: all N. Returns hidden states [N, D], on the last stage
+        logits [R, vocab]. Raises PhaseError outside the rollout phase. whole_logits: False for the part of the vocabulary that this rank has, if any.
         """
         if not self.phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
@@ -337,7 +337,7 @@ class HostedModel:
         token_ids: Tensor | None,
         positions: Tensor,
         step: object,
-        logit_rows: Tensor,
+        logit_rows: Tensor | None,
         hidden: Tensor | None,
         mask: Tensor | None = NO_MASK,
     ) -> Tensor:
@@ -356,9 +356,10 @@ class HostedModel:
             common["inputs_embeds"] = self._stage_input.received = hidden.unsqueeze(0)
         try:
             if self.mesh.is_last_stage:
-                logits = self.module(**common, logits_to_keep=logit_rows).logits[0]
+                # 0 stands for all rows, and copies none.
+                logits = self.module(**common, logits_to_keep=0 if logit_rows is None else logit_rows).logits[0]
                 # Some vision-language classes compute all rows whatever they are asked for.
-                return logits if len(logits) == len(logit_rows) else logits[logit_rows]
+                return logits if logit_rows is None or len(logits) == len(logit_rows) else logits[logit_rows]
             return self.module.base_model(**common).last_hidden_state[0]
         finally:
             if self._stage_input is not None:

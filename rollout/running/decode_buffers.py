@@ -50,7 +50,6 @@ class Buffers:
     context_lens: Tensor  # int32 [M]
     block_tables: Tensor  # int32 [M, W]
     settings: RowSettings
-    logit_rows: Tensor  # int64 [M]: 0, 1, 2, ...
     query_start: Tensor  # int32 [M + 1]: 0, 1, 2, ...
     states: Tensor  # int64 [2, M]
     drawn_ids: Tensor  # int64 [M]
@@ -68,7 +67,7 @@ class Buffers:
         return cls(
             zeros(), zeros(), zeros(), zeros(), zeros(), zeros(torch.int32),
             torch.zeros(size, width, dtype=torch.int32, device=device), settings,
-            torch.arange(size, device=device), torch.arange(size + 1, dtype=torch.int32, device=device),
+            torch.arange(size + 1, dtype=torch.int32, device=device),
             torch.zeros(2, size, dtype=torch.int64, device=device),
             zeros(), zeros(torch.float32),
         )  # fmt: skip

@@ -199,12 +199,12 @@ class DecodeGraphs:
         """Return the model's forward over the buffers. The arguments are `HostedModel.forward`'s."""
         b = self._buffers
         paged = PagedStep(b.block_tables[:size], b.query_start[: size + 1], b.context_lens[:size])
-        token_ids, positions, rows = b.token_ids[:size], b.positions[:size], b.logit_rows[:size]
+        token_ids, positions = b.token_ids[:size], b.positions[:size]
 
         def run() -> Tensor:
             states = self._state_pool.step(b.states[:, :size] if self._state_pool.is_used else None)
             context = StepContext(b.slots[:size], paged, self._kv_cache.keys, self._kv_cache.values, states=states)
-            return self._model.forward(token_ids, positions, rows, context, hidden, whole_logits=whole_logits)
+            return self._model.forward(token_ids, positions, None, context, hidden, whole_logits=whole_logits)
 
         return run
 

@@ -116,10 +116,11 @@ def without_forward(engine: Engine) -> Iterator[None]:
     model = engine.model
 
     def forward(
-        token_ids: Tensor | None, positions: Tensor, logit_rows: Tensor, step: object, hidden: Tensor | None = None,
-        *, whole_logits: bool = True,
+        token_ids: Tensor | None, positions: Tensor, logit_rows: Tensor | None, step: object,
+        hidden: Tensor | None = None, *, whole_logits: bool = True,
     ) -> Tensor:  # fmt: skip  # as HostedModel.forward
-        return torch.zeros(len(logit_rows), model.vocab_size, device=model.device)
+        num_rows = len(positions if logit_rows is None else logit_rows)
+        return torch.zeros(num_rows, model.vocab_size, device=model.device)
 
     model.forward = forward  # type: ignore[method-assign]  # restored below
     try:
