@@ -98,7 +98,8 @@ def draw(
     if masks is not None:  # padded to whole words of 16 tokens; tokens after a mask's end are not allowed
         missing = -(-vocab_size // 16) * 2 - masks.shape[1]
         masks = torch.nn.functional.pad(masks, (0, missing)).contiguous()
-    token_ids, logprobs, chances = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows), torch.empty(num_rows)
+    token_ids = torch.empty(num_rows, dtype=torch.int64)
+    logprobs, chances = torch.empty(num_rows), torch.empty(num_rows)
     draws = _Draws(
         *(each.data_ptr() for each in (*noise_keys, *filters)),
         *(None if each is None else each.data_ptr() for each in (rows, reshaped_row, masks, allowed_row)),

@@ -323,7 +323,8 @@ class HostedModel:
 
         token_ids, positions: int64 [N]; a later stage gets no ids, but the hidden states [N, D] of the stage before.
         logit_rows: int64 [R], the rows that get logits; None: all N. Returns hidden states [N, D], on the last stage
-        logits [R, vocab]. Raises PhaseError outside the rollout phase. whole_logits: False for the part of the vocabulary that this rank has, if any.
+        logits [R, vocab]. Raises PhaseError outside the rollout phase. whole_logits: False for the part of the
+        vocabulary that this rank has, if any.
         """
         if not self.phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
