@@ -70,7 +70,6 @@ class HostedModel:
         warn_of_rounded_frequencies(self.trained_module)
         refuse_different_choices(self.numerics.guarantee, self.mesh)
         self.phase = RolloutPhase(hosted, owned=owned)
-        self._released_shapes: list[torch.Size] = []  # of the parameters in their order, while their memory is released
         use_huge_pages((parameter for _, parameter in self._tensors.parameters()), now=True)
         probe = self._probe()
         none = KVShape(0, 0, 0, self.dtype)
@@ -198,7 +197,7 @@ class HostedModel:
 
         Raises MemoryReleased while they are released.
         """
-        if self._released_shapes:
+        if self._tensors.are_released:
             raise MemoryReleased("the weights are released: resume them first")
         yield from self._tensors.parameters()
 
@@ -216,30 +215,20 @@ class HostedModel:
     @property
     def holds_weights(self) -> bool:
         """Whether the weights are in memory: false between `release_weights` and `resume_weights`."""
-        return not self._released_shapes
+        return not self._tensors.are_released
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters now, tied ones once."""
-        return sum(parameter.nbytes for _, parameter in self._tensors.parameters())
+        return self._tensors.num_bytes
 
     def release_weights(self) -> int:
         """Free the parameters' memory and lose their values; returns its bytes. Leaves a trainer's module alone: 0."""
-        if not self.owned or self._released_shapes:
-            return 0
-        before = self.weight_bytes
-        for parameter in self.module.parameters():
-            self._released_shapes.append(parameter.shape)
-            parameter.data = parameter.data.new_empty(0)
-        return before - self.weight_bytes
+        return self._tensors.release() if self.owned else 0
 
     def resume_weights(self) -> int:
         """Allocate the released parameters. Their values are undefined until written. Returns the bytes allocated."""
-        before = self.weight_bytes
-        for parameter, shape in zip(self.module.parameters(), self._released_shapes, strict=False):
-            parameter.data = parameter.data.new_empty(shape)
-        self._released_shapes = []
-        return self.weight_bytes - before
+        return self._tensors.resume()
 
     def replace_adapter(self, adapter: AdapterFolder | AdapterLayers) -> AdapterLayers:
         """Put an adapter, or layers of one, around the engine's own layers, in place of the former one's, and return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor, nn
 
 
@@ -16,6 +17,7 @@ class HostedTensors:
     def __init__(self, module: nn.Module) -> None:
         named = module.named_modules(remove_duplicate=False)
         self._owners = [(prefix, owner) for prefix, owner in named if _has_tensors(owner)]
+        self._released: list[torch.Size] = []  # shapes of the parameters in their order, while they have no memory
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters, tied ones once under the first of their names."""
@@ -39,6 +41,35 @@ class HostedTensors:
         first: dict[int, str] = {}
         pairs = self._all_parameters()
         return {name: known for name, p in pairs if (known := first.setdefault(id(p), name)) != name}
+
+    @property
+    def are_released(self) -> bool:
+        """Whether the parameters have no memory: between `release` and `resume`."""
+        return bool(self._released)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the parameters now, tied ones once."""
+        return sum(parameter.nbytes for _, parameter in self.parameters())
+
+    def release(self) -> int:
+        """Free the parameters' memory and lose their values; returns its bytes, 0 if they have none."""
+        if self._released:
+            return 0
+        before = self.num_bytes
+        for _, parameter in self.parameters():
+            self._released.append(parameter.shape)
+            parameter.data = parameter.data.new_empty(0)
+        return before
+
+    def resume(self) -> int:
+        """Allocate the released parameters, whose values are undefined until written. Returns the bytes allocated."""
+        before = self.num_bytes
+        if self._released:
+            for (_, parameter), shape in zip(self.parameters(), self._released, strict=True):
+                parameter.data = parameter.data.new_empty(shape)
+            self._released = []
+        return self.num_bytes - before
 
     def _all_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for prefix, owner in self._owners:
