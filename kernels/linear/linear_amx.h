@@ -200,8 +200,8 @@ inline void multiply(const Call& call, int threads) {
         for (int64_t tile = 0; tile < tiles_of(rows); tile++) arrange_rows(row, tile);
       }
       visit_columns(call, omp_get_thread_num(), omp_get_num_threads(),
-                    [&](const Range& range, const Range*) {
-                      multiply_part(*range.part, call.up, range.first, range.last, x, row, rows, call.K);
+                    [&](const Part& part, int64_t first, int64_t last) {
+                      multiply_part(part, call.up, first, last, x, row, rows, call.K);
                     });
     }
     _tile_release();

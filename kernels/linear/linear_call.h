@@ -33,28 +33,18 @@ static inline bool is_worth_threads(const Call& call) {
   return columns * call.K > SERIAL_WEIGHTS && columns * call.K * call.M > SERIAL_WORK;
 }
 
-struct Range {  // columns [first, last) of a part
-  const Part* part;
-  int64_t first, last;
-};
-
-// Calls visit(range, next) for the columns that thread `index` of `count` computes, part by part; next: the range that
-// follows, or null. A thread's columns are contiguous, so that it reads one range of memory from its start to its end.
+// Calls visit(part, first, last) for the columns [first, last) of each part that thread `index` of `count` computes.
+// A thread's columns are contiguous, so that it reads one range of memory from its start to its end.
 template <typename Visit>
 static inline void visit_columns(const Call& call, int64_t index, int64_t count, Visit visit) {
   int64_t total = 0, seen = 0;
   for (int64_t i = 0; i < call.num_parts; i++) total += tiles_of(call.parts[i].N);
   const int64_t begin = total * index / count, end = total * (index + 1) / count;
-  Range before{};
   for (int64_t i = 0; i < call.num_parts; i++) {
     const Part& part = call.parts[i];
     const int64_t tiles = tiles_of(part.N);
     const int64_t first = std::max<int64_t>(begin - seen, 0), last = std::min(end - seen, tiles);
+    if (first < last) visit(part, first * TILE, std::min(last * TILE, part.N));
     seen += tiles;
-    if (first >= last) continue;
-    const Range range{&part, first * TILE, std::min(last * TILE, part.N)};
-    if (before.part) visit(before, &range);
-    before = range;
   }
-  if (before.part) visit(before, nullptr);
 }

@@ -9,6 +9,7 @@
 #include "layers/gated.h"
 #include "linear/linear_call.h"
 #include "linear/linear_prefetch.h"
+#include "linear/linear_shares.h"
 
 namespace lanes {
 
@@ -186,7 +187,8 @@ struct Rows {
 // Returns up to PANEL rows of a weight, from n on.
 template <typename T>
 MemoryRows weights_at(const Part& part, int64_t n, int64_t last, int64_t K) {
-  return {(const T*)part.weight + n * part.weight_stride, K * (int64_t)sizeof(T), part.weight_stride * (int64_t)sizeof(T),
+  const int64_t size = sizeof(T);
+  return {(const T*)part.weight + n * part.weight_stride, K * size, part.weight_stride * size,
           std::clamp<int64_t>(last - n, 0, PANEL)};
 }
 
@@ -232,36 +234,65 @@ void multiply_gated(const Part& gate, const Part& up, int64_t n, int64_t last, c
     gated::multiply_some(memory.data() + r * PANEL, found.y + r * PANEL, rows.y + r * rows.y_stride, count);
 }
 
-// Computes a range of columns, block by block of rows. next: the range that follows, or null.
+// A call's tiles of columns in the order of its blocks of rows, and in a block of its parts.
 template <typename Dot, typename T>
-void multiply_range(const Call& call, const Range& range, const Range* next, const typename Dot::X* x,
-                    int64_t x_stride) {
+class Pieces {
+ public:
   using X = typename Dot::X;
-  const int64_t row_bytes = call.K * sizeof(X), last = range.last;
-  const int64_t fitting = X_BYTES / std::max<int64_t>(row_bytes, 1);
-  const int64_t block_rows = std::max<int64_t>((fitting + ROWS / 2) / ROWS, 3) * ROWS;  // whole tiles of rows
-  const auto count_at = [&](int64_t row) { return std::min(block_rows, call.M - row); };
-  const auto block_after = [&](int64_t row) -> Ahead {  // of rows, with its first weights
-    const bool is_last = row + block_rows >= call.M;
-    if (is_last && !next) return {};
-    const Range& following = is_last ? *next : range;
-    const MemoryRows weights = weights_at<T>(*following.part, following.first, following.last, call.K);
-    if (call.M <= block_rows) return {weights, {}};  // x is in the cache
-    row = is_last ? 0 : row + block_rows;
-    return {{x + row * x_stride, row_bytes, x_stride * (int64_t)sizeof(X), count_at(row)}, weights};
+  Pieces(const Call& call, const X* x, int64_t x_stride) : call_(call), x_(x), x_stride_(x_stride) {
+    const int64_t row_bytes = std::max<int64_t>(call.K * sizeof(X), 1);
+    const int64_t fitting = std::max<int64_t>(X_BYTES / row_bytes, 3 * ROWS);
+    const int64_t blocks = std::max<int64_t>((call.M + fitting / 2) / fitting, 1);
+    const int64_t each = std::max<int64_t>((call.M + blocks - 1) / blocks, 1);
+    block_rows_ = (each + ROWS - 1) / ROWS * ROWS;  // whole tiles of rows
+    for (int64_t i = 0; i < call.num_parts; i++) tiles_ += tiles_of(call.parts[i].N);
+    while (count() > INT32_MAX) block_rows_ *= 2;
+  }
+  int64_t count() const { return (call_.M + block_rows_ - 1) / block_rows_ * tiles_; }
+
+  // Returns the number of pieces from `piece` on that are multiplied together.
+  int64_t num_together(int64_t piece) const {
+    const Place place = place_of(piece);
+    return std::min((PANEL - place.n % PANEL) / TILE, tiles_of(place.part->N - place.n));
+  }
+  // Computes `num` pieces, at most num_together(piece). next: the piece that probably follows, or -1.
+  void multiply(int64_t piece, int64_t num, int64_t next) const {
+    const Place place = place_of(piece);
+    const Part& part = *place.part;
+    const int64_t last = std::min(place.n + num * TILE, part.N);
+    const Rows<Dot, T> rows{x_ + place.row * x_stride_, x_stride_, num_rows(place), call_.K,
+                            (T*)part.y + place.row * part.N + place.n, part.N};
+    const Ahead ahead = next < 0 || next >= count() ? Ahead{} : ahead_of(place_of(next), place.row);
+    if (call_.up)
+      multiply_gated<Dot, T>(part, *call_.up, place.n, last, rows, ahead);
+    else
+      multiply_panel<Dot, T>(part, place.n, last, rows, ahead);
+  }
+
+ private:
+  struct Place {
+    int64_t row;
+    const Part* part;
+    int64_t n;
   };
-  for (int64_t row = 0; row < call.M; row += block_rows)
-    for (int64_t n = range.first; n < last; n += PANEL) {
-      const Rows<Dot, T> rows{x + row * x_stride, x_stride, count_at(row), call.K,
-                              (T*)range.part->y + row * range.part->N + n, range.part->N};
-      const Ahead ahead = n + PANEL < last ? Ahead{weights_at<T>(*range.part, n + PANEL, last, call.K), {}}
-                                           : block_after(row);
-      if (call.up)
-        multiply_gated<Dot, T>(*range.part, *call.up, n, last, rows, ahead);
-      else
-        multiply_panel<Dot, T>(*range.part, n, last, rows, ahead);
-    }
-}
+  int64_t num_rows(const Place& place) const { return std::min(block_rows_, call_.M - place.row); }
+  Place place_of(int64_t piece) const {
+    const Part* part = call_.parts;
+    int64_t tile = piece % tiles_;
+    for (; tile >= tiles_of(part->N); part++) tile -= tiles_of(part->N);
+    return {piece / tiles_ * block_rows_, part, tile * TILE};
+  }
+  Ahead ahead_of(const Place& next, int64_t row) const {
+    const MemoryRows weights = weights_at<T>(*next.part, next.n, next.part->N, call_.K);
+    if (next.row == row) return {weights, {}};
+    const int64_t size = sizeof(X);
+    return {{x_ + next.row * x_stride_, call_.K * size, x_stride_ * size, num_rows(next)}, weights};
+  }
+
+  const Call& call_;
+  const X* x_;
+  int64_t x_stride_, block_rows_, tiles_ = 0;
+};
 
 // T: the type of x, weight, bias and y. Dot: the way to add their products.
 template <typename Dot, typename T>
@@ -272,17 +303,21 @@ void multiply(const Call& call, int threads) {
   if (converts && (int64_t)converted.size() < call.M * call.K) converted.resize(call.M * call.K);
   X* x = converts ? converted.data() : (X*)call.x;
   const int64_t x_stride = converts ? call.K : call.x_stride;
-#pragma omp parallel num_threads(threads) if (threads > 1 && is_worth_threads(call))
+  const Pieces<Dot, T> pieces(call, x, x_stride);
+  threads = is_worth_threads(call) ? threads : 1;
+  Shares shares(pieces.count(), threads, PANEL / TILE);
+#pragma omp parallel num_threads(threads) if (threads > 1)
   {
     if constexpr (!std::is_same_v<X, T>) {
 #pragma omp for schedule(static)
       for (int64_t row = 0; row < call.M; row++)
         widen((const T*)call.x + row * call.x_stride, call.K, x + row * call.K);
     }
-    visit_columns(call, omp_get_thread_num(), omp_get_num_threads(),
-                  [&](const Range& range, const Range* next) {
-                    multiply_range<Dot, T>(call, range, next, x, x_stride);
-                  });
+    const int own = omp_get_thread_num();
+    int64_t piece, num;
+    while ((num = shares.take(own, [&](int64_t front) { return pieces.num_together(front); }, &piece)))
+      pieces.multiply(piece, num, piece + num);
+    while (shares.take_last(&piece)) pieces.multiply(piece, 1, piece - 1);
   }
 }
 

@@ -11,8 +11,8 @@ struct Ahead {  // what is read next, in this order
   MemoryRows first, second;
 };
 
-// Prefetches what is read next during the current products, line by line in the order of memory: a few lines between any
-// two instructions that multiply. A processor has a limited number of outstanding lines and stalls at the first one
+// Prefetches what is read next during the current products, line by line in the order of memory: a few lines between
+// any two instructions that multiply. A processor has a limited number of outstanding lines and stalls at the first one
 // above it.
 class Prefetch {
  public:

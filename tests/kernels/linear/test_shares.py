@@ -1,0 +1,67 @@
+"""Tests of the division of a product's pieces among threads: each is computed once, also where one thread is late."""
+
+import ctypes
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.kernels.machine import native
+
+SOURCE = """
+#include <omp.h>
+#include "linear/linear_shares.h"
+
+// Counts how often each piece was taken. is_late: thread 0 begins when the others are done; returns what it had left.
+extern "C" int64_t take_all(int64_t pieces, int64_t threads, int64_t align, int64_t is_late, int64_t* taken) {
+  Shares shares(pieces, (int)threads, align);
+  std::atomic<int64_t> done{0};
+  int64_t left = 0;
+#pragma omp parallel num_threads((int)threads)
+  {
+    const int own = omp_get_thread_num();
+    int64_t piece, num;
+    while (is_late && own == 0 && done < omp_get_num_threads() - 1) {
+    }
+    while ((num = shares.take(own, [](int64_t) { return (int64_t)2; }, &piece)))
+      for (int64_t i = piece; i < piece + num; i++) {
+#pragma omp atomic
+        taken[i]++;
+        if (own == 0) left++;
+      }
+    while (shares.take_last(&piece)) {
+#pragma omp atomic
+      taken[piece]++;
+    }
+    done++;
+  }
+  return left;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def take_all(tmp_path_factory: pytest.TempPathFactory):
+    folder: Path = tmp_path_factory.mktemp("shares")
+    (folder / "shares.cpp").write_text(SOURCE)
+    try:
+        library = native.build(folder / "shares.cpp", {**os.environ, "LOCKSTEP_CACHE_DIR": str(folder / "cache")})
+    except native.NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    return library.function("take_all", [*[ctypes.c_int64] * 4, ctypes.c_void_p], ctypes.c_int64)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_pieces", [0, 1, 2, 3, 7, 100, 10_000])
+@pytest.mark.parametrize("align", [1, 2])
+def test_every_piece_is_taken_once(take_all, num_pieces: int, num_threads: int, align: int) -> None:
+    for is_late in (False, True):
+        taken = torch.zeros(num_pieces, dtype=torch.int64)
+        take_all(num_pieces, num_threads, align, is_late, taken.data_ptr())
+        assert taken.tolist() == [1] * num_pieces, is_late
+
+
+def test_a_thread_that_is_late_is_left_with_a_few_pieces(take_all) -> None:
+    taken = torch.zeros(1000, dtype=torch.int64)
+    assert take_all(1000, 2, 1, True, taken.data_ptr()) == 2
