@@ -3,7 +3,7 @@
 #include "linear/grouped.h"
 #include "linear/linear_amx.h"
 #include "linear/linear_call.h"
-#include "linear/linear_lanes.h"
+#include "linear/linear_panels.h"
 
 static bool uses_tiles() {
 #if defined(LOCKSTEP_AMX)

@@ -176,6 +176,22 @@ inline void multiply_part(const Part& part, const Part* up, int64_t first, int64
   }
 }
 
+// Calls visit(part, first, last) for the columns [first, last) of each part that thread `index` of `count` computes.
+// A thread's columns are contiguous, so that it reads one range of memory from its start to its end.
+template <typename Visit>
+void visit_columns(const Call& call, int64_t index, int64_t count, Visit visit) {
+  int64_t total = 0, seen = 0;
+  for (int64_t i = 0; i < call.num_parts; i++) total += tiles_of(call.parts[i].N);
+  const int64_t begin = total * index / count, end = total * (index + 1) / count;
+  for (int64_t i = 0; i < call.num_parts; i++) {
+    const Part& part = call.parts[i];
+    const int64_t tiles = tiles_of(part.N);
+    const int64_t first = std::max<int64_t>(begin - seen, 0), last = std::min(end - seen, tiles);
+    if (first < last) visit(part, first * TILE, std::min(last * TILE, part.N));
+    seen += tiles;
+  }
+}
+
 inline void multiply(const Call& call, int threads) {
   static thread_local std::vector<Tile> arranged;
   const int64_t x_tiles = (call.K + STEP - 1) / STEP;

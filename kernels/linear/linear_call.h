@@ -1,5 +1,4 @@
-// The arguments of a product, and the division of its columns among threads. Dimension letters: M rows of x,
-// N rows of a weight (columns of y), K summed over.
+// The arguments of a product. Dimension letters: M rows of x, N rows of a weight (columns of y), K summed over.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -31,20 +30,4 @@ static inline bool is_worth_threads(const Call& call) {
   for (int64_t i = 0; i < call.num_parts; i++) columns += call.parts[i].N;
   if (call.up) columns *= 2;
   return columns * call.K > SERIAL_WEIGHTS && columns * call.K * call.M > SERIAL_WORK;
-}
-
-// Calls visit(part, first, last) for the columns [first, last) of each part that thread `index` of `count` computes.
-// A thread's columns are contiguous, so that it reads one range of memory from its start to its end.
-template <typename Visit>
-static inline void visit_columns(const Call& call, int64_t index, int64_t count, Visit visit) {
-  int64_t total = 0, seen = 0;
-  for (int64_t i = 0; i < call.num_parts; i++) total += tiles_of(call.parts[i].N);
-  const int64_t begin = total * index / count, end = total * (index + 1) / count;
-  for (int64_t i = 0; i < call.num_parts; i++) {
-    const Part& part = call.parts[i];
-    const int64_t tiles = tiles_of(part.N);
-    const int64_t first = std::max<int64_t>(begin - seen, 0), last = std::min(end - seen, tiles);
-    if (first < last) visit(part, first * TILE, std::min(last * TILE, part.N));
-    seen += tiles;
-  }
 }
