@@ -157,10 +157,10 @@ void multiply(const Call& call, int threads) {
       for (int64_t row = 0; row < call.M; row++)
         widen((const T*)call.x + row * call.x_stride, call.K, x + row * call.K);
     }
-    const int own = omp_get_thread_num();
     int64_t piece, num;
-    while ((num = shares.take(own, [&](int64_t front) { return pieces.num_together(front); }, &piece)))
-      pieces.multiply(piece, num, piece + num);
+    for (int share = omp_get_thread_num(); share < threads; share += omp_get_num_threads())  // fewer may have started
+      while ((num = shares.take(share, [&](int64_t front) { return pieces.num_together(front); }, &piece)))
+        pieces.multiply(piece, num, piece + num);
     while (shares.take_last(&piece)) pieces.multiply(piece, 1, piece - 1);
   }
 }

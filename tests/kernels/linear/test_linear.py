@@ -131,6 +131,22 @@ def test_every_isa_level_gives_the_same_bits_at_every_number_of_threads(level: s
 
 
 @needs_native
+def test_a_product_is_whole_where_openmp_starts_fewer_threads_than_it_is_asked_for() -> None:
+    code = """
+import torch
+from lockstep.kernels.linear.linear import native_products
+
+for threads in (1, 4):
+    torch.set_num_threads(threads)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight = (torch.full((n, 256), 1.0, dtype=dtype) for n in (32, 1024))
+        assert torch.equal(native_products(x, [(weight, None)])[0], torch.full((32, 1024), 256.0, dtype=dtype)), threads
+"""
+    environment = {**os.environ, "OMP_THREAD_LIMIT": "2"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+@needs_native
 @pytest.mark.parametrize("level", LEVELS)
 def test_every_isa_level_gives_a_rank_the_bits_of_the_whole_layer(level: str) -> None:
     cuts = [Cut(96, 64, "columns", 4), Cut(60, 50, "columns", 2), Cut(64, 192, "blocks", 4), Cut(40, 84, "blocks", 2)]
