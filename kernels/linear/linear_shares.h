@@ -8,13 +8,15 @@
 
 class Shares {
  public:
-  // pieces: fewer than 2^31. The shares are contiguous and begin at multiples of `align` pieces. At most one `Shares` a
-  // thread is in use at a time, by the threads that it starts.
+  // pieces: fewer than 2^31. The shares are contiguous and begin at multiples of `align` pieces, if they are of several
+  // times as many: with more threads, each gets a piece. At most one `Shares` a thread is in use at a time, by the
+  // threads that it starts.
   Shares(int64_t pieces, int count, int64_t align) : count_(count) {
     static thread_local std::unique_ptr<Share[]> memory;
     static thread_local int size = 0;
     if (size < count) memory.reset(new Share[count]), size = count;
     shares_ = memory.get();
+    if (pieces < 2 * align * count) align = 1;
     const auto start = [&](int64_t i) { return i == count ? pieces : pieces * i / count / align * align; };
     for (int i = 0; i < count; i++) shares_[i].left.store(packed(start(i), start(i + 1)), std::memory_order_relaxed);
   }

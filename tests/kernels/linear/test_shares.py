@@ -13,6 +13,14 @@ SOURCE = """
 #include <omp.h>
 #include "linear/linear_shares.h"
 
+// Returns how many shares have pieces.
+extern "C" int64_t num_filled(int64_t pieces, int64_t threads, int64_t align) {
+  Shares shares(pieces, (int)threads, align);
+  int64_t filled = 0, piece;
+  for (int i = 0; i < threads; i++) filled += shares.take(i, [](int64_t) { return (int64_t)1; }, &piece);
+  return filled;
+}
+
 // Counts how often each piece was taken. is_late: thread 0 begins when the others are done; returns what it had left.
 extern "C" int64_t take_all(int64_t pieces, int64_t threads, int64_t align, int64_t is_late, int64_t* taken) {
   Shares shares(pieces, (int)threads, align);
@@ -42,13 +50,17 @@ extern "C" int64_t take_all(int64_t pieces, int64_t threads, int64_t align, int6
 
 
 @pytest.fixture(scope="module")
-def take_all(tmp_path_factory: pytest.TempPathFactory):
+def library(tmp_path_factory: pytest.TempPathFactory) -> native.NativeLibrary:
     folder: Path = tmp_path_factory.mktemp("shares")
     (folder / "shares.cpp").write_text(SOURCE)
     try:
-        library = native.build(folder / "shares.cpp", {**os.environ, "LOCKSTEP_CACHE_DIR": str(folder / "cache")})
+        return native.build(folder / "shares.cpp", {**os.environ, "LOCKSTEP_CACHE_DIR": str(folder / "cache")})
     except native.NativeUnavailable as reason:
         pytest.skip(str(reason))
+
+
+@pytest.fixture
+def take_all(library: native.NativeLibrary):
     return library.function("take_all", [*[ctypes.c_int64] * 4, ctypes.c_void_p], ctypes.c_int64)
 
 
@@ -65,3 +77,11 @@ def test_every_piece_is_taken_once(take_all, num_pieces: int, num_threads: int, 
 def test_a_thread_that_is_late_is_left_with_a_few_pieces(take_all) -> None:
     taken = torch.zeros(1000, dtype=torch.int64)
     assert take_all(1000, 2, 1, True, taken.data_ptr()) == 2
+
+
+@pytest.mark.parametrize(("num_pieces", "num_threads", "expected"), [(48, 2, 2), (48, 32, 32), (48, 64, 48), (8, 2, 2)])
+def test_as_many_threads_as_possible_get_pieces(
+    library: native.NativeLibrary, num_pieces: int, num_threads: int, expected: int
+) -> None:
+    num_filled = library.function("num_filled", [ctypes.c_int64] * 3, ctypes.c_int64)
+    assert num_filled(num_pieces, num_threads, 2) == expected
