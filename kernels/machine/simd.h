@@ -18,23 +18,32 @@ static inline void prefetch(const void* p) {
 }
 
 // Of two vectors, the even and the odd floats of each four lanes, and the even and the odd groups of four lanes: shuffles
-// that stay inside 128 bits, or move 128 bits, are the cheap ones.
+// that stay inside 128 bits, or move 128 bits, are the cheap ones. Of one vector, each lane's partner 1, 2, 4 or 8 away.
 #if defined(__AVX512F__)
 constexpr int W = 16;
 #define SIMD_EVEN 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30
 #define SIMD_ODD 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31
 #define SIMD_EVEN_FOURS 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27
 #define SIMD_ODD_FOURS 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31
+#define SIMD_AWAY_1 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14
+#define SIMD_AWAY_2 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13
+#define SIMD_AWAY_4 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11
+#define SIMD_AWAY_8 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int W = 8;
 #define SIMD_EVEN 0, 2, 8, 10, 4, 6, 12, 14
 #define SIMD_ODD 1, 3, 9, 11, 5, 7, 13, 15
 #define SIMD_EVEN_FOURS 0, 1, 2, 3, 8, 9, 10, 11
 #define SIMD_ODD_FOURS 4, 5, 6, 7, 12, 13, 14, 15
+#define SIMD_AWAY_1 1, 0, 3, 2, 5, 4, 7, 6
+#define SIMD_AWAY_2 2, 3, 0, 1, 6, 7, 4, 5
+#define SIMD_AWAY_4 4, 5, 6, 7, 0, 1, 2, 3
 #else
 constexpr int W = 4;
 #define SIMD_EVEN 0, 2, 4, 6
 #define SIMD_ODD 1, 3, 5, 7
+#define SIMD_AWAY_1 1, 0, 3, 2
+#define SIMD_AWAY_2 2, 3, 0, 1
 #endif
 
 typedef float Floats __attribute__((vector_size(4 * W)));
@@ -183,9 +192,16 @@ static inline Floats sums(Floats* v) {
   }
 }
 
+// Adds the lanes of a vector: the lower half and the upper half, then the halves of that half, and so on.
 static inline float sum(Floats v) {
-  for (int n = W / 2; n > 0; n /= 2)
-    for (int i = 0; i < n; i++) v[i] += v[i + n];
+#if defined(SIMD_AWAY_8)
+  v = v + SIMD_SHUFFLE(v, v, SIMD_AWAY_8);
+#endif
+#if defined(SIMD_AWAY_4)
+  v = v + SIMD_SHUFFLE(v, v, SIMD_AWAY_4);
+#endif
+  v = v + SIMD_SHUFFLE(v, v, SIMD_AWAY_2);
+  v = v + SIMD_SHUFFLE(v, v, SIMD_AWAY_1);
   return v[0];
 }
 static inline float largest(Floats v) {
