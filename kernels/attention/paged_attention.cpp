@@ -12,6 +12,7 @@
 // blocks together, and each row continues alone from its state: the same sums in the same order, the keys read once.
 // Dimension letters: S sequences, H query heads, Hk KV heads, G = H / Hk, D key width, Dv value width.
 #include "attention/attention_rows.h"
+#include "machine/packed.h"
 
 using namespace attention;
 
@@ -196,3 +197,5 @@ extern "C" int64_t lockstep_attention(const Problem* problem, int64_t num_rows, 
 #endif
   return 0;
 }
+
+LOCKSTEP_PACKED(lockstep_attention)

@@ -2,6 +2,7 @@
 // are added in W lanes from left to right, then the lanes in a fixed tree.
 #include <cmath>
 
+#include "machine/packed.h"
 #include "machine/simd.h"
 
 using namespace simd;
@@ -87,3 +88,6 @@ extern "C" void lockstep_rms_norm(void* x, const void* weight, void* y, int64_t 
                                   float weight_offset, int64_t round_first, int64_t is_bf16, int64_t threads) {
   lockstep_add_rms_norm(nullptr, nullptr, x, weight, y, rows, width, eps, weight_offset, round_first, is_bf16, threads);
 }
+
+LOCKSTEP_PACKED(lockstep_rms_norm)
+LOCKSTEP_PACKED(lockstep_add_rms_norm)

@@ -1,6 +1,7 @@
 // Rotary position embedding of queries and keys in one call: x * cos + rotate_half(x) * sin, both products and the sum
 // rounded to the type of x, as three operations would round them. Letters: B batch, T tokens, H heads of the queries
 // and the keys together, D head size.
+#include "machine/packed.h"
 #include "machine/simd.h"
 
 using namespace simd;
@@ -68,3 +69,5 @@ extern "C" void lockstep_rotary(const void* query, void* query_out, int64_t quer
     rotate_all(parts, (const float*)cos, (const float*)sin, batch, tokens, table_batch, table_token, width,
                (int)threads);
 }
+
+LOCKSTEP_PACKED(lockstep_rotary)

@@ -1,5 +1,6 @@
 // silu(gate) * up in one pass, and its gradients in one.
 #include "layers/gated.h"
+#include "machine/packed.h"
 
 using simd::bf16;
 
@@ -20,3 +21,5 @@ extern "C" void lockstep_swiglu_slopes(const void* gate, const void* up, const v
     gated::differentiate((const float*)gate, (const float*)up, (const float*)grad, (float*)grad_gate,
                          (float*)grad_up, count, (int)threads);
 }
+
+LOCKSTEP_PACKED(lockstep_swiglu)

@@ -4,6 +4,7 @@
 #include "linear/linear_amx.h"
 #include "linear/linear_call.h"
 #include "linear/linear_panels.h"
+#include "machine/packed.h"
 
 static bool uses_tiles() {
 #if defined(LOCKSTEP_AMX)
@@ -52,3 +53,6 @@ extern "C" int64_t lockstep_linear_grouped(const grouped::Grouped* call, int64_t
     grouped::multiply_grouped<float>(*call, (int)threads, one_thread);
   return 0;
 }
+
+LOCKSTEP_PACKED(lockstep_linear)
+LOCKSTEP_PACKED(lockstep_linear_grouped)

@@ -56,9 +56,18 @@ class NativeLibrary:
         """Return the exported C function `name` with its argument and result types set."""
         function = getattr(self.handle, name)
         function.argtypes, function.restype = argument_types, result_type
+        if (packed := getattr(self.handle, f"{name}_packed", None)) is not None:
+            setattr(function, _PACKED, ctypes.cast(packed, ctypes.c_void_p).value)
         return function
 
 
+def packed_of(function: Callable[..., Any]) -> int | None:
+    """Return the address of the variant of a library's function that takes its arguments packed (packed.h), if any."""
+    address: int | None = getattr(function, _PACKED, None)
+    return address
+
+
+_PACKED = "packed_address"  # an attribute of functions
 _lock = threading.Lock()
 _loaded: dict[str, NativeLibrary | NativeUnavailable] = {}
 

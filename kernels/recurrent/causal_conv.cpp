@@ -1,6 +1,7 @@
 // Causal convolution of each channel: the taps of a row are added from the oldest input to the newest, so a row's bits
 // depend on its own inputs alone. Letters: R rows, C channels, w width, S sequences.
 #include "layers/gated.h"
+#include "machine/packed.h"
 #include "recurrent/rows.h"
 
 using namespace simd;
@@ -85,3 +86,5 @@ extern "C" void lockstep_causal_conv(const void* x, const void* weight, const vo
   else
     convolve_all<float>(p, sequences, (int)threads);
 }
+
+LOCKSTEP_PACKED(lockstep_causal_conv)

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <vector>
 
+#include "machine/packed.h"
 #include "recurrent/rows.h"
 
 using namespace simd;
@@ -174,3 +175,5 @@ extern "C" void lockstep_gated_delta_rule(const void* q, const void* k, const vo
   else
     by_channel ? run_all<float, true, true>(p, sequences, (int)threads) : run_all<float, false, true>(p, sequences, (int)threads);
 }
+
+LOCKSTEP_PACKED(lockstep_gated_delta_rule)

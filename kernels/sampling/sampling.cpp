@@ -1,4 +1,5 @@
 // Log-probabilities of rows of logits, their gradient, and one token drawn from each row. Letters: R rows, V vocabulary.
+#include "machine/packed.h"
 #include "sampling/filters.h"
 #include "sampling/gumbel.h"
 
@@ -231,3 +232,5 @@ void lockstep_selected_gradient(const Rows* rows, const int64_t* token_ids, cons
 }
 
 }  // extern "C"
+
+LOCKSTEP_PACKED(lockstep_draw)

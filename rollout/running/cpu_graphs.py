@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ...kernels.collectives.exchange import SharedMemory
 from ...kernels.layers.rms_norm import with_sum
 from ...kernels.machine import native
+from ...kernels.machine.playlist import Call, Playlist, can_play
 from ..model.fused_layers import has_hooks
 from .recorders import Run
 
@@ -139,11 +141,15 @@ class _Record:
     calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]  # in their order; a true result is an error
     results: Sequence[Tensor]
     pieces: list[Tensor]  # the memory whose addresses the calls use
+    plays: list[Callable[[], Any]] = field(init=False)  # the same calls, kernels that follow one another as one
+
+    def __post_init__(self) -> None:
+        self.plays = _joined(self.calls)
 
     def replay(self) -> Sequence[Tensor] | None:
         """Replay the calls and return the results; None if a call refuses its input. The plain call explains why."""
-        for function, arguments in self.calls:
-            if function(*arguments):
+        for play in self.plays:
+            if play():
                 return None
         return self.results
 
@@ -185,7 +191,7 @@ class _Recording(TorchDispatchMode):
             kept = (kept, outside) if outside else kept
             del self._calls[-1]
         self._sum = None
-        self._calls.append(lambda: (_keeping(function, kept), own))
+        self._calls.append(lambda: (function if kept is None else _Keeping(function, kept), own))
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -323,13 +329,27 @@ def _quiet(call: Callable[[], object]) -> Callable[[], None]:
     return run
 
 
-def _keeping(function: Callable[..., Any], kept: object) -> Callable[..., Any]:
-    """Return the function with a reference to `kept`, the memory that its arguments point into."""
-    if kept is None:
-        return function
+class _Keeping:
+    """A native function with a reference to the memory that its arguments point into."""
 
-    def call(*arguments: Any, kept: object = kept) -> Any:
-        return function(*arguments)
+    def __init__(self, function: Callable[..., Any], kept: object) -> None:
+        self.function, self._kept = function, kept
+        self.__name__ = function.__name__
 
-    call.__name__ = function.__name__
-    return call
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
+
+
+def _joined(calls: Sequence[Call]) -> list[Callable[[], Any]]:
+    """Return functions that make the calls in their order; native ones that follow one another are one function."""
+    joined: list[Callable[[], Any]] = []
+    for is_played, run in groupby(calls, lambda call: can_play(_plain(call[0]))):
+        if is_played:
+            joined.append(Playlist([(_plain(function), arguments) for function, arguments in run]))
+        else:
+            joined += [partial(function, *arguments) if arguments else function for function, arguments in run]
+    return joined
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function.function if isinstance(function, _Keeping) else function

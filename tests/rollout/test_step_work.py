@@ -41,7 +41,9 @@ def decode(model, num_prompt_tokens: int, **config: object) -> tuple[Counter, in
     """
     engine = Engine(model, EngineConfig(kv_cache="128 blocks", max_num_seqs=4, speculation="off", **config))
     vocab_size = engine.model.vocab_size
-    engine.model.forward = lambda token_ids, positions, rows, *_, **__: torch.zeros(len(rows), vocab_size)
+    engine.model.forward = lambda token_ids, positions, rows, *_, **__: torch.zeros(
+        len(positions if rows is None else rows), vocab_size
+    )
     for seed in range(3):
         prompt = [(seed + 3 * i) % 250 for i in range(num_prompt_tokens)]
         engine.add(prompt, SamplingParams(max_new_tokens=NUM_STEPS + 10, sampling_seed=seed, ignore_eos=True))
