@@ -1,6 +1,6 @@
 """The parts of a decode step's time, by kernel where a recorded step is replayed, else by source file.
 
-In a replayed step every call is timed; the rest of the step is planning, delivery and the replay's own loop.
+In a replayed step every call is made and timed by itself; the rest of the step is planning, delivery and that loop.
 Otherwise Python's own profiler measures: time in a C++ kernel counts for our function that calls it, and a builtin of
 torch counts for its caller. The profiler slows Python code down, so the parts with many calls appear somewhat too
 large.
@@ -14,6 +14,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ....rollout.engine import Engine
@@ -103,7 +104,7 @@ def _record_of(engine: Engine, batch: int) -> Any | None:
 
 @contextmanager
 def _timed(record: Any, seconds: dict[str, float]) -> Iterator[None]:
-    """Time each call of a replay, and add it to the seconds of its part."""
+    """Make a replay's calls one by one, time each, and add it to the seconds of its part."""
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:
         name = function.__name__
@@ -117,12 +118,12 @@ def _timed(record: Any, seconds: dict[str, float]) -> Iterator[None]:
 
         return call
 
-    calls = record.calls
-    record.calls = [(timed(function), arguments) for function, arguments in calls]
+    plays = record.plays
+    record.plays = [partial(timed(function), *arguments) for function, arguments in record.calls]
     try:
         yield
     finally:
-        record.calls = calls
+        record.plays = plays
 
 
 def shares(stats: pstats.Stats) -> dict[str, float]:
