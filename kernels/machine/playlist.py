@@ -14,7 +14,7 @@ from typing import Any
 from . import native
 
 SOURCE = "machine/play.cpp"
-Call = tuple[Callable[..., Any], tuple[Any, ...]]  # a native function and its arguments
+Call = tuple[Callable[..., Any], tuple[Any, ...]]  # a function and its arguments
 
 
 class _Recorded(ctypes.Structure):

@@ -1,9 +1,10 @@
 """Decode steps on a CPU, recorded as a list of calls and replayed without the module's Python.
 
 While a step is recorded, a dispatch mode records torch's operations and `native.run` records our kernels' calls. Their
-results are placed in memory that belongs to the record; views and Python's own work are not replayed. As with CUDA
-graphs, a record is valid while the memory that it reads does not move, and only if no operation depends on the data's
-values. A GPU refuses other steps during a capture; a CPU does not, so a record is compared with a plain step first.
+results are placed in memory that belongs to the record; views and Python's own work are not replayed, and kernels that
+follow one another are one call. As with CUDA graphs, a record is valid while the memory that it reads does not move,
+and only if no operation depends on the data's values. A GPU refuses other steps during a capture; a CPU does not, so a
+record is compared with a plain step first.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 from ...kernels.collectives.exchange import SharedMemory
 from ...kernels.layers.rms_norm import with_sum
 from ...kernels.machine import native
-from ...kernels.machine.playlist import Call, Playlist, can_play
 from ..model.fused_layers import has_hooks
+from .cpu_record import Keeping, Record
 from .recorders import Run
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class _Step:
     def __init__(self, run: Run, has_hooks: Callable[[], bool], graphs: CPUGraphs) -> None:
         self._run, self._has_hooks, self._graphs, self._memory = run, has_hooks, graphs, graphs.memory
         self._num_plain = 0
-        self._record: _Record | None = None
+        self._record: Record | None = None
         self.is_trusted: bool | None = None  # None until the trial; False: this step stays a plain call
 
     def __call__(self) -> Sequence[Tensor]:
@@ -102,13 +102,13 @@ class _Step:
             self._give_up(recording.refusal)
         return results
 
-    def _replay(self, record: _Record) -> Sequence[Tensor]:
+    def _replay(self, record: Record) -> Sequence[Tensor]:
         results = record.replay()
         if results is None and self._memory is not None:  # the step may have made some of its exchanges
             raise RuntimeError("a call of a recorded step refused its input")
         return self._run() if results is None else results
 
-    def _try(self, record: _Record) -> Sequence[Tensor]:
+    def _try(self, record: Record) -> Sequence[Tensor]:
         """Compare a replay with a plain call, which is right and comes last: it writes what a wrong replay wrote."""
         if self._memory is None:
             found = record.replay_apart()
@@ -136,29 +136,6 @@ class _Step:
         self.is_trusted, self._record = False, None
 
 
-@dataclass
-class _Record:
-    calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]  # in their order; a true result is an error
-    results: Sequence[Tensor]
-    pieces: list[Tensor]  # the memory whose addresses the calls use
-    plays: list[Callable[[], Any]] = field(init=False)  # the same calls, kernels that follow one another as one
-
-    def __post_init__(self) -> None:
-        self.plays = _joined(self.calls)
-
-    def replay(self) -> Sequence[Tensor] | None:
-        """Replay the calls and return the results; None if a call refuses its input. The plain call explains why."""
-        for play in self.plays:
-            if play():
-                return None
-        return self.results
-
-    def replay_apart(self) -> Sequence[Tensor] | None:
-        """Replay the calls and return copies of the results."""
-        results = self.replay()
-        return None if results is None else [result.clone() for result in results]
-
-
 class _Recording(TorchDispatchMode):
     """A dispatch mode that records the operations of one run, up to one that cannot be recorded."""
 
@@ -175,11 +152,11 @@ class _Recording(TorchDispatchMode):
         with native.recorded_by(self._native_call), self:
             return run()
 
-    def record(self, results: Sequence[Tensor]) -> _Record:
+    def record(self, results: Sequence[Tensor]) -> Record:
         """Return the record of the run with these results."""
         assert self.refusal is None
         # The calls are made last: a piece that a call references would not be reused for later results.
-        return _Record([make() for make in self._calls], results, self._pieces.all)
+        return Record([make() for make in self._calls], results, self._pieces.all)
 
     def _native_call(self, function: Callable[..., Any], arguments: tuple[Any, ...], kept: object) -> None:
         if self.refusal is not None:
@@ -191,7 +168,7 @@ class _Recording(TorchDispatchMode):
             kept = (kept, outside) if outside else kept
             del self._calls[-1]
         self._sum = None
-        self._calls.append(lambda: (function if kept is None else _Keeping(function, kept), own))
+        self._calls.append(lambda: (function if kept is None else Keeping(function, kept), own))
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -327,29 +304,3 @@ def _quiet(call: Callable[[], object]) -> Callable[[], None]:
         call()
 
     return run
-
-
-class _Keeping:
-    """A native function with a reference to the memory that its arguments point into."""
-
-    def __init__(self, function: Callable[..., Any], kept: object) -> None:
-        self.function, self._kept = function, kept
-        self.__name__ = function.__name__
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self.function(*arguments)
-
-
-def _joined(calls: Sequence[Call]) -> list[Callable[[], Any]]:
-    """Return functions that make the calls in their order; native ones that follow one another are one function."""
-    joined: list[Callable[[], Any]] = []
-    for is_played, run in groupby(calls, lambda call: can_play(_plain(call[0]))):
-        if is_played:
-            joined.append(Playlist([(_plain(function), arguments) for function, arguments in run]))
-        else:
-            joined += [partial(function, *arguments) if arguments else function for function, arguments in run]
-    return joined
-
-
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function.function if isinstance(function, _Keeping) else function
