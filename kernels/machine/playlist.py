@@ -1,7 +1,7 @@
 """Calls of native functions that are made one after another by a single call, without Python between them.
 
-Python keeps its global lock for as long as it makes a call; other threads, of a server for instance, may then hold it
-when the next kernel is to start. A playlist is one call, during which they run.
+Between two calls a thread takes Python's global lock again, which another one, of a server for instance, may hold for
+milliseconds. A playlist is one call, during which the others run.
 """
 
 from __future__ import annotations
