@@ -106,7 +106,7 @@ class Pieces {
     const int64_t last = std::min(place.n + num * TILE, part.N);
     const Rows<Dot, T> rows{x_ + place.row * x_stride_, x_stride_, num_rows(place), call_.K,
                             (T*)part.y + place.row * part.N + place.n, part.N};
-    const Ahead ahead = next < 0 || next >= count() ? Ahead{} : ahead_of(place_of(next), place.row);
+    const Ahead ahead = next < 0 ? Ahead{} : ahead_of(place_of(next), place.row);
     if (call_.up)
       multiply_gated<Dot, T>(part, *call_.up, place.n, last, rows, ahead);
     else
@@ -160,7 +160,7 @@ void multiply(const Call& call, int threads) {
     int64_t piece, num;
     for (int share = omp_get_thread_num(); share < threads; share += omp_get_num_threads())  // fewer may have started
       while ((num = shares.take(share, [&](int64_t front) { return pieces.num_together(front); }, &piece)))
-        pieces.multiply(piece, num, piece + num);
+        pieces.multiply(piece, num, shares.has_more(share) ? piece + num : -1);
     while (shares.take_last(&piece)) pieces.multiply(piece, 1, piece - 1);
   }
 }

@@ -34,6 +34,7 @@ class Shares {
     }
     return 0;
   }
+  bool has_more(int share) const { return num_left(shares_[share].left.load(std::memory_order_relaxed)) > 0; }
   // Takes the last piece of the share that has most left; returns whether it has taken one. A few are left to their
   // owner, who has prefetched them and is done sooner: every share needs a thread that takes from it to its end.
   bool take_last(int64_t* piece) {

@@ -9,9 +9,7 @@ namespace packed {
 
 template <typename T>
 T unpacked(int64_t word) {
-  if constexpr (std::is_pointer_v<T>) {
-    return (T)word;
-  } else if constexpr (std::is_floating_point_v<T>) {
+  if constexpr (std::is_floating_point_v<T>) {
     static_assert(sizeof(T) == 4);
     T value;
     memcpy(&value, &word, sizeof value);

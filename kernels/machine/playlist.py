@@ -60,7 +60,7 @@ def _word(kind: type, argument: Any) -> int:
     if isinstance(argument, ctypes.Structure | ctypes.Array):
         return ctypes.addressof(argument)
     if kind is ctypes.c_float:
-        return int.from_bytes(struct.pack("=fI", argument, 0), "little")
+        return int(struct.unpack("=q", struct.pack("=fI", argument, 0))[0])
     return 0 if argument is None else int(argument)
 
 
