@@ -22,9 +22,10 @@ from ..model.forward_numerics import restored_implementations
 from ..model.hosted_model import HostedModel
 from ..model.recurrent.states import StepStates
 from ..model.rollout_phase import evaluated
+from ..model.step_pools import step_pools
 
 PIECES = (13, 1, 4)  # tokens of the sequence in each step, and ...
-BESIDE = (3, 1, 4)  # ... of its neighbour in the same step
+BESIDE = (3, 4, 4)  # ... of its neighbour in the same step: in the second, the last layer leaves rows out
 NUM_TOKENS = sum(PIECES)
 _BLOCK_SIZE = 16
 _BLOCKS = ((3, 1), (2, 0))  # of the sequence and of its neighbour
@@ -104,7 +105,8 @@ def in_pieces(
     """
     device, outs = hosted.device, []
     steps = list(zip(PIECES, BESIDE, accumulate(PIECES), accumulate(BESIDE), strict=True))
-    keys, values, states = _pools(hosted)
+    num_blocks = 1 + max(map(max, _BLOCKS))
+    keys, values, states = step_pools(hosted.kv_shapes, hosted.state_shapes, num_blocks, _BLOCK_SIZE, 5, device)
     with hosted.rollout_phase(), torch.inference_mode():
         for index, (size, beside, end, other_end) in enumerate(steps):
             first = end - size
@@ -127,20 +129,6 @@ def in_pieces(
             out = hosted.forward(tokens, torch.cat([mine, other]), torch.arange(size, device=device), step, inputs)
             outs.append(out[:size].clone())
     return torch.cat(outs)
-
-
-def _pools(hosted: HostedModel) -> tuple[list[Tensor], list[Tensor], dict[int, dict[str, Tensor]] | None]:
-    num_blocks = 1 + max(map(max, _BLOCKS))
-    pools: list[list[Tensor]] = [[], []]
-    for shape in hosted.kv_shapes:
-        for pool, width in zip(pools, (shape.key_dim, shape.value_dim), strict=True):
-            size = (num_blocks, _BLOCK_SIZE, shape.num_kv_heads, width)
-            pool.append(torch.zeros(size, dtype=shape.dtype, device=hosted.device))
-    states = {
-        layer: {name: torch.zeros(5, *s.shape, dtype=s.dtype, device=hosted.device) for name, s in named.items()}
-        for layer, named in hosted.state_shapes.items()
-    }
-    return pools[0], pools[1], states or None
 
 
 def _places(slot: int, device: torch.device) -> Tensor:

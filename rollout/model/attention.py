@@ -7,7 +7,7 @@ D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypedDict, cast
 
@@ -17,9 +17,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...kernels.attention.paged import AttentionPath, NewRows, PagedStep, paged_attention, varlen_attention
 from ...kernels.layers.rotary import rotary_into_cache
-from .deferred import IS_USED, Rotation, plain
-from .functions import outside_modes
 from .layer_probe import PROBING, KVShape, LayerProbe, MaskFunction
+from .operations.deferred import IS_USED, Rotation, plain
+from .operations.functions import outside_modes
 from .recurrent.states import StepStates
 
 ATTENTION_NAMES: dict[AttentionPath, str] = {
@@ -62,6 +62,20 @@ class StepContext:
     first_layer: int = 0  # index in the whole model of the layer that the first cache belongs to
     states: StepStates | None = None  # of the recurrent layers; None: the module has none
     ends_at: int | None = None  # the layer with whose KV the forward ends (`KVWritten`); None: it runs to its logits
+    wanted: Tensor | None = None  # int64 [R]: the rows that the last layer returns; None: all N
+
+    def of_wanted(self) -> StepContext:
+        """Return the context of the wanted rows alone, each as a sequence of its own."""
+        assert self.wanted is not None
+        rows, starts = self.wanted.to(torch.int32), self.paged.query_start
+        owner = torch.searchsorted(starts, rows, right=True) - 1
+        later = starts[owner + 1] - 1 - rows  # rows of the sequence behind this one
+        paged = PagedStep(
+            block_tables=self.paged.block_tables[owner],
+            query_start=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+            context_lens=self.paged.context_lens[owner] - later,
+        )
+        return replace(self, slots=self.slots[self.wanted], paged=paged, wanted=None)
 
 
 class KVWritten(Exception):

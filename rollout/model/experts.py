@@ -17,8 +17,8 @@ from transformers.integrations.moe import ExpertsInterface
 
 from ...kernels.linear.grouped import grouped_products
 from ..sharding.collectives import RowReduction
-from .functions import outside_modes
-from .fused_layers import gates_by_halves, hosted_swiglu, needs_grad
+from .operations.functions import outside_modes
+from .operations.fused_layers import gates_by_halves, hosted_swiglu, needs_grad
 
 EXPERTS = "lockstep"
 REDUCTION = "lockstep_reduction"  # attribute of an experts module: the RowReduction of its down projections

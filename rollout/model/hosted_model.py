@@ -76,6 +76,9 @@ class HostedModel:
         self.kv_shapes = [probe.layers.get(index, none) for index in self.division.layers]  # of this rank's layers
         self.windows = probe.windows  # tokens that rows of some layers see, with the attention of the first of them
         self.state_shapes: StateShapes = probe.states  # of this rank's recurrent layers; empty: it has none
+        last, pools = self.numerics.last_layer, (self.kv_shapes, self.state_shapes, self.device)
+        with self.rollout_phase(), torch.inference_mode():
+            self._leaves_out = last is not None and last.is_recognised(self.call, self.vocab_size, *pools)
         logger.info("hosting %s: %s", type(self.module).__name__, self.numerics.describe())
 
     @classmethod
@@ -318,6 +321,8 @@ class HostedModel:
         if not self.phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
         step.first_layer = self.division.layers.start
+        last = self.numerics.last_layer if self._leaves_out and step.ends_at is None else None
+        step.wanted = last.wanted(logit_rows, len(positions)) if last is not None else None
         divided = self.numerics.divided_logits
         with nullcontext() if whole_logits or divided is None else divided.left_out():
             return self.call(token_ids, positions, step, logit_rows, hidden)
@@ -346,8 +351,10 @@ class HostedModel:
             common["inputs_embeds"] = self._stage_input.received = hidden.unsqueeze(0)
         try:
             if self.mesh.is_last_stage:
-                # 0 stands for all rows, and copies none.
-                logits = self.module(**common, logits_to_keep=0 if logit_rows is None else logit_rows).logits[0]
+                are_left = isinstance(step, StepContext) and step.wanted is not None
+                # 0 stands for all rows that the last layer returns, and copies none.
+                kept = 0 if logit_rows is None or are_left else logit_rows
+                logits = self.module(**common, logits_to_keep=kept).logits[0]
                 # Some vision-language classes compute all rows whatever they are asked for.
                 return logits if logit_rows is None or len(logits) == len(logit_rows) else logits[logit_rows]
             return self.module.base_model(**common).last_hidden_state[0]

@@ -28,11 +28,12 @@ from ..sharding.collectives import GatheredColumns, RowReduction, StageRanks, Vo
 from ..sharding.division import Division
 from ..sharding.tp_plan import SUMS
 from .experts import NATIVE, REDUCTION
-from .functions import ReplacedFunctions, invariant_functions, outside_modes
-from .fused_layers import fused_forward
+from .last_layer import LastLayer
+from .operations.functions import ReplacedFunctions, invariant_functions, outside_modes
+from .operations.fused_layers import fused_forward
+from .operations.shared_input import SharedInput, siblings_of
 from .recurrent.heads import HeadDivision
 from .recurrent.layers import recurrent_forward
-from .shared_input import SharedInput, siblings_of
 
 _ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
     nn.SiLU: silu,
@@ -55,6 +56,7 @@ class Numerics:
         self._own_forwards: list[tuple[nn.Module, Any]] = []
         self._functions: ReplacedFunctions | None = None
         self.divided_logits: GatheredColumns | None = None  # the last layer, if ranks share its columns
+        self.last_layer: LastLayer | None = None  # if its rows may be left out
         # The whole module, and the parts of it that may run on their own: a backward pass runs checkpointed layers.
         self._entrances = [m for m in module.modules() if isinstance(m, PreTrainedModel | GradientCheckpointingLayer)]
         self._depth = 0
@@ -66,6 +68,8 @@ class Numerics:
         self._plan_shared(module, division)
         if self.guarantee is not None:
             self._plan_invariant(module, self.guarantee)
+            if division.mesh.num_ranks == 1:  # ranks would have to leave out the same rows
+                self.last_layer = LastLayer.of(module, division.layers.stop - 1)
 
     def describe(self) -> str:
         """Return one line for people: the guarantee, its operations, and the number of the definition of draws."""
@@ -108,7 +112,11 @@ class Numerics:
         can_compile = "torch._dynamo" in sys.modules  # else nothing is compiled, and the import would take seconds
         own: list[tuple[nn.Module, Any]] = [(module, vars(module).get("forward")) for module in self._entrances]
         for module in self._entrances:
-            forward = self.around(module.forward)
+            last = self.last_layer
+            forward = module.forward
+            if last is not None and module is last.module:
+                forward = last.narrowing(forward)
+            forward = self.around(forward)
             # A compiled caller runs the module uncompiled: the compiler would trace into operations that it breaks.
             is_whole = can_compile and isinstance(module, PreTrainedModel)
             module.forward = torch.compiler.disable(forward) if is_whole else forward

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ...kernels.collectives.exchange import SharedMemory
 from ...kernels.layers.rms_norm import with_sum
 from ...kernels.machine import native
-from ..model.fused_layers import has_hooks
+from ..model.operations.fused_layers import has_hooks
 from .cpu_record import Keeping, Record
 from .recorders import Run
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ....kernels.recurrent.conv import causal_conv, causal_conv_in_slots
-from ..functions import outside_modes
+from ..operations.functions import outside_modes
 from .delta_rule import UNLIKE, delta_rule_of, is_channel_delta_rule, is_delta_rule
 from .heads import UNDIVIDED, HeadDivision
 from .rows import rows_of

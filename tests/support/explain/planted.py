@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lockstep.rollout.model import fused_layers
+from lockstep.rollout.model.operations import fused_layers
 
 SEAMS = ("query", "key", "attention")  # the first two: what the rotary embedding gives
 

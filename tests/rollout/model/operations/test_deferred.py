@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from lockstep.kernels.layers.rms_norm import NormRule, rms_norm
 from lockstep.kernels.layers.rotary import rotary, rotary_into_cache
-from lockstep.rollout.model import deferred
-from lockstep.rollout.model.deferred import DeferredSum, Rotation
-from lockstep.rollout.model.functions import ReplacedFunctions, outside_modes
+from lockstep.rollout.model.operations import deferred
+from lockstep.rollout.model.operations.deferred import DeferredSum, Rotation
+from lockstep.rollout.model.operations.functions import ReplacedFunctions, outside_modes
 
 RULE = NormRule(1e-6)
 

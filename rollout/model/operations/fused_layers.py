@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from transformers import activations
 
-from ...kernels.layers.rms_norm import NormRule, reference_rms_norm, rms_norm
-from ...kernels.layers.rotary import reference_rotary, rotary
-from ...kernels.layers.swiglu import swiglu
-from ...kernels.linear.linear import Layer
-from ...kernels.machine.gpu import triton_serves
+from ....kernels.layers.rms_norm import NormRule, reference_rms_norm, rms_norm
+from ....kernels.layers.rotary import reference_rotary, rotary
+from ....kernels.layers.swiglu import swiglu
+from ....kernels.linear.linear import Layer
+from ....kernels.machine.gpu import triton_serves
 from .deferred import DeferredSum, Rotation, plain
 from .functions import outside_modes
 

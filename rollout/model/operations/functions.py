@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ...kernels.layers.activation import elu, gelu, gelu_tanh, mish, rsqrt, sigmoid, silu, softplus
+from ....kernels.layers.activation import elu, gelu, gelu_tanh, mish, rsqrt, sigmoid, silu, softplus
 from . import deferred
 from .products import Linear, replaced_products
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ...kernels.layers.rms_norm import NormRule, rms_norm, rms_norm_of_sum
-from ...kernels.layers.rotary import rotary
-from ...kernels.machine.gpu import triton_serves
+from ....kernels.layers.rms_norm import NormRule, rms_norm, rms_norm_of_sum
+from ....kernels.layers.rotary import rotary
+from ....kernels.machine.gpu import triton_serves
 
 IS_USED: set[str] = set()  # not empty once this process has deferred a tensor: never on a CPU
 _waiting: weakref.WeakValueDictionary[int, Deferred] = weakref.WeakValueDictionary()  # by id: without their value

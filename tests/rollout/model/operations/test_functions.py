@@ -9,8 +9,8 @@ from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.kernels.linear.linear import invariant_linear, native_products
-from lockstep.rollout.model.functions import invariant_functions
 from lockstep.rollout.model.hosted_model import HostedModel
+from lockstep.rollout.model.operations.functions import invariant_functions
 
 WEIGHT, SMALL = torch.randn(48, 40), torch.randn(9, 4, 5)
 BIAS = torch.randn(40)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...kernels.linear.linear import Layer
+from ....kernels.linear.linear import Layer
 from .fused_layers import needs_grad
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

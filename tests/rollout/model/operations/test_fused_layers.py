@@ -13,7 +13,7 @@ from lockstep.kernels.layers.rms_norm import NormRule, reference_rms_norm, rms_n
 from lockstep.kernels.layers.rotary import reference_rotary, rotary
 from lockstep.kernels.layers.swiglu import reference_swiglu, swiglu
 from lockstep.kernels.linear.linear import invariant_linear, native_product, native_products
-from lockstep.rollout.model.fused_layers import fused_forward
+from lockstep.rollout.model.operations.fused_layers import fused_forward
 
 RULES = [NormRule(1e-6), NormRule(1e-5, 0.0, False), NormRule(1e-6, 1.0, False)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

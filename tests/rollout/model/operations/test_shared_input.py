@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.kernels.linear import linear
 from lockstep.kernels.machine import native
-from lockstep.rollout.model.shared_input import SharedInput, siblings_of
+from lockstep.rollout.model.operations.shared_input import SharedInput, siblings_of
 from lockstep.tests.support.random_models import random_model
 
 pytestmark = pytest.mark.skipif(native.load(linear.SOURCE) is None, reason="needs a C++ compiler")

@@ -1,0 +1,121 @@
+"""The last layer of a step, of which few rows are read.
+
+A prefill reads the logits of few rows: those after which tokens are drawn. In the layers before the last every row
+matters to later rows, in the last one only its keys and values do. So the last layer runs over all rows up to its
+attention, which writes them, and then as a whole over the rows that are read. No row's bits depend on the rows beside
+it, so these are those of a forward of all rows. A module's code is recognised by its results: a trial step that leaves
+rows out must give the logits of one that does not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ...kernels.attention.paged import PagedStep
+from .attention import NO_MASK, STEP_KEYWORD, KVWritten, StepContext
+from .layer_probe import KVShape
+from .operations.fused_layers import has_hooks
+from .recurrent.states import StateShapes, StepStates
+from .step_pools import step_pools
+
+_MOST_WANTED = 0.25  # of a step's rows: attention over single rows costs more than over the rows of a sequence
+_BY_ROW = ("position_ids", "position_embeddings")  # arguments beside the hidden states that have a row for each token
+_TRIAL_ROWS = 8
+# Errors that code of another form raises in the trial. It then counts as not recognised.
+_UNLIKE = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+
+Forward = Callable[..., Any]
+
+
+class LastLayer:
+    """The last decoder layer of a module, which leaves out rows once their KV is written."""
+
+    def __init__(self, layer: nn.Module, index: int) -> None:
+        """Take the layer; index: that of its attention in the whole model."""
+        self.module, self._index = layer, index
+        self._names = list(inspect.signature(layer.forward).parameters)
+
+    @classmethod
+    def of(cls, root: nn.Module, index: int) -> LastLayer | None:
+        """Return the one decoder layer with the attention of this index; None if there is none, or several."""
+        layers = [part for part in root.modules() if isinstance(part, GradientCheckpointingLayer)]
+        found = [layer for layer in layers if any(getattr(m, "layer_idx", None) == index for m in layer.modules())]
+        return cls(found[0], index) if len(found) == 1 else None
+
+    def is_recognised(
+        self, call: Callable[..., Tensor], vocab_size: int, kv_shapes: Sequence[KVShape], states: StateShapes,
+        device: torch.device,
+    ) -> bool:  # fmt: skip
+        """Return whether a step that leaves rows out gives the bits of one that leaves out none.
+
+        call: (token ids and positions int64 [N] of one sequence, step, None, None) -> logits of the rows that the
+        layer returns.
+        """
+        if self._index in states:  # later rows need its states as well
+            return False
+        positions = torch.arange(_TRIAL_ROWS, device=device)
+        ids, wanted = positions % vocab_size, positions[-2:-1]
+        keys, values, slots = step_pools(kv_shapes, states, 1, _TRIAL_ROWS, 2, device)
+        num_rows = torch.tensor([_TRIAL_ROWS], dtype=torch.int32, device=device)
+        paged = PagedStep(torch.zeros_like(num_rows)[None], torch.cat([torch.zeros_like(num_rows), num_rows]), num_rows)
+        places = torch.tensor([[0], [1]], device=device)
+        step = StepContext(positions, paged, keys, values, states=StepStates(slots, *places) if slots else None)
+        try:
+            few = call(ids, positions, replace(step, wanted=wanted), None, None)
+        except _UNLIKE:
+            return False
+        return torch.equal(few, call(ids, positions, step, None, None)[wanted])
+
+    def wanted(self, rows: Tensor | None, num_rows: int) -> Tensor | None:
+        """Return the rows that the layer is to return in a step that is read at `rows` only, of so many; None: all.
+
+        It returns all where that is faster, where a hook waits for them, and where all are read (None).
+        """
+        if rows is None or len(rows) > num_rows * _MOST_WANTED or has_hooks(self.module.modules()):
+            return None
+        return rows
+
+    def narrowing(self, forward: Forward) -> Forward:
+        """Return a forward of the layer that gives the hidden states of the step's `wanted` rows, where it has some.
+
+        It raises ValueError for a tensor among its arguments whose rows are not known.
+        """
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            step = kwargs.get(STEP_KEYWORD)
+            if not isinstance(step, StepContext) or step.wanted is None:
+                return forward(*args, **kwargs)
+            named = {**dict(zip(self._names, args, strict=False)), **kwargs}
+            if len(named) < len(args) + len(kwargs):
+                raise ValueError(f"{type(self.module).__name__} takes {len(args)} arguments, some without a name")
+            with suppress(KVWritten):
+                forward(**{**named, STEP_KEYWORD: replace(step, wanted=None, ends_at=self._index)})
+                raise AssertionError("the last layer did not call its attention")
+            few = {name: self._rows_of(name, value, step) for name, value in named.items() if name != STEP_KEYWORD}
+            return forward(**few, **{STEP_KEYWORD: step.of_wanted()})
+
+        return run
+
+    def _rows_of(self, name: str, value: object, step: StepContext) -> object:
+        """Return the wanted rows of an argument [1, N, ...], or of a tuple of such."""
+        wanted, num_rows = step.wanted, len(step.slots)
+        assert wanted is not None
+
+        def rows_of(found: object) -> object:
+            if not isinstance(found, Tensor) or found is NO_MASK:
+                return found
+            if name not in (self._names[0], *_BY_ROW) or found.dim() < 2 or found.shape[:2] != (1, num_rows):
+                kind = type(self.module).__name__
+                raise ValueError(f"{kind} takes {name} {list(found.shape)}, and its rows are not known")
+            return found.index_select(1, wanted)
+
+        return tree_map(rows_of, value)
