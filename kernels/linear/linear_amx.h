@@ -14,6 +14,7 @@
 #include "layers/gated.h"
 #include "linear/linear_call.h"
 #include "linear/linear_prefetch.h"
+#include "linear/linear_shares.h"
 
 namespace amx {
 
@@ -152,45 +153,51 @@ inline void multiply_columns(const Part& part, const Columns& columns, bool is_g
   }
 }
 
-// Computes the columns [first, last) of a part, and of `up` if the part is its gate.
-inline void multiply_part(const Part& part, const Part* up, int64_t first, int64_t last, const Tile* x, int64_t row,
-                          int64_t rows, int64_t K) {
-  Tile tail[2];
-  const int64_t width = up ? TILE : PAIR;
-  int64_t configured[2] = {};
-  for (int64_t n = first; n < last; n += width) {
-    const Columns columns(part, up, n, last, tail);
-    const int64_t counts[2] = {columns.halves[0].count, std::max<int64_t>(columns.halves[1].count, 1)};
-    if (memcmp(counts, configured, sizeof counts)) {
-      memcpy(configured, counts, sizeof counts);
+// One thread's work on a call: tiles of columns that are next to each other, once or twice TILE of them.
+class Worker {
+ public:
+  Worker(const Call& call, const ColumnTiles& tiles) : call_(call), tiles_(tiles), width_(width(call)) {}
+
+  // The most tiles of columns that are multiplied together: with its `up`, a gate's tile makes a pair.
+  static int64_t width(const Call& call) { return call.up ? 1 : PAIR / TILE; }
+
+  // Returns the number of tiles from `tile` on that are multiplied together.
+  int64_t num_together(int64_t tile) const {
+    const ColumnTiles::Place place = tiles_[tile];
+    return std::min(width_ - place.n / TILE % width_, tiles_of(place.part->N - place.n));
+  }
+  // Computes rows [row, row + rows) of `num` tiles, at most num_together(tile). x: these rows, arranged. next: the tile
+  // that probably follows, or -1.
+  void multiply(int64_t tile, int64_t num, int64_t next, const Tile* x, int64_t row, int64_t rows) {
+    const Columns columns = columns_of(tile, num);
+    const int64_t K = call_.K, counts[2] = {columns.halves[0].count, std::max<int64_t>(columns.halves[1].count, 1)};
+    if (memcmp(counts, configured_, sizeof counts)) {
+      memcpy(configured_, counts, sizeof counts);
       configure(counts[0], counts[1]);
     }
-    if (K % STEP) columns.copy_tail(K, tail);
-    asm volatile("" ::"r"(tail) : "memory");  // the compiler does not know that tile instructions read it
-    Prefetch next;
-    if (n + width < last) {
-      const Columns after(part, up, n + width, last, tail);
-      next = Prefetch({after.halves[0].rows(K), after.halves[1].rows(K)}, (rows - 1) / PAIR + 1);
+    if (K % STEP) columns.copy_tail(K, tail_);
+    asm volatile("" ::"r"(tail_) : "memory");  // the compiler does not know that tile instructions read it
+    Prefetch ahead;
+    if (next >= 0) {
+      const Columns after = columns_of(next, num_together(next));
+      ahead = Prefetch({after.halves[0].rows(K), after.halves[1].rows(K)}, (rows - 1) / PAIR + 1);
     }
-    multiply_columns(part, columns, up != nullptr, n, x, row, rows, K, next);
+    const ColumnTiles::Place place = tiles_[tile];
+    multiply_columns(*place.part, columns, call_.up != nullptr, place.n, x, row, rows, K, ahead);
   }
-}
 
-// Calls visit(part, first, last) for the columns [first, last) of each part that thread `index` of `count` computes.
-// A thread's columns are contiguous, so that it reads one range of memory from its start to its end.
-template <typename Visit>
-void visit_columns(const Call& call, int64_t index, int64_t count, Visit visit) {
-  int64_t total = 0, seen = 0;
-  for (int64_t i = 0; i < call.num_parts; i++) total += tiles_of(call.parts[i].N);
-  const int64_t begin = total * index / count, end = total * (index + 1) / count;
-  for (int64_t i = 0; i < call.num_parts; i++) {
-    const Part& part = call.parts[i];
-    const int64_t tiles = tiles_of(part.N);
-    const int64_t first = std::max<int64_t>(begin - seen, 0), last = std::min(end - seen, tiles);
-    if (first < last) visit(part, first * TILE, std::min(last * TILE, part.N));
-    seen += tiles;
+ private:
+  Columns columns_of(int64_t tile, int64_t num) const {
+    const ColumnTiles::Place place = tiles_[tile];
+    return {*place.part, call_.up, place.n, std::min(place.n + num * TILE, place.part->N), tail_};
   }
-}
+
+  const Call& call_;
+  const ColumnTiles& tiles_;
+  const int64_t width_;
+  int64_t configured_[2] = {};  // columns of the two tiles of weights
+  Tile tail_[2];
+};
 
 inline void multiply(const Call& call, int threads) {
   static thread_local std::vector<Tile> arranged;
@@ -206,19 +213,27 @@ inline void multiply(const Call& call, int threads) {
   // For a few rows, arranging them takes less time than a barrier of the threads.
   const bool is_small = block_rows >= call.M && tiles_of(call.M) * x_tiles <= SERIAL_TILES;
   for (int64_t tile = 0; is_small && tile < tiles_of(call.M); tile++) arrange_rows(0, tile);
-#pragma omp parallel num_threads(threads) if (threads > 1 && is_worth_threads(call))
+  threads = is_worth_threads(call) ? threads : 1;
+  const ColumnTiles tiles(call);
+  Shares shares(tiles.count(), threads, Worker::width(call));
+#pragma omp parallel num_threads(threads) if (threads > 1)
   {
+    Worker worker(call, tiles);
     for (int64_t row = 0; row < call.M; row += block_rows) {
       const int64_t rows = std::min(block_rows, call.M - row);
       if (!is_small) {
 #pragma omp barrier
+#pragma omp master
+        shares.deal();
 #pragma omp for schedule(static)
         for (int64_t tile = 0; tile < tiles_of(rows); tile++) arrange_rows(row, tile);
       }
-      visit_columns(call, omp_get_thread_num(), omp_get_num_threads(),
-                    [&](const Part& part, int64_t first, int64_t last) {
-                      multiply_part(part, call.up, first, last, x, row, rows, call.K);
-                    });
+      int64_t tile, num;
+      const auto together = [&](int64_t front) { return worker.num_together(front); };
+      for (int share = omp_get_thread_num(); share < threads; share += omp_get_num_threads())  // fewer may have started
+        while ((num = shares.take(share, together, &tile)))
+          worker.multiply(tile, num, shares.has_more(share) ? tile + num : -1, x, row, rows);
+      while (shares.take_last(&tile)) worker.multiply(tile, 1, tile - 1, x, row, rows);
     }
     _tile_release();
   }

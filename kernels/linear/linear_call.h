@@ -25,6 +25,28 @@ constexpr int64_t SERIAL_WEIGHTS = 1 << 15, SERIAL_WORK = 1 << 19;  // below, on
 
 static inline int64_t tiles_of(int64_t count) { return (count + TILE - 1) / TILE; }
 
+// The tiles of columns of a call, numbered in the order of its parts.
+class ColumnTiles {
+ public:
+  struct Place {
+    const Part* part;
+    int64_t n;  // the tile's first column
+  };
+  explicit ColumnTiles(const Call& call) : parts_(call.parts) {
+    for (int64_t i = 0; i < call.num_parts; i++) count_ += tiles_of(call.parts[i].N);
+  }
+  int64_t count() const { return count_; }
+  Place operator[](int64_t tile) const {
+    const Part* part = parts_;
+    for (; tile >= tiles_of(part->N); part++) tile -= tiles_of(part->N);
+    return {part, tile * TILE};
+  }
+
+ private:
+  const Part* parts_;
+  int64_t count_ = 0;
+};
+
 static inline bool is_worth_threads(const Call& call) {
   int64_t columns = 0;
   for (int64_t i = 0; i < call.num_parts; i++) columns += call.parts[i].N;

@@ -83,16 +83,15 @@ template <typename Dot, typename T>
 class Pieces {
  public:
   using X = typename Dot::X;
-  Pieces(const Call& call, const X* x, int64_t x_stride) : call_(call), x_(x), x_stride_(x_stride) {
+  Pieces(const Call& call, const X* x, int64_t x_stride) : call_(call), tiles_(call), x_(x), x_stride_(x_stride) {
     const int64_t row_bytes = std::max<int64_t>(call.K * sizeof(X), 1);
     const int64_t fitting = std::max<int64_t>(X_BYTES / row_bytes, 3 * ROWS);
     const int64_t blocks = std::max<int64_t>((call.M + fitting / 2) / fitting, 1);
     const int64_t each = std::max<int64_t>((call.M + blocks - 1) / blocks, 1);
     block_rows_ = (each + ROWS - 1) / ROWS * ROWS;  // whole tiles of rows
-    for (int64_t i = 0; i < call.num_parts; i++) tiles_ += tiles_of(call.parts[i].N);
     while (count() > INT32_MAX) block_rows_ *= 2;
   }
-  int64_t count() const { return (call_.M + block_rows_ - 1) / block_rows_ * tiles_; }
+  int64_t count() const { return (call_.M + block_rows_ - 1) / block_rows_ * tiles_.count(); }
 
   // Returns the number of pieces from `piece` on that are multiplied together.
   int64_t num_together(int64_t piece) const {
@@ -121,10 +120,8 @@ class Pieces {
   };
   int64_t num_rows(const Place& place) const { return std::min(block_rows_, call_.M - place.row); }
   Place place_of(int64_t piece) const {
-    const Part* part = call_.parts;
-    int64_t tile = piece % tiles_;
-    for (; tile >= tiles_of(part->N); part++) tile -= tiles_of(part->N);
-    return {piece / tiles_ * block_rows_, part, tile * TILE};
+    const ColumnTiles::Place columns = tiles_[piece % tiles_.count()];
+    return {piece / tiles_.count() * block_rows_, columns.part, columns.n};
   }
   Ahead ahead_of(const Place& next, int64_t row) const {
     const MemoryRows weights = weights_at<T>(*next.part, next.n, next.part->N, call_.K);
@@ -134,8 +131,9 @@ class Pieces {
   }
 
   const Call& call_;
+  const ColumnTiles tiles_;
   const X* x_;
-  int64_t x_stride_, block_rows_, tiles_ = 0;
+  int64_t x_stride_, block_rows_;
 };
 
 // T: the type of x, weight, bias and y. Dot: the way to add their products.

@@ -11,14 +11,18 @@ class Shares {
   // pieces: fewer than 2^31. The shares are contiguous and begin at multiples of `align` pieces, if they are of several
   // times as many: with more threads, each gets a piece. At most one `Shares` a thread is in use at a time, by the
   // threads that it starts.
-  Shares(int64_t pieces, int count, int64_t align) : count_(count) {
+  Shares(int64_t pieces, int count, int64_t align) : pieces_(pieces), align_(align), count_(count) {
     static thread_local std::unique_ptr<Share[]> memory;
     static thread_local int size = 0;
     if (size < count) memory.reset(new Share[count]), size = count;
     shares_ = memory.get();
-    if (pieces < 2 * align * count) align = 1;
-    const auto start = [&](int64_t i) { return i == count ? pieces : pieces * i / count / align * align; };
-    for (int i = 0; i < count; i++) shares_[i].left.store(packed(start(i), start(i + 1)), std::memory_order_relaxed);
+    if (pieces < 2 * align * count) align_ = 1;
+    deal();
+  }
+  // Deals all pieces out once more. No thread takes one meanwhile.
+  void deal() {
+    const auto start = [&](int64_t i) { return i == count_ ? pieces_ : pieces_ * i / count_ / align_ * align_; };
+    for (int i = 0; i < count_; i++) shares_[i].left.store(packed(start(i), start(i + 1)), std::memory_order_relaxed);
   }
   // Takes up to most(first) pieces from the front of a share; returns their number, 0 where none is left.
   template <typename Most>
@@ -63,6 +67,7 @@ class Shares {
   static int64_t last_of(uint64_t left) { return (int64_t)(uint32_t)left; }
   static int64_t num_left(uint64_t left) { return last_of(left) - first_of(left); }
 
+  int64_t pieces_, align_;
   int count_;
   Share* shares_;
 };
