@@ -253,7 +253,7 @@ def first_difference(
 
 
 def _noise(shape: tuple[int, ...], generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.rand(shape, generator=generator).sub_(0.5).to(device=device, dtype=dtype)
+    return torch.rand(shape, generator=generator, dtype=torch.float32).sub_(0.5).to(device=device, dtype=dtype)
 
 
 def _first_invariant_product(

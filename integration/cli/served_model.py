@@ -68,7 +68,7 @@ def serve_model(
 def compile_kernels(service: RolloutService) -> None:
     """Compile what the check of the model has not used, draws and checksums, so that no first call waits for it."""
     if service.engine.model.device.type == "cpu":
-        sampling.serves(torch.zeros(1, 1))
+        sampling.serves(torch.zeros(1, 1, dtype=torch.float32))
         tiles.is_native()
     else:
         record_in_background(service.engine)

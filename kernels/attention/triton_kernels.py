@@ -54,7 +54,8 @@ def _tall_tiles_agree(dtype: torch.dtype, device: torch.device, width: int) -> b
     """Compare both tilings on two packed sequences that cross splits and tiles, with large and small scores."""
     generator = torch.Generator().manual_seed(5)
     query, key, value = (
-        (torch.randn(330, heads, width, generator=generator) * 2).to(device, dtype) for heads in (4, 2, 2)
+        (torch.randn(330, heads, width, generator=generator, dtype=torch.float32) * 2).to(device, dtype)
+        for heads in (4, 2, 2)
     )
     layout = RowLayout(torch.tensor([0, 301, 330], dtype=torch.int32, device=device), None, None)
     plain = tiling_of(dtype, width)

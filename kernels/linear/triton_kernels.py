@@ -75,7 +75,8 @@ def first_tile_difference(in_features: Sequence[int], dtype: torch.dtype, device
     generator = torch.Generator().manual_seed(4)
     for width in sorted(set(in_features)):
         x, *weights = (
-            torch.rand(rows, width, generator=generator).sub_(0.5).to(device, dtype) for rows in (70, 270, 270, 41)
+            torch.rand(rows, width, generator=generator, dtype=torch.float32).sub_(0.5).to(device, dtype)
+            for rows in (70, 270, 270, 41)
         )
         layers: list[Layer] = [(weight, None) for weight in weights]
         expected = [fixed_product(x, *layer) for layer in layers]

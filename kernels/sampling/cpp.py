@@ -60,7 +60,7 @@ def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
 
 def selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities of token_ids int64 [R], each below V -> float32 [R], and stats for the gradient."""
-    out, stats = torch.empty(len(logits)), torch.empty(len(logits), 2)
+    out, stats = (torch.empty(size, dtype=torch.float32) for size in ((len(logits),), (len(logits), 2)))
     with_rows = _rows(logits := _dense(logits), temperatures := temperatures.contiguous())
     token_ids = token_ids.contiguous()
     native.run(_function("lockstep_selected", 3), with_rows, token_ids.data_ptr(), out.data_ptr(), stats.data_ptr())
@@ -99,7 +99,7 @@ def draw(
         missing = -(-vocab_size // 16) * 2 - masks.shape[1]
         masks = torch.nn.functional.pad(masks, (0, missing)).contiguous()
     token_ids = torch.empty(num_rows, dtype=torch.int64)
-    logprobs, chances = torch.empty(num_rows), torch.empty(num_rows)
+    logprobs, chances = torch.empty(2, num_rows, dtype=torch.float32)
     draws = _Draws(
         *(each.data_ptr() for each in (*noise_keys, *filters)),
         *(None if each is None else each.data_ptr() for each in (rows, reshaped_row, masks, allowed_row)),
@@ -135,7 +135,7 @@ def logprobs_of_parts(blocks: Tensor, largest: Tensor, logits: Tensor, temperatu
     blocks: sums float64 [R, B] of whole rows; largest: their largest logits float32 [R].
     """
     blocks, largest, logits = (each.contiguous() for each in (blocks, largest, logits))
-    out = torch.empty(len(blocks))
+    out = torch.empty(len(blocks), dtype=torch.float32)
     pointers = (blocks.data_ptr(), largest.data_ptr(), logits.data_ptr(), out.data_ptr())
     native.run(_function("lockstep_logprobs_of_parts", 4), _rows(blocks, temperatures.contiguous()), *pointers)
     return out
@@ -166,7 +166,7 @@ def _places(subset: tuple[Tensor, Tensor] | None, num_rows: int) -> tuple[Tensor
     if subset is None:
         return None, None
     rows, values = subset
-    return torch.full((num_rows,), -1).index_put((rows,), torch.arange(len(rows))), values
+    return torch.full((num_rows,), -1, dtype=torch.int64).index_put((rows,), torch.arange(len(rows))), values
 
 
 def _dense(logits: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def _per_row(temperature: Tensor | float, logits: Tensor) -> Tensor:
     """Return the temperature as float32 [R] or [1]: dividing by a number would multiply by its inverse on a GPU."""
     if isinstance(temperature, Tensor):
         return temperature.to(logits.device, torch.float32)
-    return torch.full((1,), temperature, device=logits.device)
+    return torch.full((1,), temperature, dtype=torch.float32, device=logits.device)
 
 
 def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:

@@ -47,8 +47,8 @@ _HARMLESS = frozenset(
     }
 )
 # transformers' mask functions pass a 4-D attention mask on unchanged. This one means that the attention needs no mask.
-NO_MASK = torch.zeros(1, 1, 1, 1)
-_PACKED = torch.zeros(1, 1, 1, 0)  # mask of a packed row: needs cu_seq_lens_q
+NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.float32)
+_PACKED = torch.zeros(1, 1, 1, 0, dtype=torch.float32)  # mask of a packed row: needs cu_seq_lens_q
 
 
 @dataclass

@@ -76,9 +76,6 @@ class HostedModel:
         self.kv_shapes = [probe.layers.get(index, none) for index in self.division.layers]  # of this rank's layers
         self.windows = probe.windows  # tokens that rows of some layers see, with the attention of the first of them
         self.state_shapes: StateShapes = probe.states  # of this rank's recurrent layers; empty: it has none
-        last, pools = self.numerics.last_layer, (self.kv_shapes, self.state_shapes, self.device)
-        with self.rollout_phase(), torch.inference_mode():
-            self._leaves_out = last is not None and last.is_recognised(self.call, self.vocab_size, *pools)
         logger.info("hosting %s: %s", type(self.module).__name__, self.numerics.describe())
 
     @classmethod
@@ -321,8 +318,8 @@ class HostedModel:
         if not self.phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
         step.first_layer = self.division.layers.start
-        last = self.numerics.last_layer if self._leaves_out and step.ends_at is None else None
-        step.wanted = last.wanted(logit_rows, len(positions)) if last is not None else None
+        last = self.numerics.last_layer if step.ends_at is None else None
+        step.wanted = logit_rows if last and last.leaves_out(self, logit_rows, len(positions)) else None
         divided = self.numerics.divided_logits
         with nullcontext() if whole_logits or divided is None else divided.left_out():
             return self.call(token_ids, positions, step, logit_rows, hidden)
@@ -342,6 +339,8 @@ class HostedModel:
         """
         common: dict[str, Any] = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
         common[STEP_KEYWORD] = step
+        if getattr(self.config, "output_router_logits", False):
+            common["output_router_logits"] = False  # they are of the trainer's loss
         if self._stage_input is None:
             assert token_ids is not None
             common["input_ids"] = token_ids.unsqueeze(0)

@@ -10,10 +10,11 @@ rows out must give the logits of one that does not.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...kernels.attention.paged import PagedStep
 from .attention import NO_MASK, STEP_KEYWORD, KVWritten, StepContext
-from .layer_probe import KVShape
+from .memory import is_out_of_memory
 from .operations.fused_layers import has_hooks
-from .recurrent.states import StateShapes, StepStates
+from .recurrent.states import StepStates
 from .step_pools import step_pools
+
+if TYPE_CHECKING:
+    from .hosted_model import HostedModel
+
+logger = logging.getLogger(__name__)
 
 _MOST_WANTED = 0.25  # of a step's rows: attention over single rows costs more than over the rows of a sequence
 _BY_ROW = ("position_ids", "position_embeddings")  # arguments beside the hidden states that have a row for each token
@@ -39,50 +45,56 @@ Forward = Callable[..., Any]
 class LastLayer:
     """The last decoder layer of a module, which leaves out rows once their KV is written."""
 
-    def __init__(self, layer: nn.Module, index: int) -> None:
-        """Take the layer; index: that of its attention in the whole model."""
+    def __init__(self, layer: nn.Module, index: int, behind: Sequence[nn.Module]) -> None:
+        """Take the layer. index: that of its attention in the whole model; behind: the modules around and after it."""
         self.module, self._index = layer, index
         self._names = list(inspect.signature(layer.forward).parameters)
+        self._seeing = [*layer.modules(), *behind]  # modules whose hooks would see that rows are left out
+        self._is_recognised: bool | None = None  # None until it was tried
 
     @classmethod
     def of(cls, root: nn.Module, index: int) -> LastLayer | None:
         """Return the one decoder layer with the attention of this index; None if there is none, or several."""
         layers = [part for part in root.modules() if isinstance(part, GradientCheckpointingLayer)]
         found = [layer for layer in layers if any(getattr(m, "layer_idx", None) == index for m in layer.modules())]
-        return cls(found[0], index) if len(found) == 1 else None
+        if len(found) != 1:
+            return None
+        in_layers = {part for layer in layers for part in layer.modules()}
+        return cls(found[0], index, [part for part in root.modules() if part not in in_layers])
 
-    def is_recognised(
-        self, call: Callable[..., Tensor], vocab_size: int, kv_shapes: Sequence[KVShape], states: StateShapes,
-        device: torch.device,
-    ) -> bool:  # fmt: skip
-        """Return whether a step that leaves rows out gives the bits of one that leaves out none.
+    def leaves_out(self, hosted: HostedModel, rows: Tensor | None, num_rows: int) -> bool:
+        """Return whether to leave rows out in a step of so many that is read at `rows` only; None: at all.
 
-        call: (token ids and positions int64 [N] of one sequence, step, None, None) -> logits of the rows that the
-        layer returns.
+        It leaves none out where that is faster, and where a hook waits for all. The first step that may leave some out
+        tries the module's code before it runs.
         """
-        if self._index in states:  # later rows need its states as well
+        if rows is None or len(rows) > num_rows * _MOST_WANTED or has_hooks(self._seeing):
             return False
+        if self._is_recognised is None:
+            with torch.inference_mode():
+                self._is_recognised = self._try(hosted)
+            logger.info("prefills %s the last layer's unread rows", "leave out" if self._is_recognised else "compute")
+        return self._is_recognised
+
+    def _try(self, hosted: HostedModel) -> bool:
+        """Return whether a step that leaves rows out gives the bits of one that leaves out none."""
+        if self._index in hosted.state_shapes:  # later rows need its states as well
+            return False
+        device = hosted.device
         positions = torch.arange(_TRIAL_ROWS, device=device)
-        ids, wanted = positions % vocab_size, positions[-2:-1]
-        keys, values, slots = step_pools(kv_shapes, states, 1, _TRIAL_ROWS, 2, device)
+        ids, wanted = positions % hosted.vocab_size, positions[-2:-1]
+        keys, values, slots = step_pools(hosted.kv_shapes, hosted.state_shapes, 1, _TRIAL_ROWS, 2, device)
         num_rows = torch.tensor([_TRIAL_ROWS], dtype=torch.int32, device=device)
         paged = PagedStep(torch.zeros_like(num_rows)[None], torch.cat([torch.zeros_like(num_rows), num_rows]), num_rows)
         places = torch.tensor([[0], [1]], device=device)
         step = StepContext(positions, paged, keys, values, states=StepStates(slots, *places) if slots else None)
         try:
-            few = call(ids, positions, replace(step, wanted=wanted), None, None)
-        except _UNLIKE:
+            few = hosted.call(ids, positions, replace(step, wanted=wanted), None, None)
+        except _UNLIKE as error:
+            if is_out_of_memory(error):
+                raise
             return False
-        return torch.equal(few, call(ids, positions, step, None, None)[wanted])
-
-    def wanted(self, rows: Tensor | None, num_rows: int) -> Tensor | None:
-        """Return the rows that the layer is to return in a step that is read at `rows` only, of so many; None: all.
-
-        It returns all where that is faster, where a hook waits for them, and where all are read (None).
-        """
-        if rows is None or len(rows) > num_rows * _MOST_WANTED or has_hooks(self.module.modules()):
-            return None
-        return rows
+        return torch.equal(few, hosted.call(ids, positions, step, None, None)[wanted])
 
     def narrowing(self, forward: Forward) -> Forward:
         """Return a forward of the layer that gives the hidden states of the step's `wanted` rows, where it has some.

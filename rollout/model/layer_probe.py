@@ -54,7 +54,7 @@ class LayerProbe:
         """
         window = None if window is None or window >= self.longest else window
         self._masks.append(_Mask(window, function is None or _is_plain(function, window, self.longest)))
-        return torch.full((1, 1, 1, 1), float(len(self._masks) - 1))
+        return torch.full((1, 1, 1, 1), float(len(self._masks) - 1), dtype=torch.float32)
 
     def attention_called(self, module: nn.Module, shape: KVShape, window: int | None, mask: Tensor | None) -> None:
         """Record one call. Raises ValueError for a module without the index of its layer."""

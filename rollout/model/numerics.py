@@ -118,8 +118,7 @@ class Numerics:
                 forward = last.narrowing(forward)
             forward = self.around(forward)
             # A compiled caller runs the module uncompiled: the compiler would trace into operations that it breaks.
-            is_whole = can_compile and isinstance(module, PreTrainedModel)
-            module.forward = torch.compiler.disable(forward) if is_whole else forward
+            module.forward = torch.compiler.disable(forward) if can_compile else forward
         return own
 
     def _plan_recurrent(self, root: nn.Module, division: Division) -> None:

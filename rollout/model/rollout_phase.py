@@ -11,6 +11,8 @@ from torch import nn
 from .forward_numerics import ForwardNumerics
 from .phase_gate import PhaseGate
 
+_PLAIN = (bool, int, float, str)
+
 
 class RolloutPhase:
     """The rollout phase of one module. Thread-safe; a phase may be entered while it is open.
@@ -21,6 +23,8 @@ class RolloutPhase:
     def __init__(self, hosted: ForwardNumerics, *, owned: bool) -> None:
         """Start outside the phase. owned: the module is the engine's own, so no caller waits for its phase."""
         self.before_end: Callable[[], None] = lambda: None
+        self.code_version = 0  # grows when a phase finds the module's settings or forwards changed
+        self._code: int | None = None
         self._hosted, self._owned = hosted, owned
         self._lock = threading.RLock()
         self._num_users = 0
@@ -92,6 +96,8 @@ class RolloutPhase:
 
     def _set_up(self) -> None:
         module = self._hosted.module
+        if (code := _code_of(module)) != self._code:
+            self._code, self.code_version = code, self.code_version + 1
         with ExitStack() as entered:
             entered.callback(self._forget_exit)
             entered.enter_context(self._hosted.installed())
@@ -109,6 +115,17 @@ class RolloutPhase:
 
     def _forget_exit(self) -> None:
         self._exit = None
+
+
+def _code_of(module: nn.Module) -> int:
+    """Return a number of the plain attributes of all parts, such as scales and windows, and of the forwards that
+    instances have of their own: a recorded step repeats what they were."""
+    found: list[object] = []
+    for part in module.modules():
+        own = vars(part)
+        found += [(name, value) for name, value in own.items() if type(value) in _PLAIN and name != "training"]
+        found.append(id(own.get("forward")))
+    return hash(tuple(found))
 
 
 @contextmanager

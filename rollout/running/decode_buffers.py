@@ -61,7 +61,8 @@ class Buffers:
             return torch.zeros(size, dtype=dtype, device=device)
 
         settings = RowSettings(
-            temperatures=torch.ones(size, device=device), seeds=zeros(), top_k=torch.ones_like(zeros()),
+            temperatures=torch.ones(size, dtype=torch.float32, device=device), seeds=zeros(),
+            top_k=torch.ones_like(zeros()),
             top_p=torch.ones(size, dtype=torch.float64, device=device), min_p=zeros(torch.float32),
         )  # fmt: skip
         return cls(

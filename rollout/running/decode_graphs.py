@@ -186,14 +186,16 @@ class DecodeGraphs:
             self._memory = self._addresses()
 
     def _addresses(self) -> list[int]:
-        """Return the addresses of all memory that a record reads and that may move, and the number of threads."""
+        """Return the addresses of all memory that a record reads and that may move, and the other things that it
+        repeats: the number of threads, and the version of the module's code."""
         if not self._records:  # the module's layers may be others since: adapters
             modules = self._model.module.modules()
             owners: list[Mapping[str, Tensor | None]] = [own for m in modules for own in (m._parameters, m._buffers)]
             self._owners = [owner for owner in owners if owner]
         hosted = chain.from_iterable(owner.values() for owner in self._owners)
         tensors = chain(self._kv_cache.keys, self._kv_cache.values, self._state_pool.all(), hosted)
-        return [torch.get_num_threads(), *(tensor.data_ptr() for tensor in tensors if tensor is not None)]
+        fixed = torch.get_num_threads(), self._model.phase.code_version
+        return [*fixed, *(tensor.data_ptr() for tensor in tensors if tensor is not None)]
 
     def _forward(self, size: int, hidden: Tensor | None = None, *, whole_logits: bool = True) -> Callable[[], Tensor]:
         """Return the model's forward over the buffers. The arguments are `HostedModel.forward`'s."""

@@ -178,7 +178,7 @@ class _Counts:
     """Counts of each token in one growing sequence. An update costs the new tokens only."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._in_output = torch.zeros(vocab_size, device=device)
+        self._in_output = torch.zeros(vocab_size, dtype=torch.float32, device=device)
         self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # in the prompt or the output
         self._num_counted = 0
 
@@ -256,13 +256,20 @@ def _kept_ids(logits: Tensor, plan: _Plan) -> list[tuple[int, ...]]:
 
 
 def top_logprobs(logprobs: Tensor, num_wanted: Sequence[int]) -> list[TopLogprobs]:
-    """Return for each row of [R, V] its `num_wanted[row]` most likely tokens with their log-probabilities."""
+    """Return for each row of [R, V] its `num_wanted[row]` most likely tokens with their log-probabilities.
+
+    Of equally likely ones the lower id comes first, so that a row's do not depend on how many other rows want.
+    """
     most = min(max(num_wanted, default=0), logprobs.shape[-1])
     if most == 0:
         return [()] * len(num_wanted)
-    values, ids = logprobs.topk(most, dim=-1)
-    rows = zip(values.tolist(), ids.tolist(), num_wanted, strict=True)
-    return [tuple(zip(row_values[:num], row_ids[:num], strict=True)) for row_values, row_ids, num in rows]
+    lowest = logprobs.topk(most, dim=-1).values[:, -1:]
+    found: list[TopLogprobs] = []
+    for row, able, num in zip(logprobs, logprobs >= lowest, num_wanted, strict=True):
+        ids = able.nonzero().squeeze(-1)  # ascending; more than wanted where some are equally likely
+        values, order = row[ids].sort(descending=True, stable=True)
+        found.append(tuple(zip(values[:num].tolist(), ids[order[:num]].tolist(), strict=True)))
+    return found
 
 
 def listed_logprobs(logprobs: Tensor, request: Request) -> tuple[ListedLogprobs, ...]:

@@ -227,5 +227,5 @@ def _randomize(tensor: Tensor, generator: torch.Generator) -> None:
         tensor.uniform_(0, 1, generator=generator)
     else:  # fp8: multiples of its resolution just below 1, so that nothing rounds up to 1
         step = torch.finfo(tensor.dtype).eps / 2
-        draws = torch.empty(tensor.shape, device=tensor.device).uniform_(0, 1, generator=generator)
+        draws = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device).uniform_(0, 1, generator=generator)
         tensor.copy_(draws.div_(step).floor_().mul_(step))

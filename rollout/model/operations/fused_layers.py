@@ -30,6 +30,7 @@ Forward = Callable[..., object]
 
 hosted_swiglu, _rotary = outside_modes(swiglu), outside_modes(rotary)
 
+_CAPTURE = "transformers.utils.output_capturing"
 _ROTARY = "apply_rotary_pos_emb"  # the global name by which transformers' attention modules call it
 _SILU = (nn.SiLU, activations.SiLUActivation)
 _NORM_RULES = ((0.0, True), (0.0, False), (1.0, False))  # weight_offset, round_first: Llama, gpt-oss, Gemma
@@ -88,11 +89,12 @@ def _norm_rule(kind: type[nn.Module], eps: float) -> NormRule | None:
     for dtype in _DTYPES:
         stand_in = kind.__new__(kind)
         nn.Module.__init__(stand_in)
-        weight = torch.randn(48, generator=generator).to(dtype)
+        weight = torch.randn(48, generator=generator, dtype=torch.float32).to(dtype)
         stand_in.weight = nn.Parameter(weight, requires_grad=False)
         for name in ("variance_epsilon", "eps"):
             setattr(stand_in, name, eps)
-        x = torch.randn(3, 5, 48, generator=generator) * torch.tensor([1e-3, 1.0, 30.0])[:, None, None]
+        sizes = torch.tensor([1e-3, 1.0, 30.0], dtype=torch.float32)
+        x = torch.randn(3, 5, 48, generator=generator, dtype=torch.float32) * sizes[:, None, None]
         x = x.to(dtype)
         try:
             found = kind.forward(stand_in, x)
@@ -144,10 +146,18 @@ def _halves_gate(kind: type[nn.Module]) -> bool:
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Return whether forward hooks are registered on any of the modules, or globally."""
+    """Return whether forward hooks are registered on any of the modules, or globally.
+
+    The hooks that transformers leaves on layers once their hidden states, attentions or router logits were asked for
+    do not count: they do nothing in a forward that asks for none.
+    """
     if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
         return True
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    return any(module._forward_pre_hooks or any(map(_sees, module._forward_hooks.values())) for module in modules)
+
+
+def _sees(hook: object) -> bool:
+    return getattr(hook, "__module__", None) != _CAPTURE
 
 
 def needs_grad(x: Tensor, layers: Iterable[nn.Module]) -> bool:
@@ -210,7 +220,7 @@ def _is_rotary(function: Forward) -> bool:
     generator = torch.Generator().manual_seed(0)
     for dtype in _DTYPES:
         query, key, cos, sin = (
-            torch.randn(shape, generator=generator).to(dtype)
+            torch.randn(shape, generator=generator, dtype=torch.float32).to(dtype)
             for shape in ((2, 4, 5, 16), (2, 2, 5, 16), (2, 5, 16), (2, 5, 16))
         )
         try:

@@ -73,7 +73,7 @@ def is_channel_delta_rule(function: Forward) -> bool:
 def _is_like(function: Forward, decays: tuple[int, ...]) -> bool:
     generator = torch.Generator().manual_seed(0)
     q, k, v, g, beta = (
-        torch.randn(shape, generator=generator)
+        torch.randn(shape, generator=generator, dtype=torch.float32)
         for shape in ((2, 9, 4, 8), (2, 9, 4, 8), (2, 9, 4, 6), decays, (2, 9, 4))
     )
     g, beta = -g.abs(), beta.sigmoid()

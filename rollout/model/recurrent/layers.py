@@ -91,7 +91,8 @@ def _conv_of(module: nn.Module, division: HeadDivision) -> Forward:
 @cache
 def _is_causal_conv(function: Forward) -> bool:
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((2, 6, 9), (6, 4), (6,)))
+    shapes = (2, 6, 9), (6, 4), (6,)
+    x, weight, bias = (torch.randn(shape, generator=generator, dtype=torch.float32) for shape in shapes)
     try:
         found = inspect.unwrap(function)(x, weight, bias)
     except UNLIKE:

@@ -71,7 +71,7 @@ def is_state_space(function: Forward) -> bool:
     """Return whether it computes the scan: with groups, a bias and limits of the steps, and with and without a skip."""
     generator = torch.Generator().manual_seed(0)
     x, dt, b, c, a, d, bias = (
-        torch.randn(shape, generator=generator)
+        torch.randn(shape, generator=generator, dtype=torch.float32)
         for shape in ((2, 9, 4, 6), (2, 9, 4), (2, 9, 2, 5), (2, 9, 2, 5), (4,), (4,), (4,))
     )
     ends = torch.tensor([0, 9, 18], dtype=torch.int32)
@@ -93,7 +93,7 @@ def is_state_space(function: Forward) -> bool:
 @cache
 def is_shortcut(function: Forward) -> bool:
     """Return whether it is the fusion of a Mamba-2 layer that only packages for GPUs have: without them, None."""
-    x = torch.zeros(1, 2, 4)
+    x = torch.zeros(1, 2, 4, dtype=torch.float32)
     try:
         return inspect.unwrap(function)(x, x[0, :, :2], None, x[0, 0], x[0, 0], D=x[0, 0], chunk_size=2) is None
     except UNLIKE:

@@ -103,6 +103,14 @@ def test_a_planted_fault_is_refused_by_name_when_the_engine_is_made(model, fault
     assert not any("forward" in vars(part) for part in model.modules())
 
 
+def test_a_model_that_counts_other_positions_is_refused_without_invariance_too(make_model):
+    model = make_model("qwen3", torch.bfloat16)
+    plant(model, ShiftedModel)
+    for invariant in (True, False):
+        with pytest.raises(ValueError, match=r"it counts other positions than from 0$"):
+            host(model, invariant=invariant)
+
+
 def test_a_window_that_only_the_mask_tells_is_refused_by_name(make_model):
     model = make_model("qwen3", **SLIDING)
     host(model)

@@ -303,3 +303,17 @@ def test_rotary_frequencies_that_a_cast_has_rounded_are_warned_of(make_model, tm
     adopt(model.to(torch.bfloat16))
     assert "rotary frequencies are bfloat16 (model.rotary_emb.inv_freq" in caplog.text
     assert "from_pretrained(..., dtype=...)" in caplog.text
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_model_that_is_trained_with_router_logits_generates_without(make_model, when):
+    model = make_model("qwen3_moe")
+    ask = [[1, 2, 3, 4]], SamplingParams(max_new_tokens=5, sampling_seed=1)
+    expected = Engine(model, EngineConfig(kv_cache="8 blocks")).generate(*ask)[0].logprobs
+    if when == "before":
+        model.config.output_router_logits = True
+    engine = Engine(model, EngineConfig(kv_cache="8 blocks"))
+    model.config.output_router_logits = True
+    assert engine.generate(*ask)[0].logprobs == expected
+    with engine.model.training_numerics():
+        assert model(torch.tensor([[1, 2, 3, 4]]), use_cache=False).aux_loss is not None

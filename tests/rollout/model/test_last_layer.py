@@ -72,7 +72,7 @@ def test_rows_and_kv_of_a_step_that_leaves_rows_out_are_those_of_a_whole_one(mak
     assert not left_out
     rows = torch.tensor([25, 8, 13, 10])  # in no order, two of one sequence
     few, kv_of_few = logits_and_kv(hosted, rows)
-    assert left_out == [22]
+    assert left_out == [7, 22]  # of the trial, and of the step
     assert torch.equal(few, whole[rows])
     assert all(map(torch.equal, kv_of_few, kv))
 
@@ -95,14 +95,45 @@ def test_a_hook_in_the_last_layer_gets_all_rows(make_model, monkeypatch):
     assert seen == [(1, 26, 64)] and not left_out
     hook.remove()
     logits_and_kv(hosted, torch.tensor([3]))
-    assert left_out == [25]
+    assert left_out == [7, 25]
+
+
+@pytest.mark.parametrize("place", ["model", "model.norm"])
+def test_a_hook_behind_the_last_layer_gets_all_rows(make_model, monkeypatch, place):
+    model = make_model("qwen3")
+    hosted = adopt(model)
+    left_out, seen = counted(monkeypatch), []
+    model.get_submodule(place).register_forward_hook(lambda part, inputs, out: seen.append(out[0].shape[-2:]))
+    logits_and_kv(hosted, torch.tensor([3]))
+    assert seen == [(26, 64)] and not left_out
+
+
+def test_a_hook_that_was_there_first_sees_no_trial(make_model):
+    model, seen = make_model("qwen3"), []
+    model.model.layers[-1].mlp.register_forward_hook(lambda part, inputs, out: seen.append(out.shape[1]))
+    hosted = adopt(model)
+    del seen[:]  # of the start-up forward
+    logits_and_kv(hosted, torch.tensor([3]))
+    assert seen == [26]
+
+
+def test_hooks_that_transformers_left_for_hidden_states_do_not_count(make_model, monkeypatch):
+    model = make_model("qwen3")
+    hosted = adopt(model)
+    with hosted.training_numerics(), torch.no_grad():
+        asked = model(torch.tensor([[1, 2, 3]]), use_cache=False, output_hidden_states=True)
+    assert len(asked.hidden_states) == 3 and any(layer._forward_hooks for layer in model.model.layers)
+    left_out = counted(monkeypatch)
+    logits_and_kv(hosted, torch.tensor([3]))
+    assert left_out == [7, 25]
 
 
 @pytest.mark.parametrize("family", WITH_STATES)
 def test_a_last_layer_with_states_runs_whole(make_model, monkeypatch, family):
     model = make_model(family)
+    hosted = adopt(model)
     left_out = counted(monkeypatch)
-    assert adopt(model)._leaves_out is False
+    assert hosted.numerics.last_layer is not None and not hosted.numerics.last_layer._try(hosted)
     assert not left_out
 
 
@@ -123,14 +154,18 @@ class TakesMore(Qwen3DecoderLayer):
 def test_a_layer_whose_rows_depend_on_their_number_is_not_recognised(make_model):
     model = make_model("qwen3")
     model.model.layers[-1].__class__ = ScalesByLength
-    assert adopt(model)._leaves_out is False
+    hosted = adopt(model)
+    few, _ = logits_and_kv(hosted, torch.tensor([3]))
+    assert hosted.numerics.last_layer._is_recognised is False
+    assert torch.equal(few, logits_and_kv(hosted, None)[0][3:4])
 
 
 def test_a_tensor_whose_rows_are_not_known_is_refused_by_name(make_model):
     model = make_model("qwen3")
     model.model.layers[-1].__class__ = TakesMore
     hosted = adopt(model)
-    assert hosted._leaves_out
+    logits_and_kv(hosted, torch.tensor([3]))
+    assert hosted.numerics.last_layer._is_recognised
     positions, ids, step = step_of(hosted)
     last = model.model.layers[-1]
     with hosted.rollout_phase(), torch.inference_mode():
@@ -144,4 +179,4 @@ def test_a_tensor_whose_rows_are_not_known_is_refused_by_name(make_model):
 
 
 def test_without_invariance_no_row_is_left_out(make_model):
-    assert adopt(make_model("qwen3"), invariant=False)._leaves_out is False
+    assert adopt(make_model("qwen3"), invariant=False).numerics.last_layer is None

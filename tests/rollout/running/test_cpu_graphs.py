@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lockstep.kernels.layers.rms_norm import NormRule, rms_norm
 from lockstep.kernels.linear.linear import SOURCE, native_products
 from lockstep.kernels.machine import native
+from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.running.cpu_graphs import LATER_PLAIN_STEPS, PLAIN_STEPS, CPUGraphs, _Step
@@ -240,3 +241,30 @@ def test_replays_follow_an_update_of_the_weights_in_place(make_model):
     [found], [expected] = engine.generate(*ask), fresh.generate(*ask)
     assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
     assert [record] == list(engine.parts.runner._graphs._records.values())
+
+
+def louder_attention(model: nn.Module) -> None:
+    model.model.layers[0].self_attn.scaling *= 1.7
+
+
+def louder_layer(model: nn.Module) -> None:
+    layer = model.model.layers[0]
+    own = layer.forward
+    layer.forward = lambda *args, **kwargs: own(*args, **kwargs) * 1.5
+
+
+@pytest.mark.parametrize("change", [louder_attention, louder_layer])
+def test_replays_follow_a_change_of_the_modules_code_between_phases(make_model, change):
+    model = make_model("qwen3")
+    ask = [[1, 2, 3]], SamplingParams(max_new_tokens=30, sampling_seed=1, ignore_eos=True)
+    engine = Engine(model, EngineConfig(kv_cache="32 blocks", max_num_seqs=2, speculation="off", prefix_cache=False))
+    [before] = engine.generate(*ask)
+    [again] = engine.generate(*ask)
+    assert again.logprobs == before.logprobs and engine.parts.runner._graphs._records
+    change(model)
+    [found] = engine.generate(*ask)
+    ids = torch.tensor([[*found.prompt_ids, *found.token_ids]])
+    with engine.model.training_numerics():
+        logits = model(ids, use_cache=False).logits[0, 2:-1]
+    expected = selected_logprobs(logits, torch.tensor(found.token_ids), 1.0)
+    assert list(found.logprobs) == expected.tolist() and found.logprobs != before.logprobs

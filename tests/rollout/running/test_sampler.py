@@ -12,7 +12,7 @@ from lockstep.kernels.sampling.logprobs import scaled_logprobs, selected_logprob
 from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.running.batch import SampledRow
-from lockstep.rollout.running.sampler import Sampler, prompt_logprobs, refuse_broken
+from lockstep.rollout.running.sampler import Sampler, prompt_logprobs, refuse_broken, top_logprobs
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence
@@ -350,3 +350,14 @@ def test_prompt_logprobs_are_those_of_the_trainers_formula():
     with_top, top = prompt_logprobs(logits, ids, a_request(temperature=0.7, top=2))
     assert list(plain) == list(with_top) == expected
     assert no_top == () and [len(t) for t in top] == [2] * 4
+
+
+def test_equally_likely_tokens_come_in_the_order_of_their_ids_whatever_other_rows_want():
+    logprobs = torch.full((2, 1000), -7.0)
+    logprobs[:, torch.tensor([900, 17, 500, 3])] = -1.0
+    logprobs[:, 40] = -0.5
+    for others in range(1000):
+        mine, _ = top_logprobs(logprobs, [3, others])
+        assert mine == ((-0.5, 40), (-1.0, 3), (-1.0, 17)), others
+    _, both = top_logprobs(logprobs, [0, 7])
+    assert [token for _, token in both] == [40, 3, 17, 500, 900, 0, 1]

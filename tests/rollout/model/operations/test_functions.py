@@ -9,8 +9,11 @@ from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.kernels.linear.linear import invariant_linear, native_products
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
 from lockstep.rollout.model.hosted_model import HostedModel
 from lockstep.rollout.model.operations.functions import invariant_functions
+from lockstep.rollout.sampling_params import SamplingParams
 
 WEIGHT, SMALL = torch.randn(48, 40), torch.randn(9, 4, 5)
 BIAS = torch.randn(40)
@@ -148,6 +151,18 @@ def test_a_forward_of_the_whole_modules_own_is_kept(make_model):
     with hosted.training_numerics():
         hosted.module(torch.tensor([[1, 2]]), use_cache=False)
     assert calls == [1] and hosted.module.forward is wrapped
+
+
+@pytest.mark.slow  # the compiler takes seconds to import
+def test_layers_compiled_one_by_one_run_uncompiled_with_the_same_bits(make_model):
+    model, compiled = make_model("qwen3"), make_model("qwen3")
+    for index, layer in enumerate(compiled.model.layers):
+        compiled.model.layers[index] = torch.compile(layer, backend="eager")
+    found = []
+    for module in (model, compiled):
+        engine = Engine(module, EngineConfig(kv_cache="8 blocks"))
+        found.append(engine.generate([[1, 2, 3, 4]], SamplingParams(max_new_tokens=5, sampling_seed=1))[0].logprobs)
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow  # the compiler takes seconds to import
