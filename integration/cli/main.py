@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 from ..failures import FileFailed
 from ..version import version
@@ -29,10 +30,38 @@ COMMANDS = {
     "doctor": "report which kernels run here and why, and whether a model can be hosted",
 }
 
+# Turns that a waiting thread of GNU OpenMP, which PyTorch's wheels use, spins before it sleeps: some tenths of a
+# millisecond. Its own 300,000 take milliseconds: where other processes share the cores, it keeps the very thread that
+# it waits for from running, and a product takes 2 to 3 times as long (BENCHMARKS.md).
+_SPINS = "30000"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 2, after one line on stderr, for a mistake of the user; 1 for a file that
-    cannot be written."""
+    cannot be written. It ends quietly where nobody reads its output on."""
+    code = 0
+    try:
+        try:
+            code = _run(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # else the interpreter would at its end, and could only complain
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        # `| head` has seen enough. The interpreter flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _reader_is_gone() -> bool:
+    """Return whether standard output is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     commands = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
     parser = CommandParser(
         prog="lockstep",
@@ -44,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=tuple(COMMANDS), metavar="COMMAND")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="see below")
     options = parser.parse_args(arguments)
+    wait_briefly(os.environ)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         return importlib.import_module(f".{options.command}", __package__).run(options.arguments)
@@ -56,3 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr, flush=True)
         return 130
+
+
+def wait_briefly(environ: MutableMapping[str, str]) -> None:
+    """Have threads that wait for others sleep soon, unless the environment says how they wait. OpenMP reads it when
+    PyTorch is loaded, so a subcommand's imports come later."""
+    if "OMP_WAIT_POLICY" not in environ:
+        environ.setdefault("GOMP_SPINCOUNT", _SPINS)

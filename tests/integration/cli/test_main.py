@@ -1,6 +1,7 @@
 """The command `lockstep`: help, versions, one-line refusals."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from lockstep.integration.cli import main as cli
 from lockstep.integration.cli.arguments.settings import read_settings
 from lockstep.kernels.machine import native
 from lockstep.tests.optional_packages import JOB, needs_packages
+from lockstep.tests.support.callers import submit
 
 CONFIG = str(Path(cli.__file__).parents[2] / "configs" / "arithmetic_cpu.toml")
 
@@ -29,6 +31,31 @@ def test_help_lists_every_command_and_imports_nothing_heavy():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert all(f"\n  {name} " in done.stdout for name in ("generate", "train", "rollouts", "bench", "doctor"))
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "30000"}),
+        ({"GOMP_SPINCOUNT": "5"}, {"GOMP_SPINCOUNT": "5"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active"}),
+    ],
+)
+def test_threads_sleep_soon_unless_the_environment_says_how_they_wait(environ, expected):
+    cli.wait_briefly(environ)
+    assert environ == expected
+
+
+def test_the_way_to_wait_is_set_before_torch_is_loaded():
+    code = (
+        "import os, sys\nfrom lockstep.integration.cli import main as cli\n"
+        "own = cli.wait_briefly\n"
+        "cli.wait_briefly = lambda environ: (own(environ), print('torch' in sys.modules))\n"
+        "try:\n    cli.main(['bench', '--help'])\nexcept SystemExit:\n    print(os.environ['GOMP_SPINCOUNT'])"
+    )
+    environ = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environ)
+    assert done.stdout.startswith("False\n") and done.stdout.endswith("30000\n")
 
 
 @pytest.mark.parametrize("command", ["generate", "train", "rollouts", "doctor", "bench"])
@@ -96,6 +123,43 @@ def test_the_exit_code_reaches_the_shell():
     done = lockstep("generate", "--model", "m", "--engine", "kv_cash=1")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "lockstep: error: --engine: unknown engine setting: kv_cash\n"
+
+
+def test_the_package_itself_runs_as_the_command():
+    done = subprocess.run([sys.executable, "-m", "lockstep", "--version"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout == lockstep("--version").stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [["ctl", "state"], ["ctl", "--json", "state"], ["--help"], ["doctor", "--help"], ["--version"]], ids=repr
+)
+def test_a_command_whose_output_nobody_reads_ends_quietly(command):
+    answer = b'{"paused": false}'
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def serve() -> None:
+            with listener.accept()[0] as connection:
+                connection.recv(1 << 16)
+                head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+                connection.sendall(head % len(answer) + answer)
+
+        if command[0] == "ctl":
+            command = ["ctl", "--url", url, *command[1:]]
+            submit(serve)
+        reader, writer = os.pipe()
+        os.close(reader)  # before anything is written: `| head` that has ended
+        with open(writer, "wb") as output:
+            command = [sys.executable, "-m", "lockstep.integration.cli", *command]
+            done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("settings", [["--engine", "a=1", "b=2"], ["--engine", "a=1", "--engine", "b=2"]], ids=repr)
+def test_warm_takes_engine_settings_as_serve_does(settings, capsys):
+    for command in ("warm", "serve"):
+        assert cli.main([command, "--model", "m", *settings]) == 2
+        assert "unknown setting: a, b; known: admission_ratio" in capsys.readouterr().err
 
 
 def test_settings_are_read_as_json_then_as_text_and_the_last_wins():
