@@ -17,7 +17,7 @@ from ..weight_sync.errors import Poisoned, SessionError
 from ..weight_sync.group.registry import GroupRegistry
 from ..weight_sync.manifest import NamedTensors
 from ..weight_sync.same_host.shared_memory import TensorReceiver
-from ..weight_sync.transaction.in_place import sync_in_place
+from ..weight_sync.transaction.in_place import checked_pairs, sync_in_place
 from ..weight_sync.transaction.peers import PeerFailed
 from ..weight_sync.transaction.shard_sync import ShardSync, plan_shard_sync
 from .replay.present import PresentWeights
@@ -29,7 +29,7 @@ from .weights.checks import WeightChecks
 from .weights.host import Commit
 from .weights.lora import LoraVerbs
 from .weights.memory import MemoryVerbs
-from .weights.options import DigestTime
+from .weights.options import DigestTime, check_required_version
 from .weights.sessions import WeightSessions
 from .weights.sources import SharedMemory
 
@@ -189,8 +189,8 @@ class RolloutService(MemoryVerbs, LoraVerbs):
         source: the trainer's parameters by Hugging Face name, checked to be the engine's own memory. With
         `digest="later"` the digest is None until `finish_digest`, which `optimizer_step` calls before the next write.
         in_flight "verify": requests that have begun are drawn again under the new weights, see `WeightVerbs`.
-        Raises ValueError listing tensors that are not shared, Poisoned after a step that failed, SessionError while a
-        weight-update session is open; then nothing is committed.
+        Raises ValueError naming a version that is none, or tensors that are not shared, Poisoned after a step that
+        failed, SessionError while a weight-update session is open; then nothing is committed.
 
         Ranks that share the model call this together. Where a rank's source is sharded as its engine is, the engine
         uses that storage; where it is whole, as it is for data-parallel trainers, each rank copies its part.
@@ -202,12 +202,13 @@ class RolloutService(MemoryVerbs, LoraVerbs):
             raise ValueError("the other ranks follow this one: call commit_in_place on all of them")
 
         def plan() -> ShardSync | None:
+            check_required_version(version)
             if self._torn is not None:
                 raise Poisoned(f"{self._torn}: {_MEND}")
             model = self.engine.model
             return None if self.replica.is_alone else plan_shard_sync(model.resident_tensors(), model.shards, source)
 
-        source = bare_names(source)
+        source = bare_names(checked_pairs(source))
         planned = self.replica.peers.together("commit_in_place", plan)
         if planned is None:
             record = sync_in_place(self.engine.weights.resident_tensors(), source)

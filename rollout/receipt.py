@@ -79,7 +79,8 @@ def _model_hash(model: HostedModel) -> str:
     ignored = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
                "output_attentions", "output_hidden_states", "return_dict", "problem_type"}  # fmt: skip
     config = {name: value for name, value in model.config.to_dict().items() if name not in ignored}
-    return sha256_of([type(model.module).__name__, json.loads(json.dumps(config, default=str))])
+    # An infinity, which `time_step_limit` of some families has, is hashed as the text "Infinity".
+    return sha256_of([type(model.module).__name__, json.loads(json.dumps(config, default=str), parse_constant=str)])
 
 
 @cache

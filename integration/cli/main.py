@@ -6,6 +6,7 @@ import argparse
 import importlib
 import logging
 import os
+import select
 import sys
 from collections.abc import MutableMapping, Sequence
 
@@ -38,7 +39,7 @@ _SPINS = "30000"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 2, after one line on stderr, for a mistake of the user; 1 for a file that
-    cannot be written. It ends quietly where nobody reads its output on."""
+    cannot be written. It ends quietly once its output has lost its reader."""
     code = 0
     try:
         try:
@@ -55,13 +56,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """Return whether standard output is a pipe that nobody reads any more."""
+    """Return whether standard output is a pipe without a reader."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    """Run one command. Returns the exit code, see `main`."""
     commands = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
     parser = CommandParser(
         prog="lockstep",

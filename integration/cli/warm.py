@@ -19,8 +19,8 @@ def run(arguments: Sequence[str]) -> int:
         "each node, or once with the caches on a shared disk, before a cluster's processes start.",
     )
     parser.add_argument("--model", required=True, help="folder of the model")
-    parser.add_argument("--engine", metavar="NAME=VALUE", action="append", default=[],
-                        help="a setting of the engine, as for `lockstep serve`")  # fmt: skip
+    parser.add_argument("--engine", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
+                        help="engine settings, as for `lockstep serve`")  # fmt: skip
     options = parser.parse_args(arguments)
     from ...rollout.config import EngineConfig
     from ...rollout.engine import Engine

@@ -19,6 +19,7 @@ from ...rollout.proving.layout import Task
 from ...rollout.proving.prover import Prover
 from ...rollout.receipt import HASH, Guarantee, batch_hash, breaks_in_chain, differences, guarantee, seal_is_whole
 from ...rollout.request_options import RequestOptions
+from .cut_answers import was_cut_before_jump
 from .report import ReplayReport, ids_of
 
 if TYPE_CHECKING:
@@ -191,9 +192,33 @@ class _Replay:
         for digest, numbers in by_digest.items():
             self._source.switch(digest)
             answers = self._engine.renew([_answer(claims[number], self._engine) for number in numbers])
+            cut: list[int] = []
             for number, answer in zip(numbers, answers, strict=True):
                 found[number] = _compared(claims[number], answer)
+                if found[number].status == "differs" and was_cut_before_jump(claims[number], answer):
+                    cut.append(number)
+            found |= self._ended_at_the_abort({number: claims[number] for number in cut})
             self._on_progress(len(numbers))
+        return found
+
+    def _ended_at_the_abort(self, claims: Mapping[int, Claim]) -> dict[int, Verdict]:
+        """Prove aborted answers whose last draws the next jump would have replaced, by requests of their length."""
+        if not claims:
+            return {}
+        given = [_answer(claim, self._engine) for claim in claims.values()]
+        for number, claim in enumerate(claims.values()):
+            drawn = given[number].drawn_with
+            assert drawn is not None
+            params = replace(drawn.params, max_new_tokens=len(claim.token_ids))
+            given[number] = replace(given[number], drawn_with=replace(drawn, params=params))
+        found: dict[int, Verdict] = {}
+        for (number, claim), answer in zip(claims.items(), self._engine.renew(given), strict=True):
+            verdict = _compared(claim, answer)
+            if verdict.status == "differs" and verdict.what != "logprob":  # its jumps depend on the length too
+                verdict = unproven(
+                    "the abort came before a jump that replaces its last draws, which did not come again"
+                )
+            found[number] = verdict
         return found
 
 

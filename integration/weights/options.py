@@ -11,6 +11,28 @@ from ...rollout.loop.commands import OnCommit, check_in_flight
 DigestTime = Literal["now", "later"]
 
 
+def check_version(version: object) -> None:
+    """Check the label of weights; None: none was given. Raises ValueError naming one that no answer could bear."""
+    if version is not None:
+        check_required_version(version)
+
+
+def check_required_version(version: object) -> None:
+    """Check the label of weights where one has to be given. Raises ValueError naming one that no answer could bear."""
+    if not (isinstance(version, str) and version and _is_encodable(version)):
+        raise ValueError(
+            f"a weight version must be a text, not empty, that UTF-8 can encode, not {repr(version)[:100]}"
+        )
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class UpdateOptions:
     """The common arguments of the weight verbs; see `WeightVerbs`."""
@@ -23,4 +45,5 @@ class UpdateOptions:
     in_flight: OnCommit | None = None  # what the commit does with sequences that have begun
 
     def __post_init__(self) -> None:
+        check_version(self.weight_version)
         check_in_flight(self.in_flight, abort_all=self.abort_all_requests, keep_running=self.keep_running)

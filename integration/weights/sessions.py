@@ -29,7 +29,7 @@ from .all_ranks import Replica
 from .host import Commit, EngineHost
 from .known_roots import KnownRoots
 from .metrics import WeightMetrics, path_of
-from .options import DigestTime, UpdateOptions
+from .options import DigestTime, UpdateOptions, check_version
 from .rank_weights import ReplicaWeights
 
 T = TypeVar("T")
@@ -99,7 +99,8 @@ class WeightSessions:
         self.metrics.verified(len(digests))
 
     def end(self, version: str | None, in_flight: OnCommit | None = None) -> Commit:
-        """Commit the open session. Raises SessionError where none is open."""
+        """Commit the open session. Raises SessionError where none is open, ValueError for a version that is none."""
+        check_version(version)
         with self.metrics.attempt("commit"), self._host.committing(in_flight):
             self._manager.commit(version)
         assert self._host.last_commit is not None

@@ -23,7 +23,7 @@ from ...weight_sync.transaction.transaction import Coverage, Undo
 from ..service_config import ServiceConfig
 from .all_ranks import Replica, on_all_ranks
 from .host import Commit
-from .options import DigestTime, UpdateOptions
+from .options import DigestTime, UpdateOptions, check_required_version
 from .sessions import WeightSessions
 from .sources import SharedMemory, from_folder, from_group, from_ipc, from_named_tensors, from_payload
 
@@ -346,7 +346,8 @@ class WeightVerbs:
     @on_all_ranks
     def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> None:
         """Set the version of the open session's weights, or else of the current weights. Aborts all requests unless
-        told not to."""
+        told not to. Raises ValueError for a version that is none; then no request was aborted."""
+        check_required_version(new_version)
         if abort_all_requests and self.engine.is_controller:
             self.engine.abort_request(abort_all=True, message="the weight version changed")
         self.replica.peers.together("update_weight_version", lambda: self.sessions.name_version(new_version))

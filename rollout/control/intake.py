@@ -164,11 +164,14 @@ class Intake:
 def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:
     """Return the token ids of a prompt.
 
-    Raises ValueError for an empty prompt, ids outside the vocabulary, or text without a tokenizer.
+    Raises ValueError for an empty prompt, ids outside the vocabulary, text without a tokenizer, or text with half of a
+    surrogate pair.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer, and this engine has none: pass token ids")
+        if half := _surrogate_in(prompt):
+            raise ValueError(f"the prompt has {half}, half of a surrogate pair, which is no character")
         with others_compute():
             prompt = tokenizer(prompt)["input_ids"]
     if isinstance(prompt, Mapping):
@@ -176,8 +179,8 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_
         raise ValueError(
             f"a prompt is a text or a list of token ids: images and other inputs ({named}) are not supported"
         )
-    if not isinstance(prompt, Sequence):
-        raise ValueError(f"a prompt is a text or a list of token ids, not {type(prompt).__name__}")
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+        raise _no_prompt(prompt)
     ids: list[Any] = list(prompt)
     if not ids:
         raise ValueError("the prompt is empty")
@@ -195,7 +198,24 @@ def as_params(params: Params) -> SamplingParams:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list."""
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
+    """Return one prompt or several as a list. Raises ValueError for what is neither."""
+    if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping):
+        return [prompts]
+    try:
+        given: list[Any] = list(prompts)
+    except TypeError:
+        raise _no_prompt(prompts) from None
+    return [given] if given and isinstance(given[0], int) else given
+
+
+def _no_prompt(given: object) -> ValueError:
+    return ValueError(f"a prompt is a text or a list of token ids, not {type(given).__name__} {repr(given)[:100]}")
+
+
+def _surrogate_in(text: str) -> str | None:
+    """Return the first half of a surrogate pair in a text, quoted; None: there is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return repr(text[error.start])
+    return None

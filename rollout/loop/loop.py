@@ -184,8 +184,9 @@ class Loop:
         self._reports.on_retraction(request.id)
 
     def abort(self, request: Request, reason: FinishReason) -> None:
-        """End a live request with its tokens so far. No step may be in flight."""
-        self._managers.finish(request.id, reason)
+        """End a live request with its tokens so far; one that has ended is answered. No step may be in flight."""
+        if request.finish_reason is None:
+            self._managers.finish(request.id, reason)
         self._answer(request)
 
     # -- one step, phase by phase -------------------------------------------------------------------------------
@@ -287,13 +288,14 @@ class Loop:
     def _answer(self, request: Request) -> None:
         """Answer an ended request, once, and free its blocks and state."""
         engine = self._managers.engine
-        completion = self._receipts.with_receipt(
-            request, request.completion(engine.weight_version, engine.weight_digest)
-        )
+        completion = request.completion(engine.weight_version, engine.weight_digest)
+        # Freed before the receipt is made, which may fail: an ended sequence may not stay.
         self._drafts.on_end(request)
         self._scheduler.remove(request)
         self._runner.forget(request)
         self._managers.free(request.id)
+        completion = self._receipts.with_receipt(request, completion)
+        request.finish_reason = completion.finish_reason
         self._reports.on_answer(request)
         self._answers.on_answer(request, completion)
 

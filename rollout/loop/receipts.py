@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..completion import Completion
+from ..completion import Completion, FinishReason
 from ..receipt import Guarantee, guarantee, listed, sealed, settings_json
 from ..sequences.output_record import KeptKV, OutputRecord
 from ..sequences.request import Request, fresh_ids
 from .parts import Parts
 
+logger = logging.getLogger(__name__)
+_FAULTS = (ValueError, TypeError, OverflowError, OSError, ImportError)  # of values without JSON, and of unread versions
 _GRAMMAR_SETTINGS = ("grammar_any_whitespace", "jump_forward_max_rollback", "jump_forward_max_blocks", "block_size")
 
 
@@ -30,7 +33,10 @@ class Receipts:
         self._known: tuple[object, Guarantee] | None = None  # the numerics, and the guarantee that they give
 
     def with_receipt(self, request: Request, completion: Completion) -> Completion:
-        """Return the answer with its receipt, if its request or else the engine's settings ask for one."""
+        """Return the answer with its receipt, if its request or else the engine's settings ask for one.
+
+        Where none can be made, the answer is an aborted one whose reason says why: the step's other answers go on.
+        """
         asked: object = request.options.return_receipt
         if asked is None:
             asked = self._parts.config.receipts
@@ -39,7 +45,12 @@ class Receipts:
         started = time.thread_time()
         if completion.weight_digest is not None:
             self._digests[completion.weight_version] = completion.weight_digest
-        receipt = self._receipt(request, completion, in_full=asked != "digests")
+        try:
+            receipt = self._receipt(request, completion, in_full=asked != "digests")
+        except _FAULTS as error:
+            logger.exception("the receipt of %s cannot be made", completion.id)
+            why = f"its receipt cannot be made: {type(error).__name__}: {error}"
+            return replace(completion, finish_reason=FinishReason("abort", message=why))
         self._number, self._previous = self._number + 1, receipt["sha256"]
         self._metrics.receipt_seconds += time.thread_time() - started
         self._metrics.num_receipts += 1

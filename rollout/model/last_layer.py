@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...kernels.attention.paged import PagedStep
 from .attention import NO_MASK, STEP_KEYWORD, KVWritten, StepContext
+from .layer_probe import KVShape
 from .memory import is_out_of_memory
 from .operations.fused_layers import has_hooks
-from .recurrent.states import StepStates
+from .recurrent.states import StateShapes, StepStates
 from .step_pools import step_pools
-
-if TYPE_CHECKING:
-    from .hosted_model import HostedModel
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +38,27 @@ _TRIAL_ROWS = 8
 _UNLIKE = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 Forward = Callable[..., Any]
+
+
+class Hosted(Protocol):
+    """A hosted model, as the trial needs it."""
+
+    kv_shapes: list[KVShape]
+    state_shapes: StateShapes
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def call(
+        self,
+        token_ids: Tensor | None,
+        positions: Tensor,
+        step: object,
+        logit_rows: Tensor | None,
+        hidden: Tensor | None,
+    ) -> Tensor:
+        """Return the logits of the rows that the last layer returns, where `logit_rows` is None."""
 
 
 class LastLayer:
@@ -62,7 +81,7 @@ class LastLayer:
         in_layers = {part for layer in layers for part in layer.modules()}
         return cls(found[0], index, [part for part in root.modules() if part not in in_layers])
 
-    def leaves_out(self, hosted: HostedModel, rows: Tensor | None, num_rows: int) -> bool:
+    def leaves_out(self, hosted: Hosted, rows: Tensor | None, num_rows: int) -> bool:
         """Return whether to leave rows out in a step of so many that is read at `rows` only; None: at all.
 
         It leaves none out where that is faster, and where a hook waits for all. The first step that may leave some out
@@ -76,7 +95,7 @@ class LastLayer:
             logger.info("prefills %s the last layer's unread rows", "leave out" if self._is_recognised else "compute")
         return self._is_recognised
 
-    def _try(self, hosted: HostedModel) -> bool:
+    def _try(self, hosted: Hosted) -> bool:
         """Return whether a step that leaves rows out gives the bits of one that leaves out none."""
         if self._index in hosted.state_shapes:  # later rows need its states as well
             return False

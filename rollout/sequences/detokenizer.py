@@ -13,7 +13,6 @@ in a similar way).
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -21,6 +20,7 @@ from typing import Any, Protocol, cast
 import regex
 
 from ..errors import LockstepError
+from ..grammars.processor_time import thread_time
 from ..sampling_params import SamplingParams
 from .search_time import SearchTime
 from .stop_prefixes import StopPrefixes
@@ -284,7 +284,7 @@ class IncrementalDetokenizer:
             return []
         # A start position, not a slice: ^ and \b depend on the text before it.
         position = max(num_seen - REGEX_WINDOW + 1, self._patterns_from - (self._num_chars - len(text)), 0)
-        began, allowed = time.perf_counter(), self._search_time.allowance()
+        began, allowed = thread_time(), self._search_time.allowance()
         try:
             return [
                 (pattern.pattern, self._matches_of(pattern, text, num_seen, position, began + allowed, partial))
@@ -293,20 +293,20 @@ class IncrementalDetokenizer:
         except TimeoutError as error:
             raise StopRegexTimeout(f"stop_regex {error.args[0]!r} ran for more than {allowed:.3g} s") from error
         finally:
-            self._search_time.spend(time.perf_counter() - began)
+            self._search_time.spend(thread_time() - began)
 
     def _matches_of(
         self, pattern: regex.Pattern[str], text: str, num_seen: int, position: int, deadline: float, partial: bool
     ) -> list[tuple[int, int]]:
-        """Return the matches of one pattern. Raises TimeoutError with the pattern."""
-        left = deadline - time.perf_counter()
-        try:
-            if left <= 0:
-                raise TimeoutError
-            return [
-                match.span()
-                for match in pattern.finditer(text, position, overlapped=True, partial=partial, timeout=left)
-                if (match.partial if partial else match.end() > max(num_seen, match.start()))
-            ]
-        except TimeoutError:
-            raise TimeoutError(pattern.pattern) from None
+        """Return the matches of one pattern. Raises TimeoutError with the pattern where this thread's time, without
+        its waits, has reached the deadline."""
+        while (left := deadline - thread_time()) > 0:
+            try:
+                return [
+                    match.span()
+                    for match in pattern.finditer(text, position, overlapped=True, partial=partial, timeout=left)
+                    if (match.partial if partial else match.end() > max(num_seen, match.start()))
+                ]
+            except TimeoutError:  # `regex` counts the processor time of all threads: what is left of ours decides
+                continue
+        raise TimeoutError(pattern.pattern)

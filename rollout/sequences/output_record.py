@@ -65,7 +65,8 @@ class OutputRecord:
     kept_ids: array[int] = field(default_factory=lambda: array("i"))  # that the filters kept, of one draw after another
     kept_ends: array[int] = field(default_factory=lambda: array("i"))  # by token: where its own end in `kept_ids`
     span_starts: list[SpanStart] = field(default_factory=list)  # of the weights' versions over the output
-    prompt_logprobs: list[float | None] = field(default_factory=list)  # these three: never cut
+    # These three are never cut: each is of the weights that ran its row first.
+    prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_logprobs: list[TopLogprobs | None] = field(default_factory=list)
     prompt_listed_logprobs: list[ListedLogprobs | None] = field(default_factory=list)
     num_jump_forward_tokens: int = 0  # output tokens without a step of their own

@@ -178,11 +178,11 @@ def test_python_blocks_compile_and_their_imports_resolve(name, index):
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     """Make a folder in which the pages' code runs, with a very small model in place of README's trained one."""
-    from lockstep.integration.grpo.tasks.arithmetic import VOCAB_SIZE, build_tokenizer
+    from lockstep.integration.grpo.tasks.arithmetic import CONTEXT_TOKENS, VOCAB_SIZE, build_tokenizer
     from lockstep.tests.support.random_models import random_model
 
     home = tmp_path_factory.mktemp("home")
-    model = random_model("qwen3", vocab_size=VOCAB_SIZE)
+    model = random_model("qwen3", vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT_TOKENS)
     model.save_pretrained(home / "runs" / "arithmetic" / "model")
     build_tokenizer().save_pretrained(home / "runs" / "arithmetic" / "model")
     return home
@@ -210,9 +210,28 @@ def test_python_blocks_of_a_page_run_one_after_another(name, home, monkeypatch, 
         namespace["optimizer"] = torch.optim.SGD(namespace["model"].parameters(), lr=1e-3)
         for code in codes[1:] if name == "README.md" else codes:
             exec(compile(code, name, "exec"), namespace)
+        if name == "docs/guides/numerics.md":
+            assert namespace["gap"] == 0.0 and len(namespace["sample"].token_ids) == 16
+        if name == "docs/guides/prefix-cache.md":
+            assert namespace["report"].num_pinned == 2
     finally:
         if "service" in namespace:
             namespace["service"].close()
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/guides/numerics.md"])
+def test_pages_for_trainers_name_what_gives_the_engines_log_probabilities(name):
+    named = "lockstep.kernels.sampling.logprobs.selected_logprobs(logits, token_ids, temperature)"
+    assert named in spans(TEXTS[name])
+    module, _, function = named.partition("(")[0].rpartition(".")
+    assert list(inspect.signature(getattr(importlib.import_module(module), function)).parameters) == [
+        "logits", "token_ids", "temperature",
+    ]  # fmt: skip
+
+
+def test_the_example_with_tools_says_which_models_know_calls():
+    before = TEXTS["docs/guides/http.md"].partition("```python client")[0].partition("## Tools")[2]
+    assert "--tool-call-parser" in before and "arithmetic model" in before
 
 
 def test_methods_that_a_page_names_exist():

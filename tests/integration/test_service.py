@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -60,6 +61,52 @@ def test_a_copy_of_the_weights_is_refused_by_name_and_nothing_is_committed(model
         service.commit_in_place("2", source=source.items())
     assert service.get_weight_version() == "default"
     assert service.engine.epoch == 0
+
+
+@pytest.mark.parametrize("version", [3, None, ["x"], "", "\ud800", b"7"], ids=repr)
+def test_a_version_that_no_answer_could_bear_is_refused_by_every_verb(model, service, version):
+    said = "a weight version must be a text, not empty, that UTF-8 can encode, not " + re.escape(repr(version))
+    with pytest.raises(ValueError, match=said):
+        service.commit_in_place(version, source=model.named_parameters())
+    with pytest.raises(ValueError, match=said):
+        service.update_weight_version(version)
+    if version is not None:  # as if none was given
+        with pytest.raises(ValueError, match=said):
+            service.begin_weight_update(weight_version=version)
+        with pytest.raises(ValueError, match=said):
+            service.update_weights_from_named_tensors(model.named_parameters(), weight_version=version)
+        service.begin_weight_update(coverage="partial")
+        with pytest.raises(ValueError, match=said):
+            service.end_weight_update(weight_version=version)
+        service.abort_weight_update()
+    assert (service.get_weight_version(), service.engine.epoch) == ("default", 0)
+
+
+def test_names_that_are_missing_are_told_from_tensors_that_are_stored_elsewhere(model, service):
+    source = dict(model.named_parameters())
+    source["model.norm.weight"] = source["model.norm.weight"].detach().clone()
+    del source["model.layers.0.mlp.up_proj.weight"]
+    with pytest.raises(ValueError, match=r"storage.*place: model\.norm\.weight; not in source.*: \S+$"):
+        service.commit_in_place("2", source=source.items())
+    wrapped = [(f"module.{name}", p) for name, p in model.named_parameters()]
+    with pytest.raises(ValueError, match=r"^not in source.* and \d+ more \(.* begin with 'module\.'") as caught:
+        service.commit_in_place("2", source=wrapped)
+    assert len(str(caught.value)) < 500 and "storage" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda model: model, "source is a Qwen2ForCausalLM"),
+        (lambda model: model.state_dict(), "source is a OrderedDict"),
+        (lambda model: None, "source is a NoneType"),
+        (lambda model: model.parameters(), "source yields a Parameter"),
+        (lambda model: [("a", 1)], "source yields a str and a int"),
+    ],
+)
+def test_a_source_that_names_no_tensors_is_refused_with_what_to_pass(model, service, make, kind):
+    with pytest.raises(ValueError, match=rf"^{kind}.*: pass model\.named_parameters\(\)$"):
+        service.commit_in_place("2", source=make(model))
 
 
 def test_bytes_are_counted_where_they_are_copied():

@@ -42,6 +42,25 @@ def test_what_changes_bits_changes_the_guarantee_and_is_named(engine):
     assert differences({**here, "isa": "amx"}, here) == [f"isa: amx there, {here['isa']} here"]
 
 
+def test_an_infinity_in_the_configuration_is_hashed_as_text(engine):
+    """`time_step_limit` of state-space models is (0, inf)."""
+    models = [engine("falcon_h1").model for _ in range(3)]
+    here = models[0].config.to_dict()
+    assert float("inf") in [one for value in here.values() if isinstance(value, list | tuple) for one in value]
+    models[2].config.time_step_limit = (0.0, 1e9)
+    hashes = [guarantee(model)["model"] for model in models]
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_the_hash_of_a_configuration_stays_as_it_was(engine):
+    model = engine("qwen3").model
+    ignored = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures",
+               "output_attentions", "output_hidden_states", "return_dict", "problem_type"}  # fmt: skip
+    config = {name: value for name, value in model.config.to_dict().items() if name not in ignored}
+    plain = json.loads(json.dumps(config, default=str))
+    assert guarantee(model)["model"] == sha256_of([type(model.module).__name__, plain])
+
+
 def test_threads_count_only_where_the_library_multiplies(engine):
     native = engine("qwen3")
     assert guarantee(native.model)["threads"] == (0 if native.model.numerics.guarantee.linear == "native" else 1)

@@ -111,9 +111,11 @@ class RequestLimits:
             if isinstance(prompt, str):
                 self.characters(len(prompt), field)
             elif len(prompt) > room:
+                # A token that is generated needs room too. Whether one is asked for is read later, see `Tokenising`.
                 raise BadField(
-                    field, f"Input length ({len(prompt)} tokens) exceeds the maximum allowed length ({room} tokens)"
-                )
+                    field, f"Input length ({len(prompt)} tokens) exceeds the maximum allowed length "
+                    f"({room - 1} tokens; {room} where none are generated)"
+                )  # fmt: skip
 
     def characters(self, num_chars: int, field: str) -> None:
         """Check that a text of this length may fit into the context."""

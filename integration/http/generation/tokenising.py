@@ -98,6 +98,11 @@ class Tokenising:
             raise _too_long(field, str(len(ids)), room)
         return ids
 
+    def fits(self, num_tokens: int, field: str, params: SamplingParams) -> None:
+        """Check that a prompt of so many tokens has room in the context. Raises BadField."""
+        if num_tokens > (room := self._room(params)):
+            raise _too_long(field, str(num_tokens), room)
+
     def _room(self, params: SamplingParams) -> int:
         return self._engine.max_model_len - min(params.max_new_tokens, 1)
 
@@ -118,8 +123,7 @@ class Tokenising:
             raise BadField(field, str(error)) from None
         if num_kept is not None:
             ids = ids[-num_kept:]
-        if len(ids) > room:
-            raise _too_long(field, str(len(ids)), room)
+        self.fits(len(ids), field, params)
         return ids
 
     def _refuse_long(self, text: str, field: str, room: int) -> None:

@@ -99,6 +99,7 @@ def read_inference(values: dict[str, object], engine: Engine, model: str, limits
     if body.output_mode == "text" and (engine.tokenizer is None or given.get("detokenize") is False):
         raise BadField("output_mode", '"text" needs a tokenizer, and detokenize')
     params = _params(given, engine.max_model_len - len(body.token_ids))
+    limits.tokenising.fits(len(body.token_ids), "token_ids", params)
     limits.sequences(params.n)
     num_top = _count(given, "logprobs", engine.model.vocab_size)
     prompt_top = num_prompt_top(_integer(given, "prompt_logprobs"), engine.model.vocab_size)

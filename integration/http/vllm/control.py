@@ -128,7 +128,8 @@ async def release_kv_cache_memory(request: Request) -> Response:
 
 @router.post("/wake_up", response_class=Response)
 async def wake_up(request: Request) -> Response:
-    """Allocate the memory behind the given tags, all by default. Once all of it is there generation goes on."""
+    """Allocate the memory behind the given tags, all by default. Once all of it is there the pause ends; where the
+    weights hold nothing since, requests wait until an update has written them."""
     service, lease = service_of(request), request.app.state.pause_lease
     tags = request.query_params.getlist("tags") or None
 
@@ -138,6 +139,9 @@ async def wake_up(request: Request) -> Response:
         is_awake = bool(engine.kv_bytes) and engine.model.holds_weights
         if is_awake and service.sessions.loss is None:
             end_pause(service, lease, None)
+        elif is_awake:  # what holds requests until the weights are written is not the pause
+            with lease.changing():
+                engine.continue_generation()
         return is_awake
 
     is_awake = await _run(request, wake)

@@ -35,8 +35,9 @@ class Updates:
             assert self.journal.entry is not None
             raise HttpError(
                 409,
-                f"an update is unresolved: {self.journal.entry.verb}: {self.journal.entry.failure}. See the weights of "
-                'all workers right, then POST /weight_update_journal/resolve {"acknowledge": true}',
+                f"an update is unresolved: {self.journal.entry.verb}: {self.journal.entry.failure}. First POST "
+                '/weight_update_journal/resolve {"acknowledge": true, "enable": false}, which disables its workers; '
+                "then update all weights, and enable the workers",
                 code="journal_unresolved", extra={"journal": self.journal.report()},
             )  # fmt: skip
         known = self.journal.entry
@@ -65,6 +66,8 @@ class Updates:
                 await self._write(_entry(verb, targets, session=True))
             elif known is None or rule.journal == "closes" or (rule.journal == "mends" and are_alike):
                 await self._clear()
+            if are_alike and self.journal.entry is None:
+                self._registry.accept(targets[0].weight_version)
             self._registry.check_versions(self._config.allow_mixed_versions)
             return
         if all(result.is_refusal for result in results) and await self._are_unchanged(targets):

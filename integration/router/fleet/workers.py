@@ -52,6 +52,7 @@ class Worker:
     weight_version: str | None = None  # as last read
     weight_digest: str | None = None  # as last read; None: not read since the version changed, or none is reported
     guarantee: dict[str, object] | None = None  # on which its bits depend; None: not reported
+    version_at_return: str | None = None  # the weight version with which its process came, if it was held for that
     num_ranks: int = 1  # ranks of its tensor and pipeline parallel mesh, which join a group
     startup_time: object = None  # differs between two processes at the same address
     died: asyncio.Event = field(default_factory=asyncio.Event)  # replaced when it returns
@@ -132,6 +133,7 @@ class WorkerRegistry:
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
+        self.served_version: str | None = None  # on which the workers last agreed; kept while all are dead
         self.on_change: list[Callable[[], None]] = []  # called after each change that may give a request a worker
 
     def __iter__(self) -> Iterator[Worker]:
@@ -164,6 +166,8 @@ class WorkerRegistry:
     def remove(self, worker: Worker) -> None:
         """Remove a worker. It gets no more requests; its running ones finish."""
         del self._workers[worker.id]
+        if not self._workers:
+            self.served_version = None
         self.notify()
 
     def live(self) -> list[Worker]:
@@ -171,10 +175,15 @@ class WorkerRegistry:
         return [worker for worker in self if worker.is_alive]
 
     def set_disabled(self, worker: Worker, disabled: bool) -> None:
-        """Disable or enable a worker for an operator. Enabling also ends the hold after a failed group init."""
+        """Disable or enable a worker for an operator. Enabling also ends the hold after a failed group init, and
+        accepts the weight version of a worker that is held for it, if no other live worker serves another version."""
         worker.disabled = disabled
         if not disabled:
             worker.holds.pop(Hold.GROUP, None)
+            is_held = worker.is_alive and Hold.VERSION in worker.holds
+            if is_held and self._agreed(without=worker) <= {worker.weight_version}:
+                self.accept(worker.weight_version, "an operator has enabled a worker that has it")
+                worker.holds.pop(Hold.VERSION)
         self.notify()
 
     def hold(self, worker: Worker, hold: Hold, why: str) -> None:
@@ -238,25 +247,60 @@ class WorkerRegistry:
         self.notify()
 
     def check_versions(self, allow_mixed: bool, returned: Worker | None = None) -> None:
-        """Hold `returned` back if its weight version differs from all other workers' versions. End this hold of the
-        workers whose version is the same again, or that have no other worker left to differ from."""
+        """Hold `returned` back if its weight version differs from all other workers' versions or, without others, from
+        the version that the fleet last served. End this hold of the workers whose version is the same again, or that
+        were all updated since they returned. Then remember the version on which the workers without this hold agree."""
         for worker in self:
-            if worker is not returned and Hold.VERSION not in worker.holds:
+            if worker is not returned and (Hold.VERSION not in worker.holds or not worker.is_alive):
                 continue
-            rest = {
-                other.weight_version
-                for other in self.live()
-                if other is not worker and Hold.VERSION not in other.holds and other.weight_version is not None
-            }
-            differs = bool(rest) and worker.weight_version is not None and worker.weight_version not in rest
-            if differs and not allow_mixed:
-                others = ", ".join(map(repr, sorted(rest)))
-                why = f"it has weight version {worker.weight_version!r}, the others {others}"
-                if worker.holds.get(Hold.VERSION) != why:
-                    logger.warning("worker %s gets no requests: %s", worker.url, why)
-                self.hold(worker, Hold.VERSION, why)
-            else:
+            if worker is returned:
+                worker.version_at_return = worker.weight_version
+            why = None if allow_mixed else self._why_other(worker)
+            if why is None:
                 self.unhold(worker, Hold.VERSION)
+                continue
+            if worker.holds.get(Hold.VERSION) != why:
+                logger.warning("worker %s gets no requests: %s", worker.url, why)
+            self.hold(worker, Hold.VERSION, why)
+        agreed = self._agreed()
+        if returned is not None and Hold.VERSION not in returned.holds and returned.weight_version is not None:
+            agreed.add(returned.weight_version)  # it is marked as alive after this
+        if len(agreed) == 1 and not any(Hold.BROADCAST in worker.holds for worker in self):
+            self.accept(agreed.pop(), "no update through this router brought it")
+
+    def accept(self, version: str | None, warning: str = "") -> None:
+        """Remember the weight version that the fleet serves. Logs the warning where it replaces another one."""
+        if version is None or version == self.served_version:
+            return
+        if warning and self.served_version is not None:
+            logger.warning(
+                "the fleet now serves weight version %r instead of %r: %s", version, self.served_version, warning
+            )  # fmt: skip
+        self.served_version = version
+
+    def _agreed(self, without: Worker | None = None) -> set[str]:
+        """Return the versions of the live workers that are not held for theirs."""
+        return {
+            worker.weight_version for worker in self.live()
+            if worker is not without and Hold.VERSION not in worker.holds and worker.weight_version is not None
+        }  # fmt: skip
+
+    def _why_other(self, worker: Worker) -> str | None:
+        """Return the reason to hold a worker for its version; None: there is none. Changes nothing."""
+        version, rest = worker.weight_version, self._agreed(without=worker)
+        if version is None or version in rest:
+            return None
+        if rest:
+            return f"it has weight version {version!r}, the others {', '.join(map(repr, sorted(rest)))}"
+        if self.served_version in (None, version):
+            return None
+        # None serves. Workers that a trainer has updated directly since they returned serve when all have the version.
+        if version != worker.version_at_return and {one.weight_version for one in self.live()} == {version}:
+            return None
+        return (
+            f"it has weight version {version!r}, and the fleet last served {self.served_version!r}: update the "
+            "weights, or enable the worker to accept its version"
+        )
 
     def notify(self) -> None:
         """Call the functions that wait for a change."""

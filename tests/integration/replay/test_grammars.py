@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+from lockstep.integration.replay.cut_answers import before_jumps
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
@@ -86,3 +87,33 @@ def test_another_engine_that_follows_grammars_otherwise_says_so(make_service):
     report = make_service(jump_forward_max_rollback=3, grammar_any_whitespace=True).replay(receipts)
     assert report.num("unproven") == 6
     assert "grammar_any_whitespace, jump_forward_max_rollback" in report.verdicts[0].what
+
+
+def test_answers_aborted_before_a_jump_that_replaces_their_last_draws_are_proven(make_service):
+    service = make_service(speculation="off")
+    engine = service.engine
+    schema = {"type": "array", "items": {"enum": ["value one", "value two", "ключ"]}, "minItems": 2}
+    receipts = []
+    with engine.model.rollout_phase():
+        for seed in range(3):
+            params = SamplingParams(json_schema=schema, jump_forward="text", max_new_tokens=45, sampling_seed=seed)
+            for num_steps in range(1, 13):
+                engine.add([1, 2, 3], params, rid="r", options=RequestOptions(return_receipt=True))
+                answers = [answer for _ in range(num_steps) for answer in engine.step()]
+                if engine.has_work:
+                    engine.abort_request("r")
+                    answers += engine.step()
+                receipts.append(answers[0].receipt)
+        report = service.replay(receipts)
+        assert report.num("differs") == 0, list(report.lines())
+        assert report.num("equal") == len(receipts), list(report.lines())
+        aborted = [one for one in receipts if one["finish"]["type"] == "abort" and len(one["output"]) > 3]
+        assert len(aborted) > 10
+        for name, by in (("logprobs", 1), ("output", 7)):
+            changed = [sealed({**one, name: [*one[name][:-1], one[name][-1] ^ by]}) for one in aborted]
+            assert service.replay(changed).num("differs") == len(changed)
+
+
+def test_the_output_before_jumps_is_that_of_their_draws():
+    assert before_jumps([1, 4, 5, 6, 9], [(1, [2, 3], [4, 5]), (3, [7], [6])]) == [1, 2, 3]
+    assert before_jumps([1, 2], []) == [1, 2]

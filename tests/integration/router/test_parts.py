@@ -322,9 +322,11 @@ def test_workers_are_held_for_versions_that_differ_until_they_agree():
     assert Hold.VERSION in c.holds and "'4'" in c.holds[Hold.VERSION] and not a.holds
     registry.check_versions(allow_mixed=False)
     assert Hold.VERSION in c.holds
-    a.health = b.health = Health.DEAD  # no other worker is left to differ from
+    a.health = b.health = Health.DEAD
     registry.check_versions(allow_mixed=False)
-    assert c.can_take_requests
+    assert "last served '5'" in c.holds[Hold.VERSION]
+    registry.set_disabled(c, False)  # an operator accepts its version
+    assert c.can_take_requests and registry.served_version == "4"
     registry.check_versions(allow_mixed=False, returned=c)
     a.health = Health.ALIVE
     registry.check_versions(allow_mixed=True, returned=a)

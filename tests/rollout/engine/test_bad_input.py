@@ -20,6 +20,10 @@ from lockstep.tests.rollout.engine.callers import assert_idle, sampled
         ([None], "NoneType"),
         ([[1], None], "NoneType"),
         ([[1], 5], "int"),
+        (5, "a prompt is a text or a list of token ids, not int 5"),
+        (b"a", "not bytes b'a'"),
+        ([b"a"], "not bytes b'a'"),
+        ({"text": "a"}, "images and other inputs"),
     ],
     ids=str,
 )
@@ -29,6 +33,17 @@ def test_bad_prompt_is_named_and_nothing_is_queued(make_engine, prompt, message)
         engine.generate(prompt, sampled())
     assert_idle(engine)
     assert len(engine.mailboxes) == 0
+
+
+@pytest.mark.parametrize("prompts", ["a\ud800", ["a", "b\ud800"]], ids=ascii)
+def test_a_text_with_half_a_surrogate_pair_is_refused(talker, prompts):
+    with pytest.raises(ValueError, match=r"^the prompt has '\\ud800', half of a surrogate pair"):
+        talker.generate(prompts, sampled())
+    assert_idle(talker)
+
+
+def test_no_prompts_have_no_answers(make_engine):
+    assert make_engine().generate([], sampled()) == []
 
 
 @pytest.mark.parametrize(

@@ -118,3 +118,29 @@ def test_closed_engine_gives_everything_back(make_engine):
     engine.close()
     assert engine.state()["kv_bytes"] == 0
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("way", ["retract", "verify"])
+@pytest.mark.parametrize("start", [0, 3])
+def test_prompt_logprobs_are_of_one_version_where_the_kv_is_computed_again(make_engine, way, start):
+    prompt = list(range(1, 41))
+    options = RequestOptions(logprob_start_len=start, top_logprobs_num=2, takes_back=False)
+    engine = make_engine(chunked_prefill_size=10)
+    engine.add(prompt, sampled(max_new_tokens=2), rid="r", options=options)
+    for _ in range(2):
+        engine.step()
+    if way == "retract":
+        engine.pause_generation("retract")
+    with torch.no_grad():
+        for weight in engine.model.module.parameters():
+            weight.mul_(1.5)
+    engine.weights.commit_weights("new", None, in_flight="verify" if way == "verify" else None)
+    if way == "retract":
+        engine.continue_generation()
+    answers = []
+    while engine.has_work:
+        answers += engine.step()
+    [expected] = engine.generate([prompt], sampled(max_new_tokens=2), options=options)
+    assert {span.version for span in answers[0].weight_versions} == {"new"}
+    assert answers[0].prompt_logprobs == expected.prompt_logprobs
+    assert answers[0].prompt_top_logprobs == expected.prompt_top_logprobs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 from lockstep.kernels.sampling.draws import derive_seed
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.loop import receipts
 from lockstep.rollout.receipt import (
     batch_hash,
     breaks_in_chain,
@@ -172,3 +174,53 @@ def test_a_verified_answer_has_one_span_and_the_same_weights_again_are_no_other_
     run(engine, 3)
     engine.weights.commit_weights("again", "d2")
     assert spans(finished(engine)) == [("2", 0, 3, []), ("again", 3, 6, [])]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_receipt_that_cannot_be_made_ends_its_own_request_alone(make_engine, monkeypatch, overlap):
+    engine = make_engine(overlap=overlap)
+
+    def broken(model: object) -> None:
+        raise ValueError("Out of range float values are not JSON compliant")
+
+    monkeypatch.setattr(receipts, "guarantee", broken)
+    options = [ASKED, RequestOptions(), ASKED]
+    answers = engine.generate([PROMPT] * 3, SamplingParams(max_new_tokens=4), options=options)
+    assert [answer.finish_reason.type for answer in answers] == ["abort", "length", "abort"]
+    assert "its receipt cannot be made: ValueError: Out of range" in answers[0].finish_reason.message
+    assert [len(answer.token_ids) for answer in answers] == [4, 4, 4]
+    assert all(answer.receipt is None for answer in answers)
+    assert not engine.has_work
+    monkeypatch.undo()
+    [next] = engine.generate(PROMPT, SamplingParams(max_new_tokens=4), options=ASKED)
+    assert next.receipt["number"] == 0
+    engine.close()
+
+
+@pytest.mark.parametrize("call", ["generate", "stream", "agenerate", "astream"])
+def test_a_fault_while_a_receipt_is_made_is_raised_and_breaks_nothing(make_engine, monkeypatch, call):
+    engine = make_engine()
+
+    def broken(model: object) -> None:
+        raise ZeroDivisionError("a fault")
+
+    async def collected() -> object:
+        if call == "agenerate":
+            return await engine.agenerate([PROMPT, PROMPT], params, options=ASKED)
+        return [chunk async for chunk in engine.astream(PROMPT, params, options=ASKED)]
+
+    def ask() -> object:
+        if call == "generate":
+            return engine.generate([PROMPT, PROMPT], params, options=ASKED)
+        if call == "stream":
+            return list(engine.stream(PROMPT, params, options=ASKED))
+        return asyncio.run(collected())
+
+    monkeypatch.setattr(receipts, "guarantee", broken)
+    params = SamplingParams(max_new_tokens=4)
+    with pytest.raises(ZeroDivisionError, match="a fault"):
+        ask()
+    monkeypatch.undo()
+    assert len(engine.generate(PROMPT, params)[0].token_ids) == 4
+    assert not engine.has_work
+    engine.close()

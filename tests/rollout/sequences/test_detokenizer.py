@@ -1,9 +1,13 @@
 """Tests of text that grows token by token: complete characters, leading spaces, and the places of stops."""
 
 import json
+import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -11,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.detokenizer import REGEX_WINDOW, IncrementalDetokenizer, StopRegexTimeout
+from lockstep.rollout.sequences.search_time import MAX_S, SearchTime
 from lockstep.rollout.sequences.stop_prefixes import StopPrefixes
 
 CORPUS = [
@@ -230,6 +235,47 @@ def test_a_runaway_pattern_ends_in_an_error_that_names_it():
     detokenizer = IncrementalDetokenizer(BYTES, [], SamplingParams(stop_regex=[r"(?:(?:a|ab|b)+)+[0-9]"]))
     with pytest.raises(StopRegexTimeout, match="stop_regex"):
         detokenizer.append(token_of_each_byte("ab" * 200))
+
+
+class WaitingTime(SearchTime):
+    """Search time that is asked for only while another thread holds the processor, and remembers what was spent."""
+
+    spent = 0.0
+
+    def allowance(self) -> float:
+        threading.Event().wait(1.5 * MAX_S)  # a data loader that keeps the interpreter's lock
+        return super().allowance()
+
+    def spend(self, seconds: float) -> None:
+        self.spent += seconds
+        super().spend(seconds)
+
+
+def test_a_wait_for_the_processor_is_no_search_for_a_pattern():
+    shared = WaitingTime()
+    detokenizer = IncrementalDetokenizer(BYTES, [], SamplingParams(stop_regex=["QQ."]), shared)
+    assert detokenizer.append(token_of_each_byte("QQ!")) is not None
+    assert shared.spent < 0.5 * MAX_S
+
+
+def test_the_processor_time_of_other_threads_is_no_search_for_a_pattern():
+    pattern, calls = regex.compile("QQ."), list[float]()
+
+    class Busy(SamplingParams):
+        """Parameters whose pattern is cut short while this thread has hardly run, as `regex` does where others run."""
+
+        @property
+        def stop_patterns(self) -> Any:
+            return (SimpleNamespace(pattern="QQ.", finditer=find),)
+
+    def find(*args: Any, timeout: float, **options: Any) -> Any:
+        calls.append(timeout)
+        if len(calls) == 1:
+            raise TimeoutError
+        return pattern.finditer(*args, timeout=timeout, **options)
+
+    match = IncrementalDetokenizer(BYTES, [], Busy(stop_regex=["QQ."])).append(token_of_each_byte("QQ!"))
+    assert match is not None and match.stop == "QQ." and 0 < calls[1] < calls[0]
 
 
 def test_without_a_tokenizer_there_is_no_text_and_no_stop_string():

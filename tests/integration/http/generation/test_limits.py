@@ -181,6 +181,23 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(client, servic
         assert answer.status_code == 400 and "exceeds the maximum" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("num_tokens", [512, 513, 600])
+def test_every_refusal_of_a_long_prompt_says_the_same_longest_one(client, num_tokens):
+    ids = [1] * num_tokens
+    said = f"Input length ({num_tokens} tokens) exceeds the maximum allowed length (511 tokens"
+    for path, body in (
+        ("/generate", {"input_ids": ids}),
+        ("/v1/completions", {"prompt": ids}),
+        ("/inference/v1/generate", {"token_ids": ids, "sampling_params": {"max_tokens": 1}}),
+    ):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400 and said in answer.text
+    answer = client.post("/generate", json={"input_ids": ids, "sampling_params": {"max_new_tokens": 0}})
+    assert answer.status_code == (200 if num_tokens == 512 else 400)
+    assert num_tokens == 512 or "; 512 where none are generated)" in answer.text
+    assert client.post("/generate", json={"input_ids": ids[:511], "sampling_params": SHORT}).status_code == 200
+
+
 def test_too_many_samples_are_refused_before_settings_are_built(served, monkeypatch):
     limits = generate_body.RequestLimits(served.app.state.service.engine, LIMITS)
     monkeypatch.setattr(generate_body, "sampling_params", lambda given: pytest.fail("settings were built"))

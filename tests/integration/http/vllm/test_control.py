@@ -134,6 +134,24 @@ def test_a_sleep_releases_memory_by_its_level_and_a_wake_up_brings_it_back(clien
     assert answer(user) == before
 
 
+def test_weights_that_come_after_a_wake_up_are_sampled_from_without_a_further_call(clients, service, tmp_path):
+    admin, user = clients
+    before = answer(user)
+    for call in ("/start_weight_update", "/finish_weight_update"):  # the weights are those of no folder now
+        assert admin.post(call, json={}).status_code == 200
+    assert admin.post("/sleep?level=2").status_code == 200
+    assert admin.post("/wake_up").json() == {"status": "awake", "tags": None}
+    assert user.get("/is_paused").json() == {"is_paused": False}
+    assert service.engine.refusal is not None  # requests wait
+    answers: list[dict] = []
+    waiting = begin(user, answers)
+    body = {"model_path": str(tmp_path / "model"), "weight_version": "9"}
+    assert admin.post("/update_weights_from_disk", json=body).status_code == 200
+    waiting.join(PATIENCE)
+    assert [reply["choices"][0]["token_ids"] for reply in answers] == [before]
+    assert answer(user) == before
+
+
 def test_requests_are_aborted_by_name_or_all(clients, service, until):
     admin, user = clients
     answers: list[dict] = []
