@@ -192,8 +192,8 @@ def test_a_receipt_that_cannot_be_made_ends_its_own_request_alone(make_engine, m
     assert all(answer.receipt is None for answer in answers)
     assert not engine.has_work
     monkeypatch.undo()
-    [next] = engine.generate(PROMPT, SamplingParams(max_new_tokens=4), options=ASKED)
-    assert next.receipt["number"] == 0
+    [later] = engine.generate(PROMPT, SamplingParams(max_new_tokens=4), options=ASKED)
+    assert later.receipt["number"] == 0
     engine.close()
 
 
@@ -204,7 +204,7 @@ def test_a_fault_while_a_receipt_is_made_is_raised_and_breaks_nothing(make_engin
     def broken(model: object) -> None:
         raise ZeroDivisionError("a fault")
 
-    async def collected() -> object:
+    async def asked() -> object:
         if call == "agenerate":
             return await engine.agenerate([PROMPT, PROMPT], params, options=ASKED)
         return [chunk async for chunk in engine.astream(PROMPT, params, options=ASKED)]
@@ -212,9 +212,7 @@ def test_a_fault_while_a_receipt_is_made_is_raised_and_breaks_nothing(make_engin
     def ask() -> object:
         if call == "generate":
             return engine.generate([PROMPT, PROMPT], params, options=ASKED)
-        if call == "stream":
-            return list(engine.stream(PROMPT, params, options=ASKED))
-        return asyncio.run(collected())
+        return list(engine.stream(PROMPT, params, options=ASKED)) if call == "stream" else asyncio.run(asked())
 
     monkeypatch.setattr(receipts, "guarantee", broken)
     params = SamplingParams(max_new_tokens=4)
