@@ -50,15 +50,8 @@ class Hosted(Protocol):
     def device(self) -> torch.device: ...
     @property
     def vocab_size(self) -> int: ...
-    def call(
-        self,
-        token_ids: Tensor | None,
-        positions: Tensor,
-        step: object,
-        logit_rows: Tensor | None,
-        hidden: Tensor | None,
-    ) -> Tensor:
-        """Return the logits of the rows that the last layer returns, where `logit_rows` is None."""
+    @property
+    def call(self) -> Callable[..., Tensor]: ...
 
 
 class LastLayer:
