@@ -1,11 +1,11 @@
-"""Paths of SGLang's API that this engine does not support: each answers 501 with the reason."""
+"""Paths of SGLang's and vLLM's APIs that this engine does not support: each answers 501 with the reason."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ..edge.errors import NotSupported
+from ..edge.errors import SERVED, NotSupported
 
 router = APIRouter(tags=["not supported"])
 
@@ -28,11 +28,23 @@ _PATHS = {
     "/dump_expert_distribution_record": "expert distribution records are not supported",
     "/set_internal_state": "settings are fixed when the server starts",
     "/pd_role_switch": "disaggregated prefill is not supported",
-    "/v1/score": "scoring is not supported: /generate gives log-probabilities of a prompt",
-    "/v1/embeddings": "embeddings are not supported",
-    "/v1/rerank": "reranking is not supported",
-    "/encode": "embeddings are not supported",
-    "/classify": "classification is not supported",
+    "/v1/responses": f"the Responses API is not supported: {SERVED}",
+    "/v1/responses/{rest:path}": f"the Responses API is not supported: {SERVED}",
+    "/v1/messages": f"the Messages API is not supported: {SERVED}",
+    "/v1/messages/count_tokens": "the Messages API is not supported: /tokenize counts tokens",
+    **dict.fromkeys(
+        ("/score", "/v1/score"),
+        f"scoring is not supported: /generate gives log-probabilities of a prompt, with return_logprob; {SERVED}",
+    ),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), f"reranking is not supported: {SERVED}"),
+    **dict.fromkeys(("/v1/embeddings", "/v2/embed", "/encode"), f"embeddings are not supported: {SERVED}"),
+    "/pooling": f"pooling is not supported: {SERVED}",
+    "/classify": f"classification is not supported: {SERVED}",
+    "/v1/audio/{rest:path}": f"audio is not supported: {SERVED}",
+    "/v1/images/{rest:path}": f"images are not supported: {SERVED}",
+    "/v1/realtime": f"the Realtime API is not supported: {SERVED}",
+    "/v1/tokenize": "this path is called /tokenize here",
+    "/v1/detokenize": "this path is called /detokenize here",
 }
 
 

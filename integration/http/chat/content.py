@@ -7,31 +7,37 @@ from typing import Any
 
 from ..edge.errors import BadField
 
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_WITH_CONTENT = ("system", "developer", "user", "tool")  # roles whose messages are nothing without content
 
-def read_message(message: dict[str, Any]) -> dict[str, Any]:
+
+def read_message(message: dict[str, Any], field: str) -> dict[str, Any]:
     """Return the message with one text as content, an empty one for null, and with objects as arguments of its calls.
-    Raises BadField for content or calls that are none."""
-    if not isinstance(message.get("role"), str):
-        raise BadField("messages", "each needs a role")
+    field: the message's place in the request. Raises BadField for content or calls that are none."""
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise BadField(f"{field}.role", "each message needs a role")
     found = dict(message)
+    if message.get("content") is None and role in _WITH_CONTENT:
+        raise BadField(f"{field}.content", f"a message of the role {role} needs content")
     if "content" in message:
-        found["content"] = _text(message["content"], "messages") or ""  # templates add to a text
+        found["content"] = _text(message["content"], f"{field}.content") or ""  # templates add to a text
     reasoning = message.get("reasoning_content")
     if reasoning is None:
         found.pop("reasoning_content", None)  # templates add to a text
     elif not isinstance(reasoning, str):
-        raise BadField("messages", "reasoning_content must be a text")
+        raise BadField(f"{field}.reasoning_content", "must be a text")
     for name in ("name", "tool_call_id"):
         if message.get(name) is not None and not isinstance(message[name], str):
-            raise BadField("messages", f"{name} must be a text")
+            raise BadField(f"{field}.{name}", "must be a text")
     calls = message.get("tool_calls")
     if not calls:
         found.pop("tool_calls", None)
     elif isinstance(calls, list):
-        found["tool_calls"] = [_call(call) for call in calls]
+        found["tool_calls"] = [_call(call, f"{field}.tool_calls.{index}") for index, call in enumerate(calls)]
         found.setdefault("content", "")
     else:
-        raise BadField("messages", "tool_calls must be a list")
+        raise BadField(f"{field}.tool_calls", "must be a list")
     return found
 
 
@@ -45,17 +51,18 @@ def with_texts_as_arguments(messages: list[dict[str, Any]]) -> list[dict[str, An
     ]
 
 
-def _call(call: object) -> dict[str, Any]:
-    """Return a call of a message with an object as arguments. Raises BadField."""
+def _call(call: object, field: str) -> dict[str, Any]:
+    """Return a call of a message with an object as arguments. field: the call's place in the request. Raises
+    BadField."""
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadField("messages", 'each of tool_calls must be {"type": "function", "function": {"name": ...}}')
+        raise BadField(field, 'must be {"type": "function", "function": {"name": ...}}')
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
         except (ValueError, RecursionError) as error:
-            raise BadField("messages", f"the arguments of a call of tool_calls are no JSON: {error}") from None
+            raise BadField(f"{field}.function.arguments", f"are no JSON: {error}") from None
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 
 

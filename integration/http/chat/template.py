@@ -11,7 +11,8 @@ from jinja2 import TemplateError
 from ....rollout.engine import Engine
 from ..edge.errors import BadField
 from ..generation.limits import RequestLimits
-from .content import read_message, with_texts_as_arguments
+from .content import ROLES, read_message, with_texts_as_arguments
+from .form import chat_template_text
 
 
 class TemplateFields(Protocol):
@@ -24,13 +25,25 @@ class TemplateFields(Protocol):
 
 
 def read_messages(given: list[dict[str, Any]], limits: RequestLimits) -> list[dict[str, Any]]:
-    """Return messages with one text each. Raises BadField, also where they are too long together."""
-    messages = [read_message(message) for message in given]
+    """Return messages with one text each. Raises BadField, also where they are too long together, and for a role that
+    is neither a common one nor in the chat template."""
+    messages = [read_message(message, f"messages.{index}") for index, message in enumerate(given)]
+    _refuse_unknown_roles(messages, limits)
     texts = [message.get(name) for message in messages for name in ("content", "reasoning_content")]
     calls = [call for message in given for call in message.get("tool_calls") or ()]
     texts += [call["function"].get("arguments") for call in calls]
     limits.characters(sum(len(text) for text in texts if isinstance(text, str)), "messages")
     return messages
+
+
+def _refuse_unknown_roles(messages: Sequence[dict[str, Any]], limits: RequestLimits) -> None:
+    template = chat_template_text(limits.tokenizer)
+    for index, message in enumerate(messages):
+        role = message["role"]
+        if role not in ROLES and f"'{role}'" not in template and f'"{role}"' not in template:
+            known = ", ".join(sorted(ROLES))
+            what = f"{role[:100]!r} is neither one of {known} nor a role that the chat template names"
+            raise BadField(f"messages.{index}.role", what)
 
 
 def apply_template(

@@ -29,7 +29,8 @@ NORMAL_PATHS = frozenset(
     {"/generate", "/renew", "/model_info", "/get_model_info", "/server_info", "/get_server_info", "/get_weight_version",
      "/parallelism_config", "/state", "/openapi.json", "/docs", "/get_load", "/inference/v1/generate", "/tokenize",
      "/detokenize", "/open_session", "/close_session", "/session_info", "/is_paused", "/is_sleeping",
-     "/get_world_size", "/weight_info"}
+     "/get_world_size", "/weight_info", "/encode", "/classify", "/score", "/rerank", "/v2/rerank", "/v2/embed",
+     "/pooling"}
 )  # fmt: skip
 NORMAL_PREFIX = "/v1/"
 ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # of those with that prefix

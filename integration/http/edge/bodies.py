@@ -18,9 +18,9 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import islice
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
@@ -285,13 +285,31 @@ async def read_object(request: Request, limit: int | None = None) -> dict[str, o
 
 
 def fields_of(model: type[B], values: dict[str, object]) -> B:
-    """Build the body from its values. Raises BadField for the first wrong field."""
+    """Build the body from its values. Raises BadField for the first wrong field. A truth value is no number."""
     given = {key: value for key, value in values.items() if value is not None}
+    for name, value in given.items():
+        if isinstance(value, bool) and name in _numbers_of(model):
+            raise BadField(name, f"must be a number, not {'true' if value else 'false'}")
     try:
         return model.model_validate(given)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise BadField(".".join(map(str, first["loc"])), first["msg"]) from None
+
+
+@cache
+def _numbers_of(model: type[Body]) -> frozenset[str]:
+    """Return the names of the fields that take numbers and no truth values, which pydantic would read as 0 and 1."""
+    kinds = {name: set(_kinds_of(field.annotation)) for name, field in model.model_fields.items()}
+    return frozenset(name for name, its in kinds.items() if its & {int, float} and not its & {bool, Any})
+
+
+def _kinds_of(annotation: Any) -> Iterator[Any]:
+    """List the plain types that an annotation is made of."""
+    if isinstance(annotation, type) or annotation is Any:
+        yield annotation
+    for part in get_args(annotation):
+        yield from _kinds_of(part)
 
 
 def body_of(model: type[B], *, carries_data: bool = True) -> Callable[[Request], Awaitable[B]]:

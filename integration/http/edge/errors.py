@@ -18,12 +18,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ....rollout.errors import (
@@ -42,14 +44,21 @@ from ....weight_sync.errors import WeightSyncError
 logger = logging.getLogger(__name__)
 
 SERVER_ENDED = "the server ended"  # why open requests are aborted at the end of a drain
-_OPENAI_PREFIXES = ("/v1/", "/inference/")  # of paths with OpenAI's errors
+# The paths of generation, for clients that look for it elsewhere.
+SERVED = "generation is served at /v1/chat/completions, /v1/completions, /inference/v1/generate and /generate"
+_OPENAI_PREFIXES = ("/v1/", "/v2/", "/inference/")  # of paths with OpenAI's errors
 _OPENAI_PATHS = frozenset(
     {"/tokenize", "/detokenize", "/pause", "/resume", "/is_paused", "/abort_requests", "/reset_prefix_cache", "/sleep",
      "/wake_up", "/is_sleeping", "/get_world_size", "/weight_info", "/init_weight_transfer_engine",
      "/shutdown_weight_transfer_engine", "/start_weight_update", "/start_draft_weight_update", "/update_weights",
-     "/finish_weight_update", "/weight_checker", "/release_kv_cache_memory", "/collective_rpc"}
+     "/finish_weight_update", "/weight_checker", "/release_kv_cache_memory", "/collective_rpc", "/rerank", "/score",
+     "/pooling"}
 )  # fmt: skip
+# Of the paths with SGLang's errors, those of administration also have the exception's class, see `error_body`.
+_WITHOUT_KIND = frozenset({"/generate", "/renew", "/open_session", "/close_session", "/session_info"})
 _MAX_MESSAGE = 10_000  # characters about a wrong field; the message may quote it
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_MAX_PATH = 200  # characters of a path or method that a message quotes
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error"}
 _TITLES = {
     400: "Bad Request",
@@ -78,11 +87,12 @@ class HttpError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
         extra: Mapping[str, object] | None = None,
+        kind: str | None = None,
     ) -> None:
         """Set the parts of the answer. param: the wrong field. code: a machine-readable word. extra: further keys of
-        the body."""
+        the body. kind: the class of the exception that it answers."""
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code, self.kind = status, message, param, code, kind
         self.headers, self.extra = dict(headers or {}), dict(extra or {})
 
 
@@ -111,10 +121,11 @@ class Draining(HttpError):
 
 
 class NotSupported(HttpError):
-    """The error for a part of SGLang's API that this engine does not have."""
+    """The error for a part of another server's API that this engine does not have."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(501, message, code="not_implemented")
+        # The clients of OpenAI and Anthropic call again after a 5xx, unless this header says that it has no use.
+        super().__init__(501, message, code="not_implemented", headers={"X-Should-Retry": "false"})
 
 
 def is_expected(error: BaseException) -> bool:
@@ -129,27 +140,38 @@ def as_http_error(error: Exception) -> HttpError:
     if isinstance(error, HttpError):
         return error
     kind = type(error).__name__
+    code = _word_of(error)
     if isinstance(error, DeadlineExceeded):
-        return HttpError(408, str(error), code=kind)
+        return HttpError(408, str(error), code=code, kind=kind)
     if isinstance(error, Overloaded):
         after = str(max(math.ceil(error.retry_after_s), 1))
         return HttpError(503, str(error), code="overloaded", headers={"Retry-After": after})
     if isinstance(error, OutOfMemory):
-        return HttpError(503, str(error), code=kind)
+        return HttpError(503, str(error), code=code, kind=kind)
     if isinstance(error, OpIdTaken):
         return HttpError(409, str(error), param="op_id", code="busy")
     if isinstance(error, EngineStopped | RankFailure):
         lost = error.__cause__
         why = f"{error}: {lost}" if isinstance(lost, RankFailure) else str(error)
-        return HttpError(503, why, code=kind)
+        return HttpError(503, why, code=code, kind=kind)
     if is_expected(error):
-        return HttpError(400, str(error), code=kind)
+        return HttpError(400, str(error), code=code, kind=kind)
     logger.error("a call failed", exc_info=error)
-    return HttpError(500, f"internal error ({kind}); the server's log has the details", code=kind)
+    message = f"internal error ({kind}); the server's log has the details"
+    return HttpError(500, message, code="internal_error", kind=kind)
 
 
-def error_body(error: HttpError, *, openai: bool) -> dict[str, object]:
-    """Make the body of an error: OpenAI's, or a body with every key that SGLang's clients read."""
+def _word_of(error: Exception) -> str | None:
+    """Return the word that names one of Lockstep's conditions to clients, as engine_stopped; None for a mistake of the
+    caller, which has its message and its field."""
+    if not isinstance(error, LockstepError | WeightSyncError):
+        return None
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(error).__name__).lower()
+
+
+def error_body(error: HttpError, *, openai: bool, has_kind: bool = True) -> dict[str, object]:
+    """Make the body of an error: OpenAI's, or a body with every key that SGLang's clients read. has_kind: the latter's
+    type is the class of the exception, by which weight pushers and routers tell the errors of administration apart."""
     if openai:
         kind = _OPENAI_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "server_error")
         what = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
@@ -163,7 +185,7 @@ def error_body(error: HttpError, *, openai: bool) -> dict[str, object]:
         "code": error.status,
         "error": {
             "message": error.message,
-            "type": error.code or _TITLES.get(error.status, ""),
+            "type": (has_kind and error.kind) or error.code or _TITLES.get(error.status, ""),
             "param": error.param,
             "code": error.code,
         },
@@ -175,7 +197,7 @@ def error_response(path: str, error: Exception) -> JSONResponse:
     """Make the answer to a request for `path` that failed with `error`."""
     answer = as_http_error(error)
     forget_frames(error)
-    body = error_body(answer, openai=has_openai_errors(path))
+    body = error_body(answer, openai=has_openai_errors(path), has_kind=path not in _WITHOUT_KIND)
     return JSONResponse(body, answer.status, answer.headers)
 
 
@@ -215,6 +237,16 @@ class EndingMiddleware:
             await error_response(scope["path"], ending)(scope, receive, send)
 
 
+def _methods_of(request: Request) -> list[str]:
+    """List the methods of a request's path, of which each may be a route of its own."""
+    scope = {"type": "http", "path": request.scope["path"], "root_path": request.scope.get("root_path", "")}
+    return [
+        method
+        for method in _METHODS
+        if any(route.matches({**scope, "method": method})[0] is Match.FULL for route in request.app.routes)
+    ]
+
+
 def install(app: FastAPI) -> None:
     """Register handlers that answer Lockstep's exceptions, and the framework's own, in these shapes."""
 
@@ -223,8 +255,13 @@ def install(app: FastAPI) -> None:
 
     async def answer_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        headers = dict(error.headers or {})
-        return error_response(request.scope["path"], HttpError(error.status_code, str(error.detail), headers=headers))
+        headers, path, message = dict(error.headers or {}), request.scope["path"], str(error.detail)
+        if error.status_code == 404:
+            message = f"there is no path {path[:_MAX_PATH]}: {SERVED}"
+        elif error.status_code == 405:
+            headers["Allow"] = ", ".join(_methods_of(request))
+            message = f"{path[:_MAX_PATH]} takes {headers['Allow']}, not {request.method[:_MAX_PATH]}"
+        return error_response(path, HttpError(error.status_code, message, headers=headers))
 
     async def answer_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

@@ -15,8 +15,8 @@ _NUM_OTHER_LINES = 2  # of a head: its first line, and the empty one after it
 
 
 class Reader(h11.Connection):
-    """A server's side of a connection. `next_event` raises RemoteProtocolError also for a head with too many headers
-    and for a body in tiny chunks; `refusal` is then the answer."""
+    """A server's side of a connection. `next_event` raises RemoteProtocolError also for a head with too many headers,
+    for a body with two lengths and for one in tiny chunks; `refusal` is then the answer."""
 
     def __init__(self, max_head_bytes: int, max_headers: int) -> None:
         super().__init__(h11.SERVER, max_head_bytes)
@@ -44,6 +44,7 @@ class Reader(h11.Connection):
                 return h11.NEED_DATA
             event = super().next_event()
             if isinstance(event, h11.Request):
+                _check_one_length(event)
                 self._num_chunks = self._num_bytes = 0
             elif isinstance(event, h11.Data):
                 self._count(event)
@@ -85,3 +86,10 @@ class Reader(h11.Connection):
             raise h11.RemoteProtocolError(
                 f"{self._num_chunks} chunks of a body have fewer than {_MIN_CHUNK_BYTES} bytes on average"
             )
+
+
+def _check_one_length(request: h11.Request) -> None:
+    """Refuse a body with two lengths: a proxy that reads the other one takes part of it for the next request."""
+    names = {name for name, _ in request.headers}
+    if {b"content-length", b"transfer-encoding"} <= names:
+        raise h11.RemoteProtocolError("a body has either Content-Length or Transfer-Encoding, not both")

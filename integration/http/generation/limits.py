@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import zip_longest
+from typing import Any
 
 from ....rollout.engine import Engine
 from ....rollout.errors import Overloaded
@@ -97,12 +98,20 @@ class RequestLimits:
         if num_bytes > (limit := self._config.max_stop_bytes):
             raise BadField(field or "stop", f"stop has {num_bytes} bytes, more than {limit} (max_stop_bytes)")
         ids = given.get("stop_token_ids")
-        if isinstance(ids, list) and len(ids) > (limit := self._config.max_stop_token_ids):
-            message = f"stop_token_ids has {len(ids)} entries, more than {limit} (max_stop_token_ids)"
-            raise BadField(field or "stop_token_ids", message)
+        self._stop_token_ids(ids if isinstance(ids, list) else [], field or "stop_token_ids")
         for name, value in given.items():
             if isinstance(value, list | dict) and _has_more_than(_MAX_ENTRIES, value):
                 raise BadField(field or name, f"{name[:100]} has more than {_MAX_ENTRIES} values")
+
+    def _stop_token_ids(self, ids: Sequence[object], field: str) -> None:
+        if len(ids) > (limit := self._config.max_stop_token_ids):
+            raise BadField(field, f"stop_token_ids has {len(ids)} entries, more than {limit} (max_stop_token_ids)")
+        self._in_vocabulary(ids, field, "stop_token_ids names")
+
+    def _in_vocabulary(self, ids: Sequence[object], field: str, names: str = "names") -> None:
+        size = self._engine.model.vocab_size
+        if far := [id for id in ids if isinstance(id, int) and id >= size]:
+            raise BadField(field, f"{names} {far[:5]}, but the vocabulary ends at {size - 1}")
 
     def lengths(self, prompts: Iterable[str | Sequence[int]], field: str) -> None:
         """Check that prompts may fit into the context: token ids by their number, texts by their characters."""
@@ -131,9 +140,10 @@ class RequestLimits:
             raise BadField(field, f"{num_top} are more than {limit} (max_top_logprobs)")
 
     def listed(self, token_ids: Sequence[object], field: str) -> None:
-        """Check the number of named tokens at each position."""
+        """Check the number of named tokens at each position, and that the vocabulary has them."""
         if len(token_ids) > (limit := self._config.max_listed_logprobs):
             raise BadField(field, f"{len(token_ids)} tokens are more than {limit} (max_listed_logprobs)")
+        self._in_vocabulary(token_ids, field)
 
     def draft(self, token_ids: Sequence[object], field: str) -> None:
         """Check the number of tokens of an output that may come again: no output is longer than the context."""
@@ -162,6 +172,11 @@ class RequestLimits:
         """Check the grammar of sampling parameters, which is made of this field."""
         if (constraint := constraint_of(params)) is not None:
             check_grammar(constraint, self._config, field)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the engine; None: it has none."""
+        return self._engine.tokenizer
 
     @property
     def parsers(self) -> tuple[str | None, str | None]:

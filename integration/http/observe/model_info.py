@@ -42,14 +42,18 @@ def served_name(service: RolloutService, config: HttpConfig) -> str:
     return config.model_name or Path(first_path(service, config)).name
 
 
-def refuse_unknown_model(app: FastAPI, name: object, *, or_root: bool = False) -> None:
+def refuse_unknown_model(app: FastAPI, name: object, *, or_root: bool = False, or_adapter: bool = False) -> None:
     """Refuse a model that is not served, where the server was given a name. or_root: also the source that /v1/models
-    shows names the base. Raises HttpError 404."""
+    shows names the base. or_adapter: the caller itself checks what follows the base and a colon. Raises HttpError 404.
+    """
     base = app.state.config.model_name
-    if base is None or not isinstance(name, str) or not name or name.startswith(f"{base}:"):
-        return  # the last may name an adapter
+    if isinstance(name, int | float) and not isinstance(name, bool):
+        name = str(name)  # as bodies are read
+    if base is None or not isinstance(name, str) or not name or (or_adapter and name.startswith(f"{base}:")):
+        return
     cards = _cards(app)
-    if name not in (card["id"] for card in cards) and not (or_root and name == cards[0]["root"]):
+    known = {card["id"] for card in cards} | {f"{base}:{card['id']}" for card in cards[1:]}
+    if name not in known and not (or_root and name == cards[0]["root"]):
         raise _unknown_model(name)
 
 

@@ -73,7 +73,7 @@ async def _complete(request: Request, read: Read) -> Response:
     name = served_name(request.app.state.service, request.app.state.config)
 
     def read_known(values: dict[str, object]) -> tuple[OpenAIRequest, Moving]:
-        refuse_unknown_model(request.app, values.get("model"))
+        refuse_unknown_model(request.app, values.get("model"), or_adapter=True)
         return read(values, hub.engine, name, hub.limits), read_moving(values)
 
     ask, moving = await read_as(request, read_known, is_slow=has_stop_regex, ends_with_client=True)

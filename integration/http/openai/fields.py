@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, StrictInt
 
 from ..edge.bodies import Body, ReceiptKind
 from ..generation.going_on import MovingBody
@@ -41,7 +41,7 @@ class CommonBody(MovingBody):
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[StrictInt] | None = None
     stop_regex: str | list[str] | None = None
     ignore_eos: bool = False
     no_stop_trim: bool = False
@@ -86,8 +86,8 @@ class ChatBody(CommonBody):
     """Fields of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]] | None = None
-    input_ids: list[int] | None = Field(None, description="instead of messages and the chat template")
-    prompt_token_ids: list[int] | None = Field(None, description="another name of input_ids")
+    input_ids: list[StrictInt] | None = Field(None, description="instead of messages and the chat template")
+    prompt_token_ids: list[StrictInt] | None = Field(None, description="another name of input_ids")
     session_params: Any = Field(None, description="the session, and the turn of it, that the conversation goes on from")
     max_completion_tokens: int | None = None
     logprobs: bool = False

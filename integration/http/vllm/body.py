@@ -22,18 +22,37 @@ from ..generation.subscriptions import Asked
 from ..openai.fields import StreamOptions
 from ..openai.vllm_fields import num_prompt_top, refuse_values, structured_settings
 
-# vLLM's sampling parameters, and ours; the others are read by name below, or refused.
+# vLLM's sampling parameters (0.32) that are ours, too. The others are read by name below, refused, or change no token:
+# output_kind, skip_clone, skip_reading_prefix_cache, output_text_buffer_length and routed_experts_prompt_start.
 _SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens",
     "spaces_between_special_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "stream_interval",
 )  # fmt: skip
 _RENAMED = {"seed": "sampling_seed", "min_tokens": "min_new_tokens", "include_stop_str_in_output": "no_stop_trim"}
-_REFUSED = ("allowed_token_ids", "bad_words", "logits_processors", "extra_args", "thinking_token_budget",
-            "repetition_detection", "prompt_logprob_token_ids", "trace_decode_token_ids")  # fmt: skip
+_REFUSED = ("allowed_token_ids", "bad_words", "logits_processors", "extra_args", "prompt_logprob_token_ids",
+            "trace_decode_token_ids", "vllm_xargs", "stop_regex", "custom_params", "kept_special_tokens",
+            "jump_forward")  # fmt: skip
+# Names that SGLang, OpenAI and earlier versions of vLLM have for some of them: an answer without them would be another.
+_ELSEWHERE = {
+    **{ours: name for name, ours in _RENAMED.items()},
+    "max_new_tokens": "max_tokens",
+    **dict.fromkeys(
+        ("json_schema", "regex", "ebnf", "structural_tag", "response_format", "guided_decoding", "guided_json",
+         "guided_regex", "guided_choice", "guided_grammar"), "structured_outputs",
+    ),
+}  # fmt: skip
 _REFUSED_BODY = ("features", "kv_transfer_params", "ec_transfer_params", "content_parts", "reasoning_parser_kwargs")
 # Values that change nothing, by field; every other value is refused.
 _HARMLESS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(_REFUSED, (None, [], {})),
+    "thinking_token_budget": (None, -1),
+    "repetition_detection": (None, {}, {"max_pattern_size": 0}),
+    "best_of": (None, 1),
+    "use_beam_search": (None, False),
+    "beam_width": (None, 1),
+    "length_penalty": (None, 1.0),
+    "truncate_prompt_tokens": (None,),
     "watermarking": (None, False),
     "flat_logprobs": (None, False),
     "prompt_logprob_start": (None, 0),
@@ -136,6 +155,9 @@ def with_prefix(request_id: str) -> str:
 def _params(given: dict[str, Any], room: int) -> SamplingParams:
     """Translate vLLM's sampling parameters. Raises BadField naming the wrong one."""
     refuse_values(given, _HARMLESS, "sampling_params.")
+    for name, known in _ELSEWHERE.items():
+        if given.get(name) not in (None, False):
+            raise BadField(f"sampling_params.{name}", f"is called {known} here")
     ours = {name: given[name] for name in _SAME if given.get(name) is not None}
     ours |= {_RENAMED[name]: given[name] for name in _RENAMED if given.get(name) is not None}
     most = given.get("max_tokens")

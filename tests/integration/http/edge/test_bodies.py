@@ -10,9 +10,9 @@ import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from lockstep.integration.http.edge.bodies import parsed, read_as
+from lockstep.integration.http.edge.bodies import Body, fields_of, parsed, read_as
 from lockstep.integration.http.edge.config import HttpConfig
-from lockstep.integration.http.edge.errors import HttpError
+from lockstep.integration.http.edge.errors import BadField, HttpError
 
 PATIENCE = 30.0
 
@@ -37,6 +37,24 @@ def test_the_event_loop_checks_only_bodies_that_are_small_and_have_few_parts(bod
         return threading.current_thread() is threading.main_thread()
 
     assert asyncio.run(parsed(data, 1 << 18, check)) is is_on_loop
+
+
+class Settings(Body):
+    """Fields of numbers, of truth values, and of both."""
+
+    count: int | None = None
+    share: float | list[float] = 1.0
+    flag: bool = False
+    kind: bool | int = 0
+
+
+def test_a_truth_value_is_no_number():
+    for field in ("count", "share"):
+        for value in (True, False):
+            with pytest.raises(BadField, match=f"{field}: must be a number, not {str(value).lower()}"):
+                fields_of(Settings, {field: value})
+    assert fields_of(Settings, {"flag": True, "kind": True}) == Settings(flag=True, kind=True)
+    assert fields_of(Settings, {"count": 1, "share": "0.5"}) == Settings(count=1, share=0.5)
 
 
 class Client:

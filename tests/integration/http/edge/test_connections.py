@@ -63,6 +63,16 @@ def read_to_end(connection: socket.socket) -> bytes:
         parts.append(part)
 
 
+@pytest.mark.parametrize("lengths", [(b"Content-Length: 2", b"Transfer-Encoding: chunked"),
+                                     (b"transfer-encoding: chunked", b"content-length: 12")])  # fmt: skip
+def test_a_body_with_two_lengths_is_refused(quick, lengths):
+    head = b"\r\n".join([b"POST /flush_cache HTTP/1.1", b"Host: 127.0.0.1", *lengths])
+    with connect(quick, head + b"\r\n\r\n2\r\n{}\r\n0\r\n\r\n") as connection:
+        answer = read_to_end(connection)  # which ends, because the server closes the connection
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1") == 1
+    assert b"either Content-Length or Transfer-Encoding, not both" in answer
+
+
 @pytest.mark.parametrize("sent", [b"", b"G", b"GET /health HTT", b"GET /health HTTP/1.1\r\nHost: a\r\n"])
 def test_a_connection_without_a_whole_head_is_closed(quick, sent):
     with connect(quick, sent) as connection:

@@ -75,6 +75,9 @@ def client(served) -> Iterator[httpx.Client]:
         ({"rid": "x" * 1025}, "rid", "has 1025 characters, more than 1024"),
         ({"extra_key": ["x" * 1025]}, "extra_key", "more than 1024"),
         ({"sampling_params": {"stop_token_ids": [1] * 8}}, "sampling_params", "8 entries, more than 7"),
+        ({"sampling_params": {"stop_token_ids": [3, 9999]}}, "sampling_params", "stop_token_ids names [9999], but the"),
+        ({"return_logprob": True, "token_ids_logprob": [9999]}, "token_ids_logprob", "names [9999], but the"),
+        ({"return_logprob": True, "top_logprobs_num": True}, "top_logprobs_num", "must be a number, not true"),
         ({"sampling_params": {"temperature": [1] * 100_000}}, "sampling_params", "temperature must be"),
         (
             {"return_logprob": True, "top_logprobs_num": 5, "stream": True, "sampling_params": {"max_new_tokens": 6}},

@@ -294,6 +294,10 @@ def test_aborted_request_ends_with_that_reason(client, service):
     [
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": False}, "temperature"),
+        ({"extra_body": {"stop_token_ids": [128]}}, "stop_token_ids"),
+        ({"extra_body": {"stop_token_ids": [True]}}, "stop_token_ids.0"),
         ({"n": 0}, "n"),
         ({"n": 10**7}, "n"),
         ({"seed": 2**70}, "seed"),
@@ -336,10 +340,10 @@ def test_mistakes_of_completions_name_the_parameter(client, fields, param):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"messages": [{"content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": [*MESSAGES, {"role": "wizard", "content": "x"}]}, "messages.2.role"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "messages"),
         ({"extra_body": {"input_ids": [1]}}, "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),

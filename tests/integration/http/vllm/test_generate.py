@@ -191,6 +191,12 @@ def test_structured_outputs_stops_and_salts(url):
         ({"cache_salt": ""}, 400, "cache_salt"),
         ({"features": {"image": 1}}, 400, "features"),
         ({"model": "other"}, 404, "model"),
+        ({"model": "small:other"}, 404, "model"),
+        ({"model": 3}, 404, "model"),
+        ({"sampling_params": {"stop_token_ids": [128]}}, 400, "sampling_params"),
+        ({"sampling_params": {"logprob_token_ids": [128]}}, 400, "sampling_params.logprob_token_ids"),
+        ({"sampling_params": {"max_tokens": True}}, 400, "sampling_params"),
+        ({"priority": True}, 400, "priority"),
     ],
 )
 def test_wrong_fields_are_refused_by_name_in_the_shape_of_the_wire(url, fields, status, param):
@@ -200,6 +206,43 @@ def test_wrong_fields_are_refused_by_name_in_the_shape_of_the_wire(url, fields, 
     body = {"sampling_params": {}} | fields
     if "token_ids" not in fields:
         assert post(url, ROUTE, body, 404 if status == 404 else 400).json()["error"]["message"]
+
+
+# The fields of vLLM's SamplingParams (0.32) that no other test here asks for, with values other than their defaults.
+CHANGE_NO_TOKEN = {
+    "output_kind": 2, "skip_clone": True, "skip_reading_prefix_cache": True, "output_text_buffer_length": 3,
+    "routed_experts_prompt_start": 2, "detokenize": False, "thinking_token_budget": -1,
+    "repetition_detection": {"max_pattern_size": 0}, "an_unknown_one": 1,
+}  # fmt: skip
+REFUSED = {
+    "allowed_token_ids": [5], "extra_args": {"a": 1}, "thinking_token_budget": 5, "trace_decode_token_ids": [5],
+    "repetition_detection": {"max_pattern_size": 3, "min_count": 2},
+    # Of earlier versions, and of SGLang and OpenAI:
+    "best_of": 4, "use_beam_search": True, "length_penalty": 2.0, "truncate_prompt_tokens": 2, "guided_regex": "a",
+    "vllm_xargs": {"a": 1}, "max_new_tokens": 3, "sampling_seed": 4, "json_schema": "{}", "stop_regex": "a",
+    "response_format": {"type": "json_object"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_sampling_parameters_that_would_change_the_answer_are_refused_by_name(url, name):
+    error = generate(url, 400, sampling_params={name: REFUSED[name]})["error"]
+    assert error["param"] == f"sampling_params.{name}" and name in error["message"]
+    assert generate(url, sampling_params={name: None})["choices"]
+
+
+def test_sampling_parameters_that_change_no_token_are_taken(url):
+    [expected] = generate(url)["choices"]
+    for name, value in CHANGE_NO_TOKEN.items():
+        [choice] = generate(url, sampling_params={name: value})["choices"]
+        assert choice["token_ids"] == expected["token_ids"], name
+
+
+def test_a_stream_has_as_many_tokens_in_each_event_as_it_asks_for(url):
+    events = streamed(url, sampling_params={"stream_interval": 3, "ignore_eos": True})
+    assert [len(event["choices"][0]["token_ids"]) for event in events] == [3, 3]
+    error = generate(url, 400, sampling_params={"stream_interval": 0})["error"]
+    assert "stream_interval" in error["message"]
 
 
 def test_requests_are_aborted_by_the_ids_of_their_clients(url, service, until):
@@ -242,11 +285,13 @@ def test_texts_and_conversations_are_tokenised_and_back(url, service):
     for path, body, param in (
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": messages}, "prompt"),
-        ("/tokenize", {"messages": [{"content": "x"}]}, "messages"),
+        ("/tokenize", {"messages": [{"content": "x"}]}, "messages.0.role"),
         ("/detokenize", {"tokens": [10**7]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
         ("/detokenize", {}, "tokens"),
     ):
         error = post(url, path, body, 400).json()["error"]
         assert error["param"] == param
-    assert post(url, "/tokenize", {"prompt": "a", "model": "other"}, 404)
+    for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})):
+        for model in ("other", "small:other", 3):
+            assert post(url, path, body | {"model": model}, 404).json()["error"]["param"] == "model"
