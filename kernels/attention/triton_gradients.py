@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..machine.triton_numbers import INTERPRETED, dot_added, rounded
 from .step import ScoreRule
-from .triton_kernels import LOG2E, SERVED, sequence_of
+from .triton_kernels import SERVED, sequence_of
+from .triton_softmax import LOG2E
 
 _SIZES = ["num_sequences", "num_heads", "group", "window"]
 

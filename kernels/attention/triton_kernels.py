@@ -2,13 +2,12 @@
 
 A program holds ROWS (row, query head) pairs of one sequence that share a KV head, for a chunk of a prompt and for the
 one row of a decode step. Chunks and packed rows may have taller tiles, whose instructions (wgmma on Hopper) are others
-than those of 16 rows (mma.sync): only where `use_tall_tiles` has found on the device that both give the same bits. It
-reads the keys in tiles of KEYS, and every SPLIT keys, counted
-from position 0, it starts a new empty sum. Splits are added from left to right, either here (many rows: one program
-reads all splits) or by a second kernel (few rows: programs share the splits, so that one long context fills the GPU).
-Both add with `_fold`, whose products cannot be contracted differently, and adding a split or a tile of which a row sees
-nothing changes no bit. So a row's bits depend on the keys that it sees alone; the division of work changes only the
-speed.
+than those of 16 rows (mma.sync): only where `use_tall_tiles` has found on the device that both give the same bits, as
+they do on an H100. It reads the keys in tiles of KEYS, and every SPLIT keys, counted from position 0, it starts a new
+empty sum. Splits are added from left to right, either here (many rows: one program reads all splits) or by a second
+kernel (few rows: programs share the splits, so that one long context fills the GPU). Adding a split or a tile of which
+a row sees nothing changes no bit (`triton_softmax.py` has the arithmetic). So a row's bits depend on the keys that it
+sees alone; the division of work changes only the speed.
 
 Packed sequences are a cache of one block a sequence, whose id is the sequence's first row: the same kernel, the same
 bits. Nothing is read back from the GPU, so a captured graph may hold these calls; therefore the contents of a step's
@@ -26,12 +25,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..machine.triton_numbers import INTERPRETED, dot_added, rounded
+from ..machine.triton_launches import early_launch, wait_for_inputs
+from ..machine.triton_numbers import INTERPRETED
 from .step import RowLayout, ScoreRule, refuse_layout
 from .tiles import FEW_ROWS, Sharing, Tiling, share_splits, tall_tiling, tiling_of
+from .triton_softmax import UNFUSED, add_keys, fold, nothing, rows_of, store_rows, store_sums
 
 SERVED = (torch.float32, torch.bfloat16, torch.float16)
-LOG2E = tl.constexpr(math.log2(math.e))
 _ENDLESS = 1 << 30  # size of the one block of a packed sequence
 
 
@@ -105,26 +105,29 @@ def triton_attention(
         num_splits = 1 if blocks.is_packed else triton.cdiv(tables.shape[1] * blocks.size, tiling.split)
         row_bytes = num_rows * num_heads * value_pad * 4
         sharing = share_splits(num_rows, num_sequences, num_tiles * num_kv_heads, num_splits, row_bytes)
-    sums = query.new_empty(num_rows, num_heads, sharing.num_slots, value_pad, dtype=torch.float32)
-    scales = query.new_empty(num_rows, num_heads, sharing.num_slots, 2, dtype=torch.float32)
+    is_shared = sharing.num_slots > 1
+    shape = (num_rows, num_heads, sharing.num_slots) if is_shared else (0,)
+    sums = query.new_empty(*shape, value_pad, dtype=torch.float32)
+    scales = query.new_empty(*shape, 2, dtype=torch.float32)
     numbers = {"num_sequences": num_sequences, "num_heads": num_heads, "group": num_heads // num_kv_heads}
     numbers |= {"num_slots": sharing.num_slots, "window": rule.window or 0}
-    fixed = {"ROWS": tiling.rows, "SPLIT": tiling.split, "E_PAD": value_pad, "HAS_WINDOW": rule.window is not None}
-    launch = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-    sinks = None if sinks is None else sinks.detach().float().contiguous()
+    fixed = {"ROWS": tiling.rows, "SPLIT": tiling.split, "E": value_width, "E_PAD": value_pad}
+    fixed |= {"HAS_WINDOW": rule.window is not None, "HAS_SINKS": sinks is not None}
+    launch = {"num_warps": tiling.num_warps, **early_launch(query.device), **UNFUSED}
+    sinks = query if sinks is None else sinks.detach().float().contiguous()
     with torch.cuda.device_of(query):
         _attend_kernel[(num_tiles, num_kv_heads, sharing.num_programs)](
-            *(query, key, value, sums, scales, tables, layout.query_start, blocks.contexts),
-            *(tables.stride(0), blocks.size),
-            *(*_strides(query, units[0]), *_strides(key, units[0]), *_strides(value, units[1])),
+            *(query, key, value, sums, scales, out, sinks, tables, layout.query_start, blocks.contexts),
+            *(tables.stride(0), *_strides(query, units[0]), *_strides(key, units[0]), *_strides(value, units[1])),
             scale=rule.scale, softcap=rule.softcap or 0.0, HAS_SOFTCAP=rule.softcap is not None, KEYS=tiling.keys,
-            D=width, E=value_width, D_PAD=max(16, triton.next_power_of_2(width)), D_UNIT=units[0], E_UNIT=units[1],
-            **numbers, **fixed, **launch,
+            D=width, D_PAD=max(16, triton.next_power_of_2(width)), D_UNIT=units[0], E_UNIT=units[1],
+            BLOCK=0 if blocks.is_packed else blocks.size, IS_SHARED=is_shared, **numbers, **fixed, **launch,
+            num_stages=tiling.num_stages,
         )  # fmt: skip
-        _merge_kernel[(num_tiles, num_kv_heads)](
-            *(sums, scales, out, query if sinks is None else sinks, layout.query_start, blocks.contexts),
-            HAS_SINKS=sinks is not None, E=value_width, **numbers, **fixed, num_warps=tiling.num_warps,
-        )  # fmt: skip
+        if is_shared:
+            _merge_kernel[(num_tiles, num_kv_heads)](
+                sums, scales, out, sinks, layout.query_start, blocks.contexts, **numbers, **fixed, **launch
+            )
     return out
 
 
@@ -203,25 +206,11 @@ def _strides(tensor: Tensor, unit: int) -> tuple[int, ...]:
 
 
 # Not specialised to sizes and strides: chunks, decode and training share one binary and all its choices.
-_SIZES = ["num_sequences", "num_heads", "group", "num_slots", "window", "table_stride", "block_size"]
+_SIZES = ["num_sequences", "num_heads", "group", "num_slots", "window", "table_stride"]
 _STRIDES = [
     *("query_row", "query_head", "key_block", "key_token", "key_head", "value_block", "value_token", "value_head")
 ]
 _TABLES = ["block_tables", "query_start", "context_lens"]
-
-
-@triton.jit
-def _fold(top, total, acc, next_top, next_total, next_acc):
-    """Combine a row's softmax state with its next part: top [R] scores in log2, total [R], acc [R,E].
-
-    Explicit fma leaves the compiler no choice of which products to contract, so two kernels give the same bits.
-    """
-    new_top = tl.maximum(top, next_top)
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing seen yet: exp2(-inf - 0) is 0
-    old, new = tl.exp2(top - base), tl.exp2(next_top - base)
-    total = tl.fma(total, old, next_total * new)
-    acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), next_acc * new[:, None])
-    return new_top, total, acc
 
 
 @triton.jit
@@ -237,21 +226,46 @@ def sequence_of(tile, query_start, num_sequences, group, ROWS: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=_SIZES + _STRIDES, do_not_specialize_on_alignment=_TABLES)
+@triton.jit
+def _walk(
+    all_top, all_total, all_acc, top, total, acc, q, begin, stop, end, position, key, value, tables, table_at, kv_head,
+    key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr, D_UNIT: tl.constexpr,
+    E_UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add the keys from begin to stop, tile by tile, to the sums of their split, and these, where it ends, to the sums
+    of all splits. One loop crosses splits: loads run ahead within a loop only."""
+    for first in range(begin, stop, KEYS):
+        top, total, acc = add_keys(
+            top, total, acc, q, first, end, position, key, value, tables, table_at, kv_head,
+            key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap,
+            MASKED, HAS_WINDOW, HAS_SOFTCAP, KEYS, D, E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
+        )  # fmt: skip
+        if (first + KEYS) % SPLIT == 0:
+            all_top, all_total, all_acc = fold(all_top, all_total, all_acc, top, tl.max(total, 1), acc)
+            top, total, acc = nothing(q.shape[0], E_PAD)
+    return all_top, all_total, all_acc, top, total, acc
+
+
+@triton.jit(do_not_specialize=_SIZES + _STRIDES, do_not_specialize_on_alignment=[*_TABLES, "sinks"])
 def _attend_kernel(
-    query, key, value, sums, scales, block_tables, query_start, context_lens,
-    table_stride, block_size,
+    query, key, value, sums, scales, out, sinks, block_tables, query_start, context_lens, table_stride,
     query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head,
     num_sequences, num_heads, group, num_slots, window, scale, softcap,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr,
-    D_UNIT: tl.constexpr, E_UNIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr,
+    E_PAD: tl.constexpr, D_UNIT: tl.constexpr, E_UNIT: tl.constexpr, BLOCK: tl.constexpr, IS_SHARED: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute the splits p, p + P, ... of one tile of ROWS pairs (row, query head): program (tile, KV head, p).
 
-    Writes sums [N,H,slots,E_PAD] and scales [N,H,slots,2] (top, total): a slot per split, or one for all of them.
+    IS_SHARED: writes sums [N,H,slots,E_PAD] and scales [N,H,slots,2] (top, total), a slot per split. Else P is 1, and
+    the program folds all splits itself and writes out [N,H,E].
     """
-    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    wait_for_inputs(IS_EARLY)
+    # The last tiles of a sequence see the most keys: they begin first.
+    tile, kv_head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     s = sequence_of(tile, query_start, num_sequences, group, ROWS)
     start = tl.load(query_start + s)
     num_pairs = (tl.load(query_start + s + 1) - start) * group
@@ -265,60 +279,58 @@ def _attend_kernel(
     position = before + pair // group
     row, head = (start + pair // group).to(tl.int64), kv_head * group + pair % group
     last = tl.minimum(context - 1, before + (first_pair + ROWS - 1) // group)
-    first_key = tile * 0
+    lowest = tile * 0  # of the keys that the first row sees
+    seen_from = tile * 0  # all rows see the keys from here
+    seen_to = before + first_pair // group + 1  # to here
     if HAS_WINDOW:
-        first_key = tl.maximum(before + first_pair // group - window + 1, 0)
+        lowest = tl.maximum(seen_to - window, 0)
+        seen_from = tl.maximum(last - window + 1, 0)
 
-    d, e, offset = tl.arange(0, D_PAD), tl.arange(0, E_PAD), tl.arange(0, KEYS)
-    rows_at = row * query_row + head * query_head
-    q = tl.load(query + rows_at[:, None] * D_UNIT + d[None, :], mask=is_real[:, None] & (d < D)[None, :], other=0.0)
+    q = rows_of(query, row * query_row + head * query_head, is_real, D, D_PAD, D_UNIT, True)
     slot_at = (row * num_heads + head) * num_slots
-    adds_here = num_slots == 1
-    all_top = tl.full((ROWS,), float("-inf"), tl.float32)
-    all_total = tl.zeros((ROWS,), tl.float32)
-    all_acc = tl.zeros((ROWS, E_PAD), tl.float32)
-    for split in range(first_key // SPLIT + tl.program_id(2), last // SPLIT + 1, tl.num_programs(2)):
-        top = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        acc = tl.zeros((ROWS, E_PAD), tl.float32)
-        end = tl.minimum((split + 1) * SPLIT, last + 1)
-        for first in range(tl.maximum(split * SPLIT, first_key // KEYS * KEYS), end, KEYS):
-            other = first + offset
-            is_there = other < end
-            block = tl.load(block_tables + s * table_stride + other // block_size, mask=is_there, other=0).to(tl.int64)
-            keys_at = block * key_block + (other % block_size).to(tl.int64) * key_token + kv_head * key_head
-            k_mask = is_there[:, None] & (d < D)[None, :]
-            k = tl.load(key + keys_at[:, None] * D_UNIT + d[None, :], mask=k_mask, other=0.0)
-            score = dot_added(tl.zeros((ROWS, KEYS), tl.float32), q, tl.trans(k)) * scale
-            if HAS_SOFTCAP:
-                score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2E) / softcap) + 1.0))
-            is_seen = is_there[None, :] & (other[None, :] <= position[:, None])
-            if HAS_WINDOW:
-                is_seen = is_seen & (other[None, :] > position[:, None] - window)
-            score = tl.where(is_seen, score * LOG2E, float("-inf"))
-            tile_top = tl.maximum(top, tl.max(score, 1))
-            base = tl.where(tile_top == float("-inf"), 0.0, tile_top)
-            old = tl.exp2(top - base)
-            prob = tl.exp2(score - base[:, None])
-            values_at = block * value_block + (other % block_size).to(tl.int64) * value_token + kv_head * value_head
-            v_mask = is_there[:, None] & (e < E)[None, :]
-            v = tl.load(value + values_at[:, None] * E_UNIT + e[None, :], mask=v_mask, other=0.0)
-            # A separate sum, added by fma: unseen keys add an exact 0, even if tensor cores would change a sum they add
-            # to.
-            part = dot_added(tl.zeros((ROWS, E_PAD), tl.float32), rounded(prob, v.dtype), v)
-            total = tl.fma(total, old, tl.sum(prob, 1))
-            acc = tl.fma(acc, tl.broadcast_to(old[:, None], acc.shape), part)
-            top = tile_top
-        all_top = tl.where(adds_here, all_top, float("-inf"))
-        all_total = tl.where(adds_here, all_total, 0.0)
-        all_acc = tl.where(adds_here, all_acc, 0.0)
-        all_top, all_total, all_acc = _fold(all_top, all_total, all_acc, top, total, acc)
-        at = slot_at + tl.where(adds_here, 0, split)
-        due_split = tl.where(adds_here, last // SPLIT, split)
-        is_due = tl.where(due_split == split, pair, num_pairs) < num_pairs
-        tl.store(scales + at * 2, all_top, mask=is_due)
-        tl.store(scales + at * 2 + 1, all_total, mask=is_due)
-        tl.store(sums + at[:, None] * E_PAD + e[None, :], all_acc, mask=is_due[:, None])
+    table_at = s * table_stride
+    if IS_SHARED:
+        for split in range(lowest // SPLIT + tl.program_id(2), last // SPLIT + 1, tl.num_programs(2)):
+            top, total, acc = nothing(ROWS, E_PAD)
+            end = tl.minimum((split + 1) * SPLIT, last + 1)
+            begin = tl.maximum(split * SPLIT, lowest // KEYS * KEYS)
+            for first in range(begin, end, KEYS):
+                top, total, acc = add_keys(
+                    top, total, acc, q, first, end, position, key, value, block_tables, table_at, kv_head,
+                    key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap,
+                    True, HAS_WINDOW, HAS_SOFTCAP, KEYS, D, E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
+                )  # fmt: skip
+            store_sums(sums, scales, slot_at + split, is_real, top, tl.max(total, 1), acc, E_PAD)
+    else:
+        # Tiles of which all rows see all keys need no masks.
+        end = last + 1
+        begin = lowest // KEYS * KEYS
+        whole = begin
+        if HAS_WINDOW:
+            whole = tl.minimum(tl.maximum(begin, tl.cdiv(seen_from, KEYS) * KEYS), end)
+        partly = whole + tl.maximum(tl.minimum(end, seen_to) - whole, 0) // KEYS * KEYS
+        all_top = tl.full((ROWS,), float("-inf"), tl.float32)
+        all_total = tl.zeros((ROWS,), tl.float32)
+        all_acc = tl.zeros((ROWS, E_PAD), tl.float32)
+        top, total, acc = nothing(ROWS, E_PAD)
+        if HAS_WINDOW:
+            all_top, all_total, all_acc, top, total, acc = _walk(
+                all_top, all_total, all_acc, top, total, acc, q, begin, whole, end, position, key, value, block_tables,
+                table_at, kv_head, key_block, key_token, key_head, value_block, value_token, value_head, window, scale,
+                softcap, True, HAS_WINDOW, HAS_SOFTCAP, KEYS, SPLIT, D, E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
+            )  # fmt: skip
+        all_top, all_total, all_acc, top, total, acc = _walk(
+            all_top, all_total, all_acc, top, total, acc, q, whole, partly, end, position, key, value, block_tables,
+            table_at, kv_head, key_block, key_token, key_head, value_block, value_token, value_head, window, scale,
+            softcap, False, HAS_WINDOW, HAS_SOFTCAP, KEYS, SPLIT, D, E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
+        )  # fmt: skip
+        all_top, all_total, all_acc, top, total, acc = _walk(
+            all_top, all_total, all_acc, top, total, acc, q, partly, end, end, position, key, value, block_tables,
+            table_at, kv_head, key_block, key_token, key_head, value_block, value_token, value_head, window, scale,
+            softcap, True, HAS_WINDOW, HAS_SOFTCAP, KEYS, SPLIT, D, E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
+        )  # fmt: skip
+        all_top, all_total, all_acc = fold(all_top, all_total, all_acc, top, tl.max(total, 1), acc)
+        store_rows(out, sinks, slot_at, head, is_real, all_top, all_total, all_acc, HAS_SINKS, E, E_PAD)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=[*_TABLES, "sinks"])
@@ -326,9 +338,10 @@ def _merge_kernel(
     sums, scales, out, sinks, query_start, context_lens,
     num_sequences, num_heads, group, num_slots, window,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
-    E: tl.constexpr, E_PAD: tl.constexpr,
+    E: tl.constexpr, E_PAD: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Add the splits of each row from left to right, then its sink, and divide: out [N,H,E]."""
+    wait_for_inputs(IS_EARLY)
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     s = sequence_of(tile, query_start, num_sequences, group, ROWS)
     start = tl.load(query_start + s)
@@ -343,8 +356,6 @@ def _merge_kernel(
     first_split, end_split = position * 0, position // SPLIT + 1
     if HAS_WINDOW:
         first_split = tl.maximum(position - window + 1, 0) // SPLIT
-    if num_slots == 1:
-        first_split, end_split = position * 0, position * 0 + 1
     from_split = tl.min(tl.where(is_real, first_split, 0x7FFFFFFF), 0)
     to_split = tl.max(tl.where(is_real, end_split, 0), 0)
     e = tl.arange(0, E_PAD)
@@ -357,10 +368,5 @@ def _merge_kernel(
         next_top = tl.load(scales + at * 2, mask=is_its, other=float("-inf"))
         next_total = tl.load(scales + at * 2 + 1, mask=is_its, other=0.0)
         next_acc = tl.load(sums + at[:, None] * E_PAD + e[None, :], mask=is_its[:, None], other=0.0)
-        top, total, acc = _fold(top, total, acc, next_top, next_total, next_acc)
-    if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=is_real, other=0.0) * LOG2E
-        top, total, acc = _fold(top, total, acc, sink, total * 0.0 + 1.0, acc * 0.0)
-    result = acc / tl.where(is_real, total, 1.0)[:, None]
-    out_at = (row * num_heads + head)[:, None] * E + e[None, :]
-    tl.store(out + out_at, rounded(result, out.dtype.element_ty), mask=is_real[:, None] & (e < E)[None, :])
+        top, total, acc = fold(top, total, acc, next_top, next_total, next_acc)
+    store_rows(out, sinks, row * num_heads + head, head, is_real, top, total, acc, HAS_SINKS, E, E_PAD)

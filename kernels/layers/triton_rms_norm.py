@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..machine.triton_launches import early_launch, wait_for_inputs
 from ..machine.triton_numbers import INTERPRETED, rounded
 
 MAX_WIDTH = 1 << 16  # of a row that one program holds
@@ -48,6 +49,7 @@ def _launch_forward(
         *(rows, rows if others is None else others, weight.contiguous(), total, out, width, rows.stride(0)),
         *(rows.stride(0) if others is None else others.stride(0), int(others is not None), eps, weight_offset),
         ROUND_FIRST=round_first, HAS_OFFSET=bool(weight_offset), IS_DOUBLE=rows.dtype == torch.float64, **_shape(width),
+        **early_launch(rows.device),
     )  # fmt: skip
 
 
@@ -108,7 +110,9 @@ def _scale(x, width, eps):
 def _forward_kernel(
     x_ptr, right_ptr, weight_ptr, total_ptr, out_ptr, width, x_row, right_row, has_right, eps, weight_offset,
     ROUND_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr, IS_DOUBLE: tl.constexpr, BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(IS_EARLY)
     wide: tl.constexpr = tl.float64 if IS_DOUBLE else tl.float32
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     r = tl.program_id(0).to(tl.int64)

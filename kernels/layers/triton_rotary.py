@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..machine.triton_launches import early_launch, wait_for_inputs
 from ..machine.triton_numbers import INTERPRETED, rounded, widened
 
 SERVED = (torch.float32, torch.bfloat16, torch.float16)
@@ -79,7 +80,7 @@ def _launch(
             *(cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), kv_heads * width, kv_heads * value_width),
             HALF=width // 2, HALF_PAD=triton.next_power_of_2(width // 2), E=value_width,
             E_PAD=triton.next_power_of_2(value_width), HEADS=_HEADS, WRITES=slots is not None, BACK=back,
-            enable_fp_fusion=False,
+            enable_fp_fusion=False, **early_launch(query.device),
         )  # fmt: skip
 
 
@@ -89,9 +90,10 @@ def _rotary_kernel(
     tokens, heads, kv_heads,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token, c_batch, c_token, key_row, value_row,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, HEADS: tl.constexpr,
-    WRITES: tl.constexpr, BACK: tl.constexpr,
+    WRITES: tl.constexpr, BACK: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rotate HEADS heads of a row, of the query or of the key, or copy as many heads of the value."""
+    wait_for_inputs(IS_EARLY)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     batch, token = row // tokens, row % tokens
     query_parts, key_parts = tl.cdiv(heads, HEADS), tl.cdiv(kv_heads, HEADS)

@@ -24,11 +24,14 @@ from torch import Tensor
 from ..layers.triton_swiglu import SERVED as GATED
 from ..layers.triton_swiglu import forward as swiglu_of
 from ..layers.triton_swiglu import gated
+from ..machine.triton_launches import early_launch, fetch, wait_for_inputs
 from ..machine.triton_numbers import INTERPRETED, dot_added, rounded, widened
-from .tiles import WIDEST_GATED, Tile, choose_tile, fixed_tile, tiles_of
+from .tiles import FEW_ROWS, Tile, choose_tile, fits_gated, fixed_tile, tiles_of
 
 GROUP = 8  # row tiles that read the same weights together, while the L2 cache holds them
 MOST_LAYERS = 3  # of one launch
+LINE = tl.constexpr(64)  # elements of 2 bytes in a line of the cache
+_FETCHED = 16  # lines of each column that a program fetches while it waits for its inputs
 SERVED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Layer = tuple[Tensor, Tensor | None]  # weight [N,K], bias [N]
 
@@ -85,7 +88,7 @@ def first_tile_difference(in_features: Sequence[int], dtype: torch.dtype, device
             found = _launch(x, layers, tile)
             if not all(map(torch.equal, found, expected)) or not torch.equal(_launch(x, layers[:1], tile)[0], found[0]):
                 return f"{where}: the product differs"
-            if dtype in GATED and tile.n <= WIDEST_GATED:
+            if dtype in GATED and fits_gated(tile):
                 together = _launch(x, layers[:2], tile, is_gated=True)[0]
                 if not torch.equal(together, swiglu_of(*expected[:2])):
                     return f"{where}: the gated product differs"
@@ -109,6 +112,7 @@ def _launch(x: Tensor, layers: Sequence[Layer], tile: Tile, *, is_gated: bool = 
     grid = (triton.cdiv(num_rows, tile.m) * sum(triton.cdiv(count, tile.n) for count in columns),)
     if not math.prod(grid):
         return outs
+    is_short = num_rows <= FEW_ROWS and x.element_size() == 2
     weights, biases = (_padded(tensors) for tensors in zip(*layers, strict=True))
     bias = biases[0]
     with torch.cuda.device_of(x):
@@ -116,8 +120,9 @@ def _launch(x: Tensor, layers: Sequence[Layer], tile: Tile, *, is_gated: bool = 
             *(x, *weights, *biases, *_padded(outs), num_rows, x.shape[1], *_padded(columns)),
             *(*x.stride(), *weights[0].stride(), 0 if bias is None else bias.stride(0)),
             BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP_M=GROUP, HAS_BIAS=bias is not None,
-            LAYERS=len(layers), IS_GATED=is_gated, IS_DOUBLE=x.dtype == torch.float64, num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
+            LAYERS=len(layers), IS_GATED=is_gated, IS_DOUBLE=x.dtype == torch.float64,
+            HAS_REST=x.shape[1] % tile.k != 0, FETCHES=_FETCHED if is_short else 0, num_warps=tile.num_warps,
+            num_stages=tile.num_stages, **early_launch(x.device),
         )  # fmt: skip
     return outs
 
@@ -134,6 +139,7 @@ def _linear_kernel(
     x_row, x_step, weight_row, weight_step, bias_step,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr, LAYERS: tl.constexpr, IS_GATED: tl.constexpr, IS_DOUBLE: tl.constexpr,
+    HAS_REST: tl.constexpr, FETCHES: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile [BLOCK_M, BLOCK_N] of one layer's output, one program a tile."""
     tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(num_columns, BLOCK_N)
@@ -169,13 +175,22 @@ def _linear_kernel(
     steps = tl.arange(0, BLOCK_K)
     x_tile = x_ptr + rows[:, None] * x_row + steps[None, :] * x_step
     weight_at = steps[:, None] * weight_step + columns[None, :] * weight_row
+    if FETCHES > 0:  # a product of few rows waits for its weights, which no kernel of the step writes
+        ahead = tl.minimum(tl.arange(0, FETCHES) * LINE, width - 1)
+        line = tl.minimum(columns, num_columns - 1)[:, None] * weight_row + ahead[None, :] * weight_step
+        fetch(weight_ptr + line, IS_EARLY)
+        if IS_GATED:
+            fetch(weight_1 + line, IS_EARLY)
+    wait_for_inputs(IS_EARLY)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float64 if IS_DOUBLE else tl.float32)
     if IS_GATED:
         total_up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for start in range(0, width, BLOCK_K):
-        has_step = steps < width - start
-        a = tl.load(x_tile, mask=has_row[:, None] & has_step[None, :], other=0.0)
-        b_mask = has_step[:, None] & has_column[None, :]
+        a_mask, b_mask = has_row[:, None], has_column[None, :]
+        if HAS_REST:
+            has_step = steps < width - start
+            a_mask, b_mask = a_mask & has_step[None, :], b_mask & has_step[:, None]
+        a = tl.load(x_tile, mask=a_mask, other=0.0)
         total = dot_added(total, a, tl.load(weight_ptr + weight_at, mask=b_mask, other=0.0))
         if IS_GATED:
             total_up = dot_added(total_up, a, tl.load(weight_1 + weight_at, mask=b_mask, other=0.0))

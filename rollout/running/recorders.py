@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -36,11 +37,12 @@ class PlainCalls:
 
 class CUDAGraphs:
     """A recorder that captures CUDA graphs. They run one after another and leave their results in our buffers, so all
-    share one memory pool."""
+    that live share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
 
     def record(self, run: Run) -> Run:
         stream = torch.cuda.Stream(self._device)
@@ -50,6 +52,9 @@ class CUDAGraphs:
                 run()
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
+        if not self._graphs:  # torch's allocator refuses a pool whose last graph is gone
+            self._pool = torch.cuda.graph_pool_handle()
+        self._graphs.add(graph)
         # "thread_local": other threads may use the device during the capture.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             results = run()

@@ -85,6 +85,8 @@ class CudaHandle:
     def from_arguments(cls, arguments: Sequence[Any]) -> CudaHandle:
         """Read the 15 arguments of `rebuild_cuda_tensor`; tensor and storage class and requires_grad are ignored."""
         _, shape, stride, offset, _, dtype, device, handle, num_bytes, start, _, counter, at, event, wait = arguments
+        if handle is None and wait is None:  # as torch describes an empty storage
+            wait = False
         return cls(
             dtype, tuple(shape), tuple(stride), offset, device, handle, num_bytes, start, counter, at, event, wait
         )

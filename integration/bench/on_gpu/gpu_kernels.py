@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -133,11 +133,21 @@ def _logits(model: PreTrainedModel, batch: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _gradient(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], object]:
-    """Return the backward alone, of a forward that is kept."""
-    with torch.enable_grad():
-        out = compute(x.requires_grad_())
-    grad = torch.ones_like(out)
-    return lambda: torch.autograd.grad(out, x, grad, retain_graph=True)
+    """Return the backward alone, of a forward that the first call runs: on its stream the backward will run too."""
+
+    leaf = x.detach().requires_grad_()
+
+    @cache
+    def forward() -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            out = compute(leaf)
+        return out, torch.ones_like(out)
+
+    def backward() -> object:
+        out, grad = forward()
+        return torch.autograd.grad(out, leaf, grad, retain_graph=True)
+
+    return backward
 
 
 def _attention(model: PreTrainedModel, batch: int, context: int, rows: int) -> Case:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -82,13 +85,13 @@ def decode_steps(
     context.
 
     Their KV is random numbers: a step reads as much as after a prefill, and takes as long. around: called with each
-    step that counts, to run it.
+    step that counts, to run it. With overlap the next step runs already when one returns: all have the mean of the
+    time from one return to the last.
     """
     max_new_tokens = num_steps + _NUM_SKIPPED + 2  # one in the prefill, and no sequence ends in the last step
     generator = torch.Generator().manual_seed(0)
     prompt_tokens = max(context - _NUM_SKIPPED - num_steps // 2, 1)
     prompts = torch.randint(engine.model.vocab_size, (batch, prompt_tokens), generator=generator)
-    seconds = []
     with engine.model.rollout_phase():
         for index, prompt in enumerate(prompts.tolist()):
             params = SamplingParams(max_new_tokens=max_new_tokens, ignore_eos=True, sampling_seed=index)
@@ -98,16 +101,22 @@ def decode_steps(
         with without_forward(engine):
             engine.step()
             engine.parts.runner.call(lambda: None)  # with overlap the step runs on a thread: it has run then
+            clock(engine.model.device)
+            engine.parts.runner.release_memory()  # and has recorded the step after it without the forward
+        now = time.perf_counter if engine.config.overlap else partial(clock, engine.model.device)
+        returned = [now()]
         for index in range(_NUM_SKIPPED + num_steps):
-            num_rows, started = engine.metrics.num_rows, clock(engine.model.device)
+            num_rows = engine.metrics.num_rows
             if index < _NUM_SKIPPED:
                 engine.step()
             else:
                 around(engine.step)
-            seconds.append(clock(engine.model.device) - started)
+            returned.append(now())
             assert engine.metrics.num_rows - num_rows == batch, "not a decode step of the whole batch"
         engine.abort_request(abort_all=True)
-    return seconds[_NUM_SKIPPED:]
+    if engine.config.overlap:
+        return [(returned[-1] - returned[_NUM_SKIPPED]) / num_steps] * num_steps
+    return [after - before for before, after in pairwise(returned)][_NUM_SKIPPED:]
 
 
 @contextmanager

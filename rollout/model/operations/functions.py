@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ....kernels.layers.activation import elu, gelu, gelu_tanh, mish, rsqrt, sigmoid, silu, softplus
+from ....kernels.layers.embedding import embedding
 from . import deferred
 from .products import Linear, replaced_products
 
@@ -80,7 +81,7 @@ def invariant_functions(linear: Linear, *, defers: bool = False) -> ReplacedFunc
     """Return a mode that replaces functions that are not row-invariant, and refuses functions that are random.
 
     linear: x [...,K], weight [N,K], bias [N] or None -> [...,N], the invariant product. defers: whether sums wait for
-    the norm that may follow (`deferred.py`).
+    the norm that may follow (`deferred.py`), as on a GPU, where gradients of embeddings are added in order too.
     """
     return ReplacedFunctions(
         {
@@ -88,6 +89,7 @@ def invariant_functions(linear: Linear, *, defers: bool = False) -> ReplacedFunc
             **dict.fromkeys((F.sigmoid, torch.sigmoid, torch.special.expit, Tensor.sigmoid), sigmoid),
             **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), rsqrt),
             **(dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), deferred.add) if defers else {}),
+            **({F.embedding: embedding} if defers else {}),
             F.silu: lambda x, inplace=False: silu(x),
             F.gelu: lambda x, approximate="none": gelu_tanh(x) if approximate == "tanh" else gelu(x),
             F.mish: lambda x, inplace=False: mish(x),

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from lockstep.kernels.layers import triton_swiglu
 from lockstep.kernels.linear import triton_kernels as triton_linear
 from lockstep.kernels.linear.linear import LinearMethod, invariant_linear, product_of
-from lockstep.kernels.linear.tiles import NUM_PROCESSORS, Tile, choose_tile, num_programs
+from lockstep.kernels.linear.tiles import Tile, choose_tile, num_programs
 from lockstep.kernels.machine import gpu as gpu_kernels
 from lockstep.kernels.self_test import Cut, default_candidates, first_cut_difference, first_difference
 
@@ -182,6 +182,7 @@ def test_a_tile_with_other_bits_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "tiles of 16 x 32, 100 inputs" in str(triton_linear.first_tile_difference([100], torch.float32, DEVICE))
 
 
+ONE_WAVE = 128  # programs for the 132 processors of an H100: as fast as more, measured, with longer steps under way
 LAYERS_OF_8B = {"q|k|v": (4096, 1024, 1024), "o": (4096,), "gate|up": (12288,), "down": (4096,), "head": (151_936,)}
 
 
@@ -190,7 +191,7 @@ def test_grids_fill_a_gpu_at_the_shapes_of_an_8b_model_from_one_row_to_2048(name
     for rows in (1, 16, 32, 64, 65, 127, 128, 129, 256, 512, 2048):
         columns = LAYERS_OF_8B[name]
         tile = choose_tile(torch.bfloat16, rows, columns, gated=name == "gate|up")
-        assert num_programs(tile, rows, columns) >= NUM_PROCESSORS, (rows, tile)
+        assert num_programs(tile, rows, columns) >= ONE_WAVE, (rows, tile)
         assert tile.m <= 64 or rows > 64
 
 

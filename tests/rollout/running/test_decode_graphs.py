@@ -289,6 +289,17 @@ def test_captured_steps_give_the_numbers_of_plain_ones(gpu_model, overlap):
 
 @pytest.mark.gpu
 @GPU
+def test_steps_are_captured_anew_after_kv_was_released(gpu_model):
+    engine = make_engine(gpu_model, 1, 2, 4, 8)
+    expected = answers(engine)
+    for _ in range(2):
+        engine.weights.release_kv()  # with it goes the last graph of the memory pool
+        engine.weights.resume_kv()
+        assert answers(engine) == expected
+
+
+@pytest.mark.gpu
+@GPU
 def test_replay_reads_weights_that_were_updated_in_place(gpu_model):
     engine = make_engine(gpu_model, 8, overlap=True)
     records = count_records(engine)

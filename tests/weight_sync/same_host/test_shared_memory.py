@@ -427,6 +427,15 @@ def test_cuda_descriptions_are_checked_before_a_handle_is_opened(change, message
         read_cuda_description(description, ["GPU-aa-1"])
 
 
+def test_an_empty_storage_is_described_as_torch_does_it() -> None:
+    of_storage = ("aa-1", None, 0, 0, False, None, 0, None, None)  # `_share_cuda_` of torch 2.11 on an H100
+    arguments = (torch.Tensor, (0, 4), (4, 1), 0, torch.storage.TypedStorage, torch.float32, *of_storage)
+    handle = CudaHandle.from_arguments(arguments)
+    assert handle.problem(["aa-1"]) is None
+    spec = TensorSpec("empty", torch.float32, (0, 4))
+    assert CudaHandle.from_json(json.loads(json.dumps(handle.to_json())), spec).problem(["aa-1"]) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_tensors_arrive_by_handle_from_a_separately_launched_sender(folder, launch):
