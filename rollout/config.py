@@ -97,7 +97,8 @@ class EngineConfig:
     min_deadline_s: float = MIN_DEADLINE_S  # shortest time from arrival to deadline. For edf and lrs
     admission_ratio: float = ADMISSION_RATIO  # share of the tokens that running sequences may still generate for which
     # admission keeps KV blocks free, at first; it adapts
-    overlap: bool = False  # plan the next step and deliver the last one while the model runs
+    overlap: bool | None = None  # plan the next step and deliver the last one while the model runs; None: on a GPU, if
+    # one rank has the whole model
     cuda_graph_batch_sizes: tuple[int, ...] | None = None  # decode batch sizes that are recorded; other batches are
     # padded to the next one. (): none; None: up to max_num_seqs, with drafts to 17 times as many, on a GPU 1, 2,
     # 4, 8, 16, 24 … 256, on a CPU 1 … 8, 10 … 16, 20 … 32, 40 … 128, 144 … 256
@@ -140,7 +141,9 @@ class EngineConfig:
         num = self.state_snapshots
         if num is not None and (isinstance(num, bool) or not isinstance(num, int) or num < 0):
             wrong.append(f"state_snapshots must be a number of snapshots, at least 0, not {num!r}")
-        for name in ("prefix_cache", "invariant", "overlap", "sequence_pipelining", "grammar_any_whitespace"):
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            wrong.append(f"overlap must be true or false, not {self.overlap!r}")
+        for name in ("prefix_cache", "invariant", "sequence_pipelining", "grammar_any_whitespace"):
             if not isinstance(getattr(self, name), bool):
                 wrong.append(f"{name} must be true or false, not {getattr(self, name)!r}")
         sizes = self.cuda_graph_batch_sizes

@@ -94,41 +94,55 @@ def triton_attention(
     out = query.new_empty(num_rows, num_heads, value_width)
     if not out.numel():
         return out
-    tiling = tiling or _tiling_for(query, value_width, num_sequences)
+    tiling, has_sinks = tiling or _tiling_for(query, value_width, num_sequences), sinks is not None
     units = math.gcd(width, 16), math.gcd(value_width, 16)
     blocks = _blocks_of(key, value, layout, units)
-    query, key, value, tables = _aligned(query, units[0]), blocks.key, blocks.value, blocks.tables
     # Each sequence begins a new tile; this is the largest possible number.
     num_tiles = num_rows * (num_heads // num_kv_heads) // tiling.rows + num_sequences
-    value_pad = max(16, triton.next_power_of_2(value_width))
     if sharing is None:
-        num_splits = 1 if blocks.is_packed else triton.cdiv(tables.shape[1] * blocks.size, tiling.split)
-        row_bytes = num_rows * num_heads * value_pad * 4
+        num_splits = 1 if blocks.is_packed else triton.cdiv(blocks.tables.shape[1] * blocks.size, tiling.split)
+        row_bytes = num_rows * num_heads * _padded(value_width) * 4
         sharing = share_splits(num_rows, num_sequences, num_tiles * num_kv_heads, num_splits, row_bytes)
+    sinks = query if sinks is None else sinks.detach().float().contiguous()
+    _launch(_aligned(query, units[0]), blocks, layout.query_start, rule, sinks, out, num_tiles, tiling, sharing,
+            has_sinks=has_sinks)  # fmt: skip
+    return out
+
+
+def _launch(
+    query: Tensor, blocks: "_Blocks", query_start: Tensor, rule: ScoreRule, sinks: Tensor, out: Tensor, num_tiles: int,
+    tiling: Tiling, sharing: Sharing, *, has_sinks: bool,
+) -> None:  # fmt: skip
+    """Launch the kernel, and the second one where programs share splits."""
+    (num_rows, num_heads, width), (num_kv_heads, value_width) = query.shape, blocks.value.shape[2:]
+    units = math.gcd(width, 16), math.gcd(value_width, 16)
     is_shared = sharing.num_slots > 1
     shape = (num_rows, num_heads, sharing.num_slots) if is_shared else (0,)
-    sums = query.new_empty(*shape, value_pad, dtype=torch.float32)
+    sums = query.new_empty(*shape, _padded(value_width), dtype=torch.float32)
     scales = query.new_empty(*shape, 2, dtype=torch.float32)
-    numbers = {"num_sequences": num_sequences, "num_heads": num_heads, "group": num_heads // num_kv_heads}
+    numbers = {"num_sequences": len(query_start) - 1, "num_heads": num_heads, "group": num_heads // num_kv_heads}
     numbers |= {"num_slots": sharing.num_slots, "window": rule.window or 0}
-    fixed = {"ROWS": tiling.rows, "SPLIT": tiling.split, "E": value_width, "E_PAD": value_pad}
-    fixed |= {"HAS_WINDOW": rule.window is not None, "HAS_SINKS": sinks is not None}
+    fixed = {"ROWS": tiling.rows, "SPLIT": tiling.split, "E": value_width, "E_PAD": _padded(value_width)}
+    fixed |= {"HAS_WINDOW": rule.window is not None, "HAS_SINKS": has_sinks}
     launch = {"num_warps": tiling.num_warps, **early_launch(query.device), **UNFUSED}
-    sinks = query if sinks is None else sinks.detach().float().contiguous()
+    strides = *_strides(query, units[0]), *_strides(blocks.key, units[0]), *_strides(blocks.value, units[1])
     with torch.cuda.device_of(query):
         _attend_kernel[(num_tiles, num_kv_heads, sharing.num_programs)](
-            *(query, key, value, sums, scales, out, sinks, tables, layout.query_start, blocks.contexts),
-            *(tables.stride(0), *_strides(query, units[0]), *_strides(key, units[0]), *_strides(value, units[1])),
+            *(query, blocks.key, blocks.value, sums, scales, out, sinks, blocks.tables, query_start, blocks.contexts),
+            *(blocks.tables.stride(0), *strides),
             scale=rule.scale, softcap=rule.softcap or 0.0, HAS_SOFTCAP=rule.softcap is not None, KEYS=tiling.keys,
-            D=width, D_PAD=max(16, triton.next_power_of_2(width)), D_UNIT=units[0], E_UNIT=units[1],
+            D=width, D_PAD=_padded(width), D_UNIT=units[0], E_UNIT=units[1],
             BLOCK=0 if blocks.is_packed else blocks.size, IS_SHARED=is_shared, **numbers, **fixed, **launch,
             num_stages=tiling.num_stages,
         )  # fmt: skip
         if is_shared:
             _merge_kernel[(num_tiles, num_kv_heads)](
-                sums, scales, out, sinks, layout.query_start, blocks.contexts, **numbers, **fixed, **launch
+                sums, scales, out, sinks, query_start, blocks.contexts, **numbers, **fixed, **launch
             )
-    return out
+
+
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
 
 
 def _tiling_for(query: Tensor, value_width: int, num_sequences: int) -> Tiling:

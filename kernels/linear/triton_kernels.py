@@ -24,6 +24,7 @@ from torch import Tensor
 from ..layers.triton_swiglu import SERVED as GATED
 from ..layers.triton_swiglu import forward as swiglu_of
 from ..layers.triton_swiglu import gated
+from ..machine import triton_numbers
 from ..machine.triton_launches import early_launch, fetch, wait_for_inputs
 from ..machine.triton_numbers import INTERPRETED, dot_added, rounded, widened
 from .tiles import FEW_ROWS, Tile, choose_tile, fits_gated, fixed_tile, tiles_of
@@ -31,7 +32,8 @@ from .tiles import FEW_ROWS, Tile, choose_tile, fits_gated, fixed_tile, tiles_of
 GROUP = 8  # row tiles that read the same weights together, while the L2 cache holds them
 MOST_LAYERS = 3  # of one launch
 LINE = tl.constexpr(64)  # elements of 2 bytes in a line of the cache
-_FETCHED = 16  # lines of each column that a program fetches while it waits for its inputs
+_INTERPRETED_STEP = 64  # along K, of all tiles: the interpreter adds a step at once, and instructions 16 of K
+_FETCHED = 8  # lines of each column that a program fetches while it waits for its inputs; measured: 16 are too many
 SERVED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Layer = tuple[Tensor, Tensor | None]  # weight [N,K], bias [N]
 
@@ -112,6 +114,7 @@ def _launch(x: Tensor, layers: Sequence[Layer], tile: Tile, *, is_gated: bool = 
     grid = (triton.cdiv(num_rows, tile.m) * sum(triton.cdiv(count, tile.n) for count in columns),)
     if not math.prod(grid):
         return outs
+    step = min(tile.k, _INTERPRETED_STEP) if triton_numbers.INTERPRETED.value else tile.k
     is_short = num_rows <= FEW_ROWS and x.element_size() == 2
     weights, biases = (_padded(tensors) for tensors in zip(*layers, strict=True))
     bias = biases[0]
@@ -119,9 +122,9 @@ def _launch(x: Tensor, layers: Sequence[Layer], tile: Tile, *, is_gated: bool = 
         _linear_kernel[grid](
             *(x, *weights, *biases, *_padded(outs), num_rows, x.shape[1], *_padded(columns)),
             *(*x.stride(), *weights[0].stride(), 0 if bias is None else bias.stride(0)),
-            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, GROUP_M=GROUP, HAS_BIAS=bias is not None,
+            BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=step, GROUP_M=GROUP, HAS_BIAS=bias is not None,
             LAYERS=len(layers), IS_GATED=is_gated, IS_DOUBLE=x.dtype == torch.float64,
-            HAS_REST=x.shape[1] % tile.k != 0, FETCHES=_FETCHED if is_short else 0, num_warps=tile.num_warps,
+            HAS_REST=x.shape[1] % step != 0, FETCHES=_FETCHED if is_short else 0, num_warps=tile.num_warps,
             num_stages=tile.num_stages, **early_launch(x.device),
         )  # fmt: skip
     return outs

@@ -14,7 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..machine.triton_numbers import rounded
-from .triton_scan import BLOCK_V, NUM_WARPS, dense, scaled_tile, statistics, step_of
+from .triton_scan import dense, scaled_tile, statistics, step_of
+
+_BLOCK = 2048  # values of a program: each depends on its own logit and the statistics alone
+_NUM_WARPS = 16
 
 
 def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
@@ -37,10 +40,10 @@ def selected_gradient(logits: Tensor, token_ids: Tensor, temperatures: Tensor, s
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     if num_rows:
         with torch.cuda.device_of(logits):
-            _gradient_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK_V))](
+            _gradient_kernel[(num_rows, triton.cdiv(vocab_size, _BLOCK))](
                 *(logits, temperatures, vocab_size, logits.stride(0), step_of(temperatures), stats),
                 *(token_ids.contiguous(), grad.float().contiguous(), out),
-                BLOCK=BLOCK_V, num_warps=NUM_WARPS,
+                BLOCK=_BLOCK, num_warps=_NUM_WARPS,
             )  # fmt: skip
     return out
 
@@ -51,12 +54,12 @@ def logprobs_of(logits: Tensor, temperatures: Tensor, stats: Tensor, columns: Te
     width = vocab_size if columns is None else columns.shape[1]
     out = torch.empty(num_rows, width, dtype=torch.float32, device=logits.device)
     if out.numel():
-        block = min(BLOCK_V, triton.next_power_of_2(width))
+        block = min(_BLOCK, triton.next_power_of_2(width))
         with torch.cuda.device_of(logits):
             _logprobs_kernel[(num_rows, triton.cdiv(width, block))](
                 *(logits, temperatures, vocab_size, logits.stride(0), step_of(temperatures), stats),
                 *(None if columns is None else columns.contiguous(), width, out),
-                HAS_COLUMNS=columns is not None, BLOCK=block, num_warps=NUM_WARPS if block == BLOCK_V else 1,
+                HAS_COLUMNS=columns is not None, BLOCK=block, num_warps=_NUM_WARPS if block == _BLOCK else 1,
             )  # fmt: skip
     return out
 

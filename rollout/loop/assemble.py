@@ -59,7 +59,7 @@ def make_runner(parts: RunnerParts) -> Runner:
     begins_ahead = parts.model.device.type == "cuda" or config.cuda_graph_batch_sizes is not None
     return ModelRunner(
         parts.model, parts.kv_cache, parts.state_pool, sampler, config.block_size, parts.reports.trace,
-        overlap=config.overlap, graphs=make_graphs(parts), begins_ahead=begins_ahead,
+        overlap=parts.overlap, graphs=make_graphs(parts), begins_ahead=begins_ahead,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ class Loop:
 
     def __init__(self, parts: Parts, answers: Answers, interrupts: Interrupts) -> None:
         """Connect the parts. Raises ValueError if overlap is configured and there are several stages."""
-        overlap, num_stages = parts.config.overlap, parts.runner.num_stages
+        overlap, num_stages = parts.overlap, parts.runner.num_stages
         if overlap and num_stages > 1:
             raise ValueError(
                 f"overlap plans the next step while the only stage runs, and there are {num_stages}, which have "

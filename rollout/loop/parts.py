@@ -36,6 +36,13 @@ class RunnerParts:
     max_model_len: int
     reports: Reports
 
+    @property
+    def overlap(self) -> bool:
+        """Return whether the next step is planned while the model runs. Where that is not set, a GPU would wait for the
+        host in every step; on a CPU both compute with the same processors."""
+        asked, is_alone = self.config.overlap, self.ranks.mesh.num_ranks == 1
+        return self.model.device.type == "cuda" and is_alone if asked is None else asked
+
 
 MakeRunner = Callable[[RunnerParts], Runner]
 

@@ -27,8 +27,8 @@ from lockstep.tests.support.gpu_compilation import LAUNCHES
 MAX_STACK = 64  # bytes per thread for spilled registers
 BY_PARTS = ("digests, 4 bytes side by side", "digests, single bytes")  # compile longer than all others together
 # Kernels that sum in the order of their lanes. In all others an element depends on one element of a row and on results
-# of these, or its sums have an order of their own: the product and attention, whose matrix instructions add. They have a
-# binary for each tile and kind of step, which add alike, as other tests and the self-test say.
+# of these, or its sums have an order of their own: the product and attention, whose matrix instructions add. These have
+# a binary for each tile and kind of step; they add alike, as other tests and the self-test say.
 SUMMING = {
     "attention.triton_kernels": {"_merge_kernel"},
     "sampling.triton_scan": {"_scan_kernel"},
@@ -157,7 +157,7 @@ OCCUPANCY = {
     ("linear, few rows, bfloat16", "_linear_kernel"): (128, 8),
     ("joined, few rows, bfloat16", "_linear_kernel"): (128, 4),
     ("attention, bfloat16", "_attend_kernel"): (128, 2), ("norms, bfloat16", "_forward_kernel"): (256, 3),
-    ("rotations, bfloat16", "_rotary_kernel"): (128, 8), ("draws, bfloat16", "_scan_kernel"): (512, 1),
+    ("rotations, bfloat16", "_rotary_kernel"): (128, 8), ("draws, bfloat16", "_scan_kernel"): (256, 4),
 }  # fmt: skip
 
 
