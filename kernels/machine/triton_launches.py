@@ -30,7 +30,7 @@ def early_launch(device: torch.device) -> dict[str, Any]:
 
 
 @triton.jit
-def wait_for_inputs(IS_EARLY: tl.constexpr) -> None:
+def wait_for_inputs(IS_EARLY: tl.constexpr):
     """Let the next kernel be launched, and wait for all earlier kernels' writes. Every program of a kernel calls it
     before it reads or writes memory, also one that has nothing to do."""
     if IS_EARLY:
@@ -39,7 +39,7 @@ def wait_for_inputs(IS_EARLY: tl.constexpr) -> None:
 
 
 @triton.jit
-def fetch(lines: Any, IS_EARLY: tl.constexpr) -> None:
+def fetch(lines, IS_EARLY: tl.constexpr):
     """Begin to bring lines of 128 bytes, which pointers name, into the L2 cache. It holds what is written meanwhile."""
     if IS_EARLY:
         tl.inline_asm_elementwise(
