@@ -19,8 +19,10 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,deepspeed,events,grammar,lora,serve,triton,test]'
 	@touch $@
 
+# Two ranks on a CPU or on several GPUs, one where there is one GPU: each rank needs its own.
+NPROC = $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)),1,2)
 train: setup
-	$(BIN)/torchrun --nproc-per-node 2 -m lockstep.integration.grpo configs/arithmetic_cpu.toml $(ARGS)
+	$(BIN)/torchrun --nproc-per-node $(NPROC) -m lockstep.integration.grpo configs/arithmetic_cpu.toml $(ARGS)
 
 # A process that crashes ends the run and its test is named: with a new process in its place xdist may wait for ever.
 SHARED := --dist loadfile --no-loadscope-reorder --max-worker-restart=0

@@ -347,7 +347,7 @@ def http_page() -> str:
     parts += ["## A router", "A router answers these itself.", table(paths["router"])]
     parts += ["It passes these to all workers, as `/VERB`, `/lockstep/VERB` and `/hicache/VERB`: "
               + ", ".join(f"`{verb}`" for verb in RULES) + "."]  # fmt: skip
-    parts += ["## Refused", "SGLang has these paths, Lockstep has not. They answer 501 and say why: "
+    parts += ["## Refused", "SGLang or vLLM has these paths, Lockstep has not. They answer 501 and say why: "
               + ", ".join(f"`{path}`" for path, *_ in paths["refused"]) + "."]  # fmt: skip
     return page(parts)
 

@@ -62,13 +62,19 @@ def is_launched() -> bool:
 def this_rank(device: str = "") -> Ranks:
     """Read this process's rank from torchrun's environment; a process without it is rank 0 of 1. Joins no group.
 
-    Raises ValueError for a CUDA device where there is none.
+    Raises ValueError for a CUDA device where there is none, and where this machine has more ranks than GPUs.
     """
     rank, num_ranks = (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])) if is_launched() else (0, 1)
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"engine.device is {device!r}, but this machine has no CUDA device")
     if device == "cuda" or (not device and torch.cuda.is_available()):
-        return Ranks(rank, num_ranks, torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))))
+        local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local_rank >= num_gpus:
+            raise ValueError(
+                f"each rank needs a GPU of its own: rank {local_rank} of this machine has none, for there are {num_gpus}. "
+                f"Start at most {num_gpus} here (--nproc-per-node), or set engine.device=cpu"
+            )
+        return Ranks(rank, num_ranks, torch.device("cuda", local_rank))
     return Ranks(rank, num_ranks, torch.device(device or "cpu"))
 
 
