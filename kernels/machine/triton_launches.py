@@ -25,7 +25,7 @@ def early_launch(device: torch.device) -> dict[str, Any]:
     if INTERPRETED.value:
         return {"IS_EARLY": False}
     target = triton.runtime.driver.active.get_current_target()
-    is_early = target.backend == "cuda" and target.arch >= _LEAST_CAPABILITY
+    is_early = target.backend == "cuda" and target.arch >= _LEAST_CAPABILITY and hasattr(tl.extra.cuda, "gdc_wait")
     return {"IS_EARLY": True, "launch_pdl": True} if is_early else {"IS_EARLY": False}
 
 
