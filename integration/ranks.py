@@ -71,8 +71,8 @@ def this_rank(device: str = "") -> Ranks:
         local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local_rank >= num_gpus:
             raise ValueError(
-                f"each rank needs a GPU of its own: rank {local_rank} of this machine has none, for there are {num_gpus}. "
-                f"Start at most {num_gpus} here (--nproc-per-node), or set engine.device=cpu"
+                f"each rank needs its own GPU: rank {local_rank} of this machine has none, for there are {num_gpus}: "
+                f"start at most {num_gpus} here (--nproc-per-node), or set engine.device=cpu"
             )
         return Ranks(rank, num_ranks, torch.device("cuda", local_rank))
     return Ranks(rank, num_ranks, torch.device(device or "cpu"))

@@ -22,15 +22,16 @@ class AdapterWatch:
         self._state: State = parts.model.adapters.state()
         self._digests: dict[State, str] = {}  # of the committed weights, by the states in which they were computed
 
-    def look(self) -> None:
-        """Start a KV epoch if the adapters' state has changed. Running sequences compute their KV again.
+    def look(self) -> bool:
+        """Start a KV epoch if the adapters' state has changed; returns whether it has. Running sequences compute their
+        KV again.
 
         The weight version stays, since it is the caller's label. The digest is that of the committed weights in this
         state, or None where it was not computed.
         """
         adapters = self._parts.model.adapters
         if not adapters or (state := adapters.state()) == self._state:
-            return
+            return False
         logger.info("the adapters were switched: their KV starts anew")
         self._loop.drain()
         for request in reversed(self._parts.scheduler.running()):
@@ -42,6 +43,7 @@ class AdapterWatch:
             self._digests.clear()  # merged weights are other bytes, and separated ones may be rounded
         self._state = state
         self._parts.sequences.weight_digest = self._digests.get(state)
+        return True
 
     def committed(self, digest: str | None) -> None:
         """Take the present state as that of a commit, which has its KV epoch."""

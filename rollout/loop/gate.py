@@ -9,6 +9,7 @@ from .adapter_watch import AdapterWatch
 from .commands import HoldReport, OnCommit, PauseMode
 from .loop import Loop
 from .parts import Parts
+from .weight_watch import WeightWatch
 
 
 class StepGate:
@@ -16,7 +17,7 @@ class StepGate:
 
     def __init__(self, parts: Parts, loop: Loop) -> None:
         self.loop = loop
-        self.adapters = AdapterWatch(parts, loop)
+        self.adapters, self.weights = AdapterWatch(parts, loop), WeightWatch(parts, loop)
         self.pause_mode: PauseMode | None = None  # None: not paused
         self.before_sampling: Callable[[], None] | None = None  # called before the next step; sets this to None
         self._refusals: dict[str, str] = {}  # the reasons why no step may run, by key
@@ -54,7 +55,9 @@ class StepGate:
         if self._refusals:
             raise SamplingRefused(self.refusal)
         try:
-            self.adapters.look()
+            if self.adapters.look():
+                self.weights.accept()  # merging adapters writes weights
+            self.weights.look()
             self.loop.step()
         finally:
             self._events.flush()
@@ -65,7 +68,10 @@ class StepGate:
 
     def lift(self, keys: Iterable[str]) -> dict[str, str]:
         """End the refusals under these keys; returns the ended ones."""
-        return {key: self._refusals.pop(key) for key in keys if key in self._refusals}
+        lifted = {key: self._refusals.pop(key) for key in keys if key in self._refusals}
+        if lifted:  # an update has ended: it has committed, or has left no trace
+            self.weights.accept()
+        return lifted
 
     def hold(
         self,

@@ -23,6 +23,7 @@ class RolloutPhase:
     def __init__(self, hosted: ForwardNumerics, *, owned: bool) -> None:
         """Start outside the phase. owned: the module is the engine's own, so no caller waits for its phase."""
         self.before_end: Callable[[], None] = lambda: None
+        self.num_begun = 0  # phases so far
         self.code_version = 0  # grows when a phase finds the module's settings or forwards changed
         self._code: int | None = None
         self._hosted, self._owned = hosted, owned
@@ -96,6 +97,7 @@ class RolloutPhase:
 
     def _set_up(self) -> None:
         module = self._hosted.module
+        self.num_begun += 1
         if (code := _code_of(module)) != self._code:
             self._code, self.code_version = code, self.code_version + 1
         with ExitStack() as entered:

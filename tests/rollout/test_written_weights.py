@@ -1,0 +1,78 @@
+"""Weights that are written without a commit: noticed at the next phase, so that no KV or digest of others is used."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.completion import Completion
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
+
+PROMPT = [5 + i % 90 for i in range(40)]
+
+
+def make_service(model: torch.nn.Module) -> RolloutService:
+    return RolloutService(Engine(model, EngineConfig(kv_cache="64 blocks", max_num_seqs=4)))
+
+
+def answer(service: RolloutService) -> Completion:
+    with service.engine.model.rollout_phase():
+        [found] = service.engine.generate([PROMPT], SamplingParams(max_new_tokens=8, sampling_seed=3, ignore_eos=True))
+    return found
+
+
+def write(model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.1)
+
+
+def commit(service: RolloutService, model: torch.nn.Module, version: str) -> None:
+    service.commit_in_place(version, source=model.named_parameters())
+
+
+def test_weights_written_without_a_commit_get_kv_of_their_own_and_no_digest(
+    make_model, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("qwen2")
+    service = make_service(model)
+    commit(service, model, "one")
+    before = answer(service)
+    assert before.weight_digest is not None
+    write(model)
+    with caplog.at_level(logging.WARNING):
+        found = answer(service)
+        again = answer(service)
+    assert [r.message for r in caplog.records if "without" in r.message or "since version 'one'" in r.message]
+    assert sum("since version" in record.message for record in caplog.records) == 1, "once for each change"
+    assert (found.num_cached_tokens, found.weight_version, found.weight_digest) == (0, "one", None)
+    other = make_model("qwen2")
+    write(other)
+    expected = answer(make_service(other))
+    assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs) != (
+        before.token_ids, before.logprobs,
+    )  # fmt: skip
+    assert again.num_cached_tokens > 0
+    commit(service, model, "two")
+    assert answer(service).weight_digest is not None
+    service.close()
+
+
+def test_committed_and_reverted_writes_are_no_surprise(make_model, caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model("qwen2")
+    service = make_service(model)
+    commit(service, model, "one")
+    answer(service)
+    with caplog.at_level(logging.WARNING):
+        for version in ("two", "three"):
+            with service.optimizer_step():
+                write(model)
+            commit(service, model, version)
+            assert answer(service).weight_version == version
+    assert not [record for record in caplog.records if "since version" in record.message]
+    service.close()
