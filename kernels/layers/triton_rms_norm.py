@@ -17,7 +17,7 @@ from ..machine.triton_launches import early_launch, wait_for_inputs
 from ..machine.triton_numbers import INTERPRETED, rounded
 
 MAX_WIDTH = 1 << 16  # of a row that one program holds
-ROWS_EACH = 64  # rows that one program of the backward pass adds to a partial gradient of the weight
+ROWS_EACH = 16  # rows whose parts of the weight gradient one program adds: few, so that programs fill a GPU
 
 # Not specialised by the compiler, and neither are alignments: rows that start elsewhere in memory would get another
 # layout of lanes, and their squares another order of addition.

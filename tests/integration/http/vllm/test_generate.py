@@ -240,7 +240,8 @@ def test_sampling_parameters_that_change_no_token_are_taken(url):
 
 def test_a_stream_has_as_many_tokens_in_each_event_as_it_asks_for(url):
     events = streamed(url, sampling_params={"stream_interval": 3, "ignore_eos": True})
-    assert [len(event["choices"][0]["token_ids"]) for event in events] == [3, 3]
+    lengths = [len(event["choices"][0]["token_ids"]) for event in events]
+    assert sum(lengths) == 6 and min(lengths[:-1], default=6) >= 3  # more where the reader is behind
     error = generate(url, 400, sampling_params={"stream_interval": 0})["error"]
     assert "stream_interval" in error["message"]
 
