@@ -67,11 +67,10 @@ class StepGate:
         self._refusals[key] = why
 
     def lift(self, keys: Iterable[str]) -> dict[str, str]:
-        """End the refusals under these keys; returns the ended ones."""
-        lifted = {key: self._refusals.pop(key) for key in keys if key in self._refusals}
-        if lifted:  # an update has ended: it has committed, or has left no trace
-            self.weights.accept()
-        return lifted
+        """End the refusals under these keys, if there are any: an update has committed, or has left no trace. Returns
+        the ended ones."""
+        self.weights.accept()
+        return {key: self._refusals.pop(key) for key in keys if key in self._refusals}
 
     def hold(
         self,

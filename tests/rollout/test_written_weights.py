@@ -74,5 +74,8 @@ def test_committed_and_reverted_writes_are_no_surprise(make_model, caplog: pytes
                 write(model)
             commit(service, model, version)
             assert answer(service).weight_version == version
+        service.update_weights_from_named_tensors([("lm_head.weight", model.lm_head.weight.detach() * 2)])
+        service.abort_weight_update()
+        assert answer(service).weight_digest is not None
     assert not [record for record in caplog.records if "since version" in record.message]
     service.close()
