@@ -196,6 +196,8 @@ def test_no_part_begins_after_the_budget(tiny, monkeypatch):
 def test_the_gpu_benchmark_runs_on_a_gpu():
     report = gpu.run(options_of(gpu, "--model", "tiny", "--batch", "4", "--context", "64", "--pauses", "1"))
     assert report["device"] != "cpu" and report["digest_gb_s"] > 0
+    assert "failed" not in report, "a part that fails is noted: gradients are captured on the stream of their forward"
+    assert all(row["of_floor"] <= 1 for row in report["roofline"]), "a step without its forward was recorded"
 
 
 def options_of(module, *arguments: str) -> argparse.Namespace:
