@@ -77,6 +77,8 @@ class EngineHost(SessionHost):
         self._transaction: WeightTransaction | None = None  # of the open session
         self._digest_time: DigestTime = "now"
         self._in_flight: OnCommit | None = None  # of the next commit
+        if replica.is_alone:  # several ranks would not forget together
+            engine.weights.when_written(roots.forget)
 
     # -- callbacks of the manager -----------------------------------------------------------------------------------
 

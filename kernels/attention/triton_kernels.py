@@ -25,11 +25,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..machine.triton_launches import early_launch, wait_for_inputs
+from ..machine.triton_launches import UNFUSED, early_launch, wait_for_inputs
 from ..machine.triton_numbers import INTERPRETED
 from .step import RowLayout, ScoreRule, refuse_layout
 from .tiles import FEW_ROWS, Sharing, Tiling, share_splits, tall_tiling, tiling_of
-from .triton_softmax import UNFUSED, add_keys, fold, nothing, rows_of, store_rows, store_sums
+from .triton_softmax import add_keys, fold, nothing, rows_of, store_rows, store_sums
 
 SERVED = (torch.float32, torch.bfloat16, torch.float16)
 _ENDLESS = 1 << 30  # size of the one block of a packed sequence

@@ -7,7 +7,6 @@ elementwise, and kernels are compiled without fusion (UNFUSED): what is fused sa
 """
 
 import math
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -16,7 +15,6 @@ from ..machine.triton_numbers import dot_added, rounded
 
 LOG2E = tl.constexpr(math.log2(math.e))
 COLUMNS = tl.constexpr(16)  # of ones: the narrowest product that all instructions take
-UNFUSED: dict[str, Any] = {"enable_fp_fusion": False}  # else the compiler chooses what is rounded once
 
 
 @triton.jit

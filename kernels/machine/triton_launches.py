@@ -1,4 +1,5 @@
-"""Launches that overlap with the end of the kernel before: a decode step is some four hundred kernels of microseconds.
+"""Options of launches, and launches that overlap with the end of the kernel before: a decode step is hundreds of them,
+of microseconds each.
 
 On Hopper and later GPUs a kernel may be launched while the one before still runs (programmatic dependent launch, CUDA
 programming guide): it computes its indices, fetches weights into the L2 cache, and waits before its first other access
@@ -16,6 +17,7 @@ import triton.language as tl
 
 from .triton_numbers import INTERPRETED
 
+UNFUSED: dict[str, Any] = {"enable_fp_fusion": False}  # else the compiler makes one rounding of a product and a sum
 _LEAST_CAPABILITY = 90  # compute capability 9.0
 
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..machine.triton_launches import UNFUSED
 from .triton_noise import row_key
 from .triton_ranks import BITS, add, filter_weights, first_shift, mass_of, narrowed, quota_of, rank_of
 from .triton_scan import (
@@ -27,7 +28,6 @@ from .triton_scan import (
     NUM_WARPS,
     SEGMENT_V,
     SIZES,
-    UNFUSED,
     Drawing,
     bar_of,
     better,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..machine.triton_launches import UNFUSED
 from .triton_cut import VERDICT, draw_again
 from .triton_logprobs import logprobs_of
 from .triton_ranks import filter_weights
@@ -24,7 +25,6 @@ from .triton_scan import (
     COLUMNS,
     LEVELS,
     SIZES,
-    UNFUSED,
     Drawing,
     dense,
     folded_first,

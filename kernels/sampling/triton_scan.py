@@ -12,13 +12,13 @@ Letters: R rows, V vocabulary, S segments.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..machine.triton_launches import UNFUSED
 from ..machine.triton_numbers import INTERPRETED, widened
 from .triton_noise import gumbel_noise, noise_word, row_key
 
@@ -30,7 +30,6 @@ _MOST_REGISTERS = 64  # a thread: a processor of a Hopper GPU then holds four pr
 # Not specialised by the compiler, and neither are alignments: logits that start elsewhere in memory would get another
 # layout of lanes, and so another order of addition.
 SIZES = ["vocab_size", "logits_row", "temperature_step"]
-UNFUSED: dict[str, Any] = {"enable_fp_fusion": False}  # else the compiler makes one rounding of a product and a sum
 UNITS = tl.constexpr(2.0**40)  # reference.MASS_UNITS: sums of up to 2^22 numbers up to 1, as integers
 LEVELS = tl.constexpr(3)  # of histograms for top_k and top_p (triton_cut.py), each of
 BINS = tl.constexpr(2048)  # numbers of tokens and their masses

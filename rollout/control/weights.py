@@ -122,6 +122,10 @@ class EngineWeights:
         self._gate.before_sampling = call
         self._driver.kick()
 
+    def when_written(self, call: Callable[[], None]) -> None:
+        """Have `call` run, under the engine's lock, where weights are found that were written without a commit."""
+        self._gate.on_written = call
+
     # -- memory -----------------------------------------------------------------------------------------------------
 
     def release_weights(self) -> int:

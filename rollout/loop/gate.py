@@ -20,6 +20,7 @@ class StepGate:
         self.adapters, self.weights = AdapterWatch(parts, loop), WeightWatch(parts, loop)
         self.pause_mode: PauseMode | None = None  # None: not paused
         self.before_sampling: Callable[[], None] | None = None  # called before the next step; sets this to None
+        self.on_written: Callable[[], None] = lambda: None  # called where weights were written without a commit
         self._refusals: dict[str, str] = {}  # the reasons why no step may run, by key
         self._model, self._kv_cache = parts.model, parts.kv_cache
         self._scheduler, self._events = parts.scheduler, parts.ledger.events
@@ -57,10 +58,16 @@ class StepGate:
         try:
             if self.adapters.look():
                 self.weights.accept()  # merging adapters writes weights
-            self.weights.look()
+            self._find_written(self.weights.look)
             self.loop.step()
         finally:
             self._events.flush()
+
+    def _find_written(self, look: Callable[[], bool]) -> None:
+        """Forget the digests of weights that were written without a commit."""
+        if look():
+            self.adapters.digested(None)
+            self.on_written()
 
     def refuse(self, key: str, why: str) -> None:
         """Refuse steps until `key` is lifted. `why` is the text of a step's error."""
@@ -96,6 +103,8 @@ class StepGate:
                 'or take their KV back first (pause_generation(mode="retract")); paused in_place they can go on with '
                 'the new weights (keep_running=True), and the commit can draw their tokens again (in_flight="verify")'
             )
+        if self.before_sampling is None and not self._refusals:  # no update has written yet
+            self._find_written(self.weights.compare)
         if refusal is not None:
             self.refuse(*refusal)
         if before_sampling is not None:

@@ -24,19 +24,28 @@ class WeightWatch:
         """Take the weights as they are: they were committed, or put back as they were."""
         self._seen = None if self._seen is None else self._counters()
 
-    def look(self) -> None:
-        """Start a KV epoch if a parameter was written since the last commit. Running sequences compute their KV again.
-
-        The weight version stays, since it is the caller's label, but without a digest. Looks once in a phase, from the
-        first one with steps on. Writes that torch does not count, such as those to `parameter.data`, are not found.
-        """
+    def look(self) -> bool:
+        """Compare once in a phase, from the first one with steps on."""
         if self._parts.model.phase.num_begun == self._phase:
-            return
-        self._phase, before = self._parts.model.phase.num_begun, self._seen
+            return False
+        self._phase = self._parts.model.phase.num_begun
+        self._seen = self._counters() if self._seen is None else self._seen
+        return self.compare()
+
+    def compare(self) -> bool:
+        """Start a KV epoch if a parameter was written since the last commit; returns whether one was. Running sequences
+        compute their KV again.
+
+        The weight version stays, since it is the caller's label, but without a digest. Writes that torch does not
+        count, such as those to `parameter.data`, are not found.
+        """
+        before = self._seen
+        if before is None:
+            return False
         self._seen = now = self._counters()
-        written = [] if before is None else sorted(name for name, count in now.items() if before.get(name) != count)
+        written = sorted(name for name, count in now.items() if before.get(name) != count)
         if not written:
-            return
+            return False
         sequences = self._parts.sequences
         more = f" and {len(written) - _MOST_NAMES} more" if len(written) > _MOST_NAMES else ""
         logger.warning(
@@ -51,6 +60,7 @@ class WeightWatch:
         self._parts.ledger.start_epoch()
         self._parts.scheduler.forget_under_way()
         sequences.weight_digest = None
+        return True
 
     def _counters(self) -> dict[str, tuple[int, int]]:
         parameters = self._parts.model.module.named_parameters()
