@@ -69,7 +69,7 @@ def parse_kv_size(text: str | int) -> KVSize:
         size = KVSize(num_bytes=int(float(match[1]) * _UNITS[match[2].lower()]))
     else:
         raise ValueError(f'kv_cache must be "auto", bytes ("512MiB") or blocks ("4096 blocks"), not {text!r}')
-    if not (size.num_bytes or size.num_blocks):
+    if (size.num_bytes or size.num_blocks or 0) < 1:
         raise ValueError(f"kv_cache is {text!r}, but a pool needs at least one block")
     return size
 

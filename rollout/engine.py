@@ -94,9 +94,7 @@ class Engine:
         options: RequestOptions | None = None,
     ) -> list[str]:  # fmt: skip
         """Queue one prompt, text or token ids; returns the ids of its n sequences. `step()` returns their completions.
-
-        Raises ValueError for a bad prompt or setting, or an id that a live request has; then nothing is queued.
-        """
+        Raises ValueError for a bad prompt or setting, or an id that a live request has; then nothing is queued."""
         return self.requests.add(prompt, sampling_params, options, rid)
 
     def generate(
@@ -186,8 +184,9 @@ class Engine:
         self.driver.kick()
 
     def close(self) -> None:
-        """Abort all requests; end the threads, free the KV and give the module back. Does nothing in a forked child."""
-        if self.driver.is_forked:
+        """Abort all requests; end the threads, free the KV and give the module back. Later requests raise
+        EngineStopped. Does nothing in a forked child, or a second time."""
+        if self.driver.is_forked or self.driver.is_closed:
             return
         self.stop()
         if self.is_controller:

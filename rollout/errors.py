@@ -14,7 +14,7 @@ class NotIdle(LockstepError):
 
 
 class PhaseError(LockstepError):
-    """A use of the module in the other phase: the trainer's, or the rollout's."""
+    """A use of the module that its present user rules out: the trainer, this engine, or another one."""
 
 
 class MemoryReleased(LockstepError):
@@ -54,7 +54,7 @@ class OpIdTaken(LockstepError):
 
 
 class EngineStopped(LockstepError):
-    """The end of the background loop, by `stop()` or by the error that is this one's cause."""
+    """The end of the background loop by the error that is this one's cause, or of the engine by `close()`."""
 
 
 class ForkedProcess(LockstepError):

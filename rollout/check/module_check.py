@@ -209,10 +209,12 @@ def _cause(hosted: HostedModel, ids: Tensor, other: Tensor, num_tokens: int) -> 
 
 
 def _gap(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference between the log-probabilities of each row's likeliest token."""
-    found, expected = (torch.log_softmax(logits.float(), -1) for logits in (found, expected))
-    token = expected.argmax(-1, keepdim=True)
-    return float((found.gather(-1, token) - expected.gather(-1, token)).abs().max())
+    """Return the largest difference between the log-probabilities of each row's likeliest token, or between the logits
+    where those are equal: 0.0 means equal logits."""
+    ours, own = (torch.log_softmax(logits.float(), -1) for logits in (found, expected))
+    token = own.argmax(-1, keepdim=True)
+    gap = float((ours.gather(-1, token) - own.gather(-1, token)).abs().max())
+    return gap or float((found.float() - expected.float()).abs().max())
 
 
 def _difference(found: Tensor, expected: Tensor) -> float:

@@ -22,6 +22,7 @@ from ..errors import DeadlineExceeded, EngineStopped, ForkedProcess, SamplingRef
 from ..loop.answers import Answers
 from ..loop.commands import Command
 from ..loop.gate import StepGate
+from ..loop.on_host import on_host
 from ..loop.parts import Parts
 from .fair_lock import FairLock
 from .inbox import Inbox
@@ -50,6 +51,7 @@ class Driver:
         self._turn_lock = threading.Lock()
         self._thread: threading.Thread | None = None  # runs the steps, once started
         self._failure: Exception | None = None  # the error that ended the thread
+        self.is_closed = False
         self._step_began: float | None = None  # of time.monotonic(); None while no step runs
         self._model.before_phase_ends = self.drain
         self._ranks.on_loss.append(self._on_loss)
@@ -69,6 +71,12 @@ class Driver:
                 f"this engine belongs to process {self._process}, and this is a fork of it ({os.getpid()}): use it "
                 'there, and start processes that need none of it with the method "spawn"'
             )
+
+    def check_open(self) -> None:
+        """Raise EngineStopped after `close`, and ForkedProcess in a fork."""
+        self.check_process()
+        if self.is_closed:
+            raise EngineStopped("the engine is closed: make another one")
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
@@ -139,7 +147,7 @@ class Driver:
         Opens the rollout phase. The caller does not hold the lock: the call may wait for threads that need it. Raises
         SamplingRefused where it cannot succeed yet.
         """
-        self.check_process()
+        self.check_open()
         if (call := self._unsettled()) is not None:
             with self._model.rollout_phase():
                 call()
@@ -155,7 +163,7 @@ class Driver:
 
     def run_step(self) -> None:
         """Run one step in this thread. Runs nothing while paused, or without requests."""
-        self.check_process()
+        self.check_open()
         with self._wake, self._model.rollout_phase(admits=False):
             self.take_inbox(SLICE)
             try:
@@ -165,7 +173,7 @@ class Driver:
 
     def start(self) -> None:
         """Start a thread that runs the steps. Does nothing if it is started already."""
-        self.check_process()
+        self.check_open()
         with self.lock:
             if self._thread is None:
                 self._failure = None
@@ -183,6 +191,8 @@ class Driver:
             thread.join()
 
     def close(self) -> None:
+        """End the thread of coroutines' steps. No step runs and no request is taken afterwards."""
+        self.is_closed = True
         self._stepper.shutdown()
 
     def _on_loss(self) -> None:
@@ -224,7 +234,8 @@ class Driver:
     def _step(self) -> None:
         self._step_began = time.monotonic()
         try:
-            self._gate.step()
+            with on_host():
+                self._gate.step()
             self._ring()
         finally:
             self._step_began = None
@@ -248,7 +259,7 @@ class Driver:
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
         """Return when `is_done()`. Runs steps meanwhile if no thread does."""
-        self.check_process()
+        self.check_open()
         self._kick.set()  # the rollout phase may have begun with this call
         self._settle_unless_driven()
         while not self._wait_a_step(is_done):
@@ -276,7 +287,7 @@ class Driver:
 
         Coroutines that ask at the same time share a step; otherwise each would wait for the steps of all others.
         """
-        self.check_process()
+        self.check_open()
         if self._thread is not None:
             await asyncio.to_thread(self.wait_until, is_done)
             return
@@ -314,7 +325,7 @@ class Driver:
             raise ValueError(f"timeout_s must be positive, not {timeout_s}")
 
         def drained() -> T:
-            with self._reports.trace.span(name):
+            with self._reports.trace.span(name), on_host():
                 self.take_posted()
                 self._loop.drain()
                 try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +19,13 @@ from ..sequences.detokenizer import IncrementalDetokenizer
 from ..sequences.request import Request
 from ..sequences.search_time import SearchTime
 from ..sequences.sequence import Sequence as TokenSequence
+
+_SHORT = reprlib.Repr()  # the repr of a long value takes seconds
+_SHORT.maxother = 100
+_INSTEAD_OF_MAPPINGS = {  # by a key that tells what was given
+    "input_ids": "pass the lists in input_ids, without padding",
+    "role": "write messages with the tokenizer's chat template first (apply_chat_template)",
+}
 
 Prompt = str | Sequence[int]
 Params = SamplingParams | Mapping[str, object] | None
@@ -58,6 +66,8 @@ class Intake:
     def checked(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> list[int]:
         """Return the token ids of a prompt that can run with these settings. Raises ValueError."""
         give_way()
+        if not isinstance(options, RequestOptions):
+            raise ValueError(f"options are RequestOptions, not {_SHORT.repr(options)}")
         its_ids = prompt_ids(prompt, self._tokenizer, self._vocab_size)
         if found := {kind for id, kind in self._media_tokens.items() if id in its_ids}:
             raise ValueError(
@@ -177,7 +187,11 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_
     if isinstance(prompt, Mapping):
         named = ", ".join(map(str, prompt))
         raise ValueError(
-            f"a prompt is a text or a list of token ids: images and other inputs ({named}) are not supported"
+            "a prompt is a text or a list of token ids: "
+            + next(
+                (remedy for key, remedy in _INSTEAD_OF_MAPPINGS.items() if key in prompt),
+                f"images and other inputs ({named}) are not supported",
+            )
         )
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
         raise _no_prompt(prompt)
@@ -194,13 +208,19 @@ def as_params(params: Params) -> SamplingParams:
     """Return a caller's parameters, a mapping or None too, as SamplingParams. Raises ValueError naming every fault."""
     if params is None:
         return SamplingParams()
-    return params if isinstance(params, SamplingParams) else SamplingParams.from_dict(params)
+    if isinstance(params, SamplingParams):
+        return params
+    if not isinstance(params, Mapping):
+        raise ValueError(f"sampling parameters are SamplingParams or a mapping, not {_SHORT.repr(params)}")
+    return SamplingParams.from_dict(params)
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return one prompt or several as a list. Raises ValueError for what is neither."""
     if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping):
         return [prompts]
+    if isinstance(prompts, Set) or hasattr(prompts, "tolist"):  # a set has no order
+        raise _no_prompt(prompts)
     try:
         given: list[Any] = list(prompts)
     except TypeError:
@@ -209,7 +229,10 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _no_prompt(given: object) -> ValueError:
-    return ValueError(f"a prompt is a text or a list of token ids, not {type(given).__name__} {repr(given)[:100]}")
+    remedy = ": tolist() makes a list of it" if hasattr(given, "tolist") else ""
+    return ValueError(
+        f"a prompt is a text or a list of token ids, not {type(given).__name__} {_SHORT.repr(given)[:100]}{remedy}"
+    )
 
 
 def _surrogate_in(text: str) -> str | None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 from ..completion import Completion, FinishReason, StreamChunk
 from ..errors import EngineStopped
@@ -53,7 +54,7 @@ class RequestDesk:
 
     def add(self, prompt: Prompt, params: Params, options: RequestOptions | None, rid: str | None) -> list[str]:
         """Queue one prompt without waiting for its answers; returns the ids of its n sequences."""
-        self._driver.check_process()
+        self._driver.check_open()
         [settings] = self._intake.settings([params])
         [ids] = self._post([prompt], [settings], [options or RequestOptions()], [rid], lambda ids: None)
         return ids
@@ -72,9 +73,9 @@ class RequestDesk:
 
         The thread that runs the steps calls the listener with the chunks, or without `streamed` with the answers only.
         Raises ValueError for a bad prompt or setting, or an id that a live request or another of the prompts has, and
-        EngineStopped if the loop has ended; then nothing is queued.
+        EngineStopped if the loop has ended or the engine is closed; then nothing is queued.
         """
-        self._driver.check_process()
+        self._driver.check_open()
         count = len(prompts)
         options = options or [RequestOptions()] * count
         rids = rids or fresh_ids(count)
@@ -129,6 +130,7 @@ class RequestDesk:
 
     def together(self, complete: Callable[[], list[Completion]]) -> list[Completion]:
         """Return what `complete` returns at the controller, on all ranks of the replica. Raises its errors."""
+        self._driver.check_open()
         if not self._parts.ranks.mesh.is_controller:
             with self._parts.model.rollout_phase():
                 return self._calls.join()
@@ -217,9 +219,10 @@ class RequestDesk:
     def _add_all(
         self, prompts: Prompts, params: ManyParams, options: ManyOptions, *, streamed: bool = False
     ) -> list[str]:
-        self._driver.check_process()
+        self._driver.check_open()
         prompts = as_prompts(prompts)
-        params_list = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        many = isinstance(params, Sequence) and not isinstance(params, str)
+        params_list = list(cast(Sequence[Params], params)) if many else [cast(Params, params)] * len(prompts)
         if len(params_list) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(params_list)} sampling_params")
         count = len(prompts)

@@ -135,7 +135,7 @@ class EngineWeights:
 
     def resume_weights(self) -> int:
         """Allocate the weights again, with undefined values; returns the bytes. Does nothing if they are allocated."""
-        return self._driver.command("resume_weights", self._model.resume_weights)
+        return self._driver.command("resume_weights", self._between_steps.resume_weights)
 
     def retract_running(self) -> int:
         """Queue every running sequence again: it keeps its tokens and gives its KV back. Returns their number."""
@@ -146,5 +146,7 @@ class EngineWeights:
         return self._driver.command("release_kv", self._between_steps.release_kv)
 
     def resume_kv(self) -> int:
-        """Allocate the KV pool again; returns its bytes. Does nothing if it is allocated."""
+        """Allocate the KV pool again; returns its bytes. Does nothing if it is allocated. Raises EngineStopped after
+        `close`."""
+        self._driver.check_open()
         return self._driver.command("resume_kv", self._between_steps.resume_kv)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 
 from ..model.adapters.layers import State
+from .code_watch import drop_kv
 from .loop import Loop
 from .parts import Parts
 
@@ -33,12 +34,8 @@ class AdapterWatch:
         if not adapters or (state := adapters.state()) == self._state:
             return False
         logger.info("the adapters were switched: their KV starts anew")
-        self._loop.drain()
-        for request in reversed(self._parts.scheduler.running()):
-            self._loop.retract(request)
+        drop_kv(self._parts, self._loop)
         self._forget_records()
-        self._parts.ledger.start_epoch()
-        self._parts.scheduler.forget_under_way()
         if any(old[2] != new[2] for old, new in zip(self._state, state, strict=True)):
             self._digests.clear()  # merged weights are other bytes, and separated ones may be rounded
         self._state = state

@@ -39,6 +39,7 @@ from ..sequences.event_log import ManagerPair
 from ..speculation.speculation import DEPTH, Speculation
 from ..states.slots import SlotLedger
 from ..states.tensors import StatePlan, StatePool, plan_state_pool
+from .on_host import on_host
 from .parts import MakeRunner, Parts, RunnerParts
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,21 @@ def assemble(
     A collective of the replica's ranks, or of the whole job if `mesh` is None and has to be built. Raises ValueError
     for settings that do not fit the model or each other, or that differ between the ranks.
     """
+    if not isinstance(config, EngineConfig):
+        raise ValueError(f"an engine's config is an EngineConfig, not {config!r:.100}: see EngineConfig.from_dict")
+    if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(f"a tokenizer is one of transformers', as AutoTokenizer loads it, not {tokenizer!r:.100}")
+    with on_host():
+        return _assemble(model, config, tokenizer, mesh, make_runner)
+
+
+def _assemble(
+    model: nn.Module | str | Path,
+    config: EngineConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    mesh: Mesh | None,
+    make_runner: MakeRunner,
+) -> Parts:
     ranks = open_channel(_mesh(config, mesh), config.rank_timeout_s)
     options: dict[str, Any] = {"dtype": config.dtype, "device": config.device, "invariant": config.invariant,
                                "k_blocks": config.k_blocks, "mesh": ranks.mesh}  # fmt: skip

@@ -228,7 +228,16 @@ class BetweenSteps:
         if num_running := self._scheduler.num_running:
             raise NotIdle(f"cannot release the weights: {num_running} running: finish, retract or abort them first")
         self._runner.release_memory()
-        return self._model.release_weights()
+        return self._moved(self._model.release_weights())
+
+    def resume_weights(self) -> int:
+        """Allocate the released weights, with undefined values; returns the bytes."""
+        return self._moved(self._model.resume_weights())
+
+    def _moved(self, num_bytes: int) -> int:
+        if num_bytes:  # by the engine itself: no write without a commit
+            self._gate.weights.accept()
+        return num_bytes
 
     def release_kv(self) -> int:
         """Free the memory of both pools; returns its bytes. Raises NotIdle while sequences hold blocks."""

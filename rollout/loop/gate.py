@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from ..errors import MemoryReleased, NotIdle, SamplingRefused
 from .adapter_watch import AdapterWatch
+from .code_watch import CodeWatch
 from .commands import HoldReport, OnCommit, PauseMode
 from .loop import Loop
 from .parts import Parts
@@ -18,6 +19,7 @@ class StepGate:
     def __init__(self, parts: Parts, loop: Loop) -> None:
         self.loop = loop
         self.adapters, self.weights = AdapterWatch(parts, loop), WeightWatch(parts, loop)
+        self.code = CodeWatch(parts, loop)
         self.pause_mode: PauseMode | None = None  # None: not paused
         self.before_sampling: Callable[[], None] | None = None  # called before the next step; sets this to None
         self.on_written: Callable[[], None] = lambda: None  # called where weights were written without a commit
@@ -58,6 +60,8 @@ class StepGate:
         try:
             if self.adapters.look():
                 self.weights.accept()  # merging adapters writes weights
+                self.code.accept()
+            self.code.look()
             self._find_written(self.weights.look)
             self.loop.step()
         finally:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 
+from .code_watch import drop_kv
 from .loop import Loop
 from .parts import Parts
 
 logger = logging.getLogger(__name__)
 
 _MOST_NAMES = 3  # of a warning
+_Mark = tuple[int, int, int]  # identity, version counter and address of a tensor
 
 
 class WeightWatch:
@@ -18,7 +20,7 @@ class WeightWatch:
     def __init__(self, parts: Parts, loop: Loop) -> None:
         self._parts, self._loop = parts, loop
         self._phase = 0  # number of the phase that was looked at
-        self._seen: dict[str, tuple[int, int]] | None = None  # identity and version counter of each parameter
+        self._seen: dict[str, _Mark] | None = None
 
     def accept(self) -> None:
         """Take the weights as they are: they were committed, or put back as they were."""
@@ -36,8 +38,9 @@ class WeightWatch:
         """Start a KV epoch if a parameter was written since the last commit; returns whether one was. Running sequences
         compute their KV again.
 
-        The weight version stays, since it is the caller's label, but without a digest. Writes that torch does not
-        count, such as those to `parameter.data`, are not found.
+        The weight version stays, since it is the caller's label, but without a digest. A tensor that has moved counts
+        as written, as after `parameter.data = tensor`. Writes to the same memory that torch does not count, such as
+        `parameter.data.copy_(tensor)`, are not found.
         """
         before = self._seen
         if before is None:
@@ -49,19 +52,18 @@ class WeightWatch:
         sequences = self._parts.sequences
         more = f" and {len(written) - _MOST_NAMES} more" if len(written) > _MOST_NAMES else ""
         logger.warning(
-            "weights were written since version %r was committed (%s%s): cached KV is dropped, and tokens have no "
-            "weight digest until the next commit. Commit each change: service.optimizer_step() and "
+            "weights were written or moved since version %r was committed (%s%s): cached KV is dropped, and tokens "
+            "have no weight digest until the next commit. Commit each change: service.optimizer_step() and "
             "service.commit_in_place(), or engine.weights.commit_weights()",
             *(sequences.weight_version, ", ".join(written[:_MOST_NAMES]), more),
         )  # fmt: skip
-        self._loop.drain()
-        for request in reversed(self._parts.scheduler.running()):
-            self._loop.retract(request)
-        self._parts.ledger.start_epoch()
-        self._parts.scheduler.forget_under_way()
+        drop_kv(self._parts, self._loop)
         sequences.weight_digest = None
         return True
 
-    def _counters(self) -> dict[str, tuple[int, int]]:
-        parameters = self._parts.model.module.named_parameters()
-        return {name: (id(p), 0 if p.is_inference() else p._version) for name, p in parameters}
+    def _counters(self) -> dict[str, _Mark]:
+        """Mark the parameters, and the buffers that checkpoints hold: others are computed from the configuration."""
+        return {
+            name: (id(tensor), 0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
+            for name, tensor in self._parts.model.stored_tensors()
+        }

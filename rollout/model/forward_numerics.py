@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ...kernels.attention.paged import attention_path
+from ..errors import PhaseError
 from ..sharding.division import Division
 from .attention import ATTENTION_NAMES
 from .experts import EXPERTS
 from .numerics import Numerics
+from .tensors import first_weight
 
 _COMPILED = "_compiled_call_impl"  # torch's attribute of modules that were compiled in place
+_COMPILER = "torch._dynamo."  # the modules of the functions that torch.compile puts around the one that it compiles
 _CHECKPOINT = "_gradient_checkpointing_func"  # transformers' attribute of layers while checkpointing is switched on
+
+_holders: weakref.WeakKeyDictionary[nn.Module, ForwardNumerics] = weakref.WeakKeyDictionary()
+_holders_lock = threading.Lock()
 
 
 class ForwardNumerics:
@@ -35,12 +44,15 @@ class ForwardNumerics:
     def installed(self) -> Iterator[None]:
         """Install the numerics for the time of the context. Re-entrant, also from several threads.
 
-        When the last user leaves, the attention and experts implementation and every forward are restored.
+        When the last user leaves, the attention and experts implementation and every forward are restored. Raises
+        PhaseError while another engine's numerics are installed on the module or on a part of it.
         """
         with self._lock:
             if self._num_users == 0:
                 self._refuse_other_tree()
                 with ExitStack() as entered:
+                    entered.enter_context(self._held())
+                    entered.enter_context(_uncompiled(self.module))
                     entered.enter_context(restored_implementations(self.module))
                     self._use_implementations()
                     entered.enter_context(self.numerics.installed())
@@ -48,9 +60,6 @@ class ForwardNumerics:
                         if (own := vars(part).get(_CHECKPOINT)) is not None:
                             entered.callback(setattr, part, _CHECKPOINT, own)
                             setattr(part, _CHECKPOINT, self._checkpointing(own))
-                        if (compiled := vars(part).get(_COMPILED)) is not None:
-                            entered.callback(setattr, part, _COMPILED, compiled)
-                            setattr(part, _COMPILED, None)
                     self._exit = entered.pop_all()
             self._num_users += 1
         try:
@@ -60,6 +69,24 @@ class ForwardNumerics:
                 self._num_users -= 1
                 if self._num_users == 0:
                     self._exit.close()
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Hold the module and the models inside it: two numerics would restore each other's implementations."""
+        models = [part for part in self._tree if isinstance(part, PreTrainedModel)]
+        with _holders_lock:
+            if any(model in _holders for model in models):
+                raise PhaseError(
+                    f"{type(self.module).__name__} is in use by another engine: a module can be in the rollout phase, "
+                    "or under the training_numerics, of one engine at a time. Leave that first, or share one engine"
+                )
+            _holders.update(dict.fromkeys(models, self))
+        try:
+            yield
+        finally:
+            with _holders_lock:
+                for model in models:
+                    del _holders[model]
 
     def _refuse_other_tree(self) -> None:
         now = list(self.module.modules())
@@ -71,7 +98,7 @@ class ForwardNumerics:
             )
 
     def _use_implementations(self) -> None:
-        parameter, guarantee = next(self.module.parameters()), self.numerics.guarantee
+        parameter, guarantee = first_weight(self.module.parameters()), self.numerics.guarantee
         path = guarantee.attention if guarantee else attention_path(parameter.device, parameter.dtype)
         self.module.set_attn_implementation(ATTENTION_NAMES[path])
         if self._own_experts:
@@ -95,6 +122,33 @@ class ForwardNumerics:
             return own(again, *args, **kwargs)
 
         return checkpoint
+
+
+@contextmanager
+def _uncompiled(module: nn.Module) -> Iterator[None]:
+    """Run parts that were compiled in place, or whose forward was, uncompiled; restores both when the context ends."""
+    with ExitStack() as entered:
+        for part in module.modules():
+            own = vars(part)
+            if (compiled := own.get(_COMPILED)) is not None:
+                entered.callback(setattr, part, _COMPILED, compiled)
+                setattr(part, _COMPILED, None)
+            forward = own.get("forward")
+            if (original := _without_compiler(forward)) is not forward:
+                entered.callback(setattr, part, "forward", forward)
+                del part.forward
+                if original != part.forward:  # a forward of the instance's own was compiled
+                    part.forward = original
+        yield
+
+
+def _without_compiler(function: Any) -> Any:
+    """Return the function that torch.compile was given, and any other function as it is."""
+    while getattr(function, "__globals__", {}).get("__name__", "").startswith(_COMPILER):
+        if (function_inside := getattr(function, "__wrapped__", None)) is None:
+            break
+        function = function_inside
+    return function
 
 
 @contextmanager

@@ -20,11 +20,12 @@ from ..sharding.division import FullSpec, divide
 from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
 from .adapters.folder import AdapterFolder, AdapterLayers, put_in, take_out
-from .adapters.layers import HostedAdapters, without_peft_model
-from .attention import NO_MASK, STEP_KEYWORD, StepContext
+from .adapters.layers import HostedAdapters
+from .attention import ATTENTION_NAMES, NO_MASK, STEP_KEYWORD, StepContext
 from .forward_numerics import ForwardNumerics
+from .given_module import device_of, given_module
 from .layer_probe import PROBING, KVShape, LayerProbe
-from .loading import auto_class
+from .loading import auto_class, refuse_missing_folder
 from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
 from .supported import (
@@ -38,7 +39,7 @@ from .supported import (
     refused_if_it_fails,
     warn_of_rounded_frequencies,
 )
-from .tensors import HostedTensors
+from .tensors import HostedTensors, first_weight
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +88,10 @@ class HostedModel:
 
         Raises ValueError that names a missing file, or the tensors that cannot be divided.
         """
-        if not (Path(path) / "config.json").is_file():
-            raise ValueError(f"model folder {str(path)!r} holds no config.json")
+        refuse_missing_folder(Path(path))
         config = AutoConfig.from_pretrained(path)
         kept = DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.float32
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = str(device_of(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         if mesh is not None and mesh.num_ranks > 1:
             _refuse_to_divide(config)
             part = load_part(path, config, kept, torch.device(device), mesh, k_blocks)
@@ -108,18 +108,12 @@ class HostedModel:
         """Borrow the trainer's module, or the one inside a PeftModel, and its storage. Ranks that share the model copy
         their part instead.
 
-        Raises ValueError if `dtype` or `device` differs from the module's, and for tensors that cannot be divided.
+        Raises ValueError for a wrapper or sharded weights (`given_module`), if `dtype` or `device` differs from the
+        module's, and for tensors that cannot be divided.
         """
-        module = without_peft_model(module)
-        if hasattr(module, "_orig_mod"):
-            raise ValueError(
-                "can host a module, not what torch.compile makes of it: pass the module itself. It may be compiled in "
-                "place, with module.compile(): the engine's numerics run it uncompiled"
-            )
-        if not isinstance(module, PreTrainedModel):
-            raise ValueError(f"can host a transformers PreTrainedModel or a folder, not {type(module).__name__}")
-        parameter = next(module.parameters())
         num_ranks = 1 if mesh is None else mesh.num_ranks
+        module = given_module(module, is_copied=num_ranks > 1)
+        parameter = first_weight(module.parameters())
         wrong = []
         if HostedAdapters(module) and (num_ranks > 1 or k_blocks > 1):
             raise ValueError(
@@ -128,7 +122,7 @@ class HostedModel:
             )
         if dtype is not None and DTYPES[dtype] != parameter.dtype:
             wrong.append(f"dtype={dtype!r}, but the module is {parameter.dtype}")
-        if device is not None and torch.device(device) != parameter.device:
+        if device is not None and device_of(device) != parameter.device:
             wrong.append(f"device={device!r}, but the module is on {parameter.device}")
         if wrong:
             raise ValueError(f"the engine shares the trainer's storage: {'; '.join(wrong)}")
@@ -173,11 +167,11 @@ class HostedModel:
 
     @property
     def device(self) -> torch.device:
-        return next(self.module.parameters()).device
+        return first_weight(self.module.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.module.parameters()).dtype
+        return first_weight(self.module.parameters()).dtype
 
     @property
     def vocab_size(self) -> int:
@@ -204,6 +198,11 @@ class HostedModel:
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers, for example rotary tables. They are derived, so an update may leave them out."""
         yield from self._tensors.buffers()
+
+    def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters, and the buffers that belong to checkpoints, as they are now, released ones too."""
+        yield from self._tensors.parameters()
+        yield from self._tensors.buffers(stored=True)
 
     def tied_names(self) -> dict[str, str]:
         """Return the further names of the whole model's parameters, each with its name in `resident_tensors`: of tied
@@ -317,6 +316,8 @@ class HostedModel:
         """
         if not self.phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
+        if self.module.config._attn_implementation not in ATTENTION_NAMES.values():
+            raise PhaseError("the module's attention was replaced inside the rollout phase: set it outside")
         step.first_layer = self.division.layers.start
         last = self.numerics.last_layer if step.ends_at is None else None
         step.wanted = logit_rows if last and last.leaves_out(self, logit_rows, len(positions)) else None

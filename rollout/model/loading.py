@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
 
 _MEDIA = ("image", "video", "audio")
+
+
+def refuse_missing_folder(path: Path) -> None:
+    """Raise ValueError for a path that is no folder, such as a name of the Hub, or has no configuration."""
+    if not path.is_dir():
+        raise ValueError(f"there is no model folder {str(path)!r}: download a model of the Hub to one first")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model folder {str(path)!r} holds no config.json")
 
 
 def auto_class(config: PretrainedConfig) -> Any:

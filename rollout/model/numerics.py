@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ...kernels.linear.linear import Product, invariant_linear, product_of, toge
 from ...kernels.machine.gpu import triton_serves
 from ...kernels.sampling.definition import DRAW_DEFINITION
 from ...kernels.self_test import Guarantee, self_test
+from ..errors import PhaseError
 from ..sharding.collectives import GatheredColumns, RowReduction, StageRanks, VocabularyLookup
 from ..sharding.division import Division
 from ..sharding.tp_plan import SUMS
@@ -34,7 +35,9 @@ from .operations.fused_layers import fused_forward
 from .operations.shared_input import SharedInput, siblings_of
 from .recurrent.heads import HeadDivision
 from .recurrent.layers import recurrent_forward
+from .tensors import first_weight
 
+_COPY = "__deepcopy__"  # copy.deepcopy calls this attribute of an instance
 _ACTIVATIONS: dict[type[nn.Module], Callable[[Tensor], Tensor]] = {
     nn.SiLU: silu,
     activations.SiLUActivation: silu,
@@ -50,7 +53,7 @@ class Numerics:
     """
 
     def __init__(self, module: nn.Module, invariant: bool, division: Division) -> None:
-        parameter = next(module.parameters())
+        parameter = first_weight(module.parameters())
         self.guarantee: Guarantee | None = None
         self._patches: list[tuple[nn.Module, str, object]] = []  # instance attributes, forward mostly, while installed
         self._own_forwards: list[tuple[nn.Module, Any]] = []
@@ -86,6 +89,8 @@ class Numerics:
                 raise ValueError(f"modules with a forward of their own cannot be hosted: {', '.join(names)}")
             for module, name, value in self._patches:
                 setattr(module, name, value)
+            for module in self._entrances:  # a copy's forwards would compute with this module's weights
+                vars(module)[_COPY] = _refuse_copy
             self._own_forwards = self._enter_functions()
         self._depth += 1
         try:
@@ -100,6 +105,8 @@ class Numerics:
                         module.forward = own
                 for module, name, _ in self._patches:
                     delattr(module, name)
+                for module in self._entrances:
+                    del vars(module)[_COPY]
 
     def around(self, function: Callable[..., object]) -> Callable[..., object]:
         """Return the function under the mode that replaces functions of torch."""
@@ -160,7 +167,9 @@ class Numerics:
 
     def _plan_invariant(self, root: nn.Module, guarantee: Guarantee) -> None:
         self._functions = invariant_functions(
-            outside_modes(self._linear()), defers=triton_serves(next(root.parameters()).device)
+            outside_modes(self._linear()),
+            defers=triton_serves(first_weight(root.parameters()).device),
+            is_training=lambda: any(part.training for part in root.modules()),
         )
         planned = {id(module) for module, name, _ in self._patches if name == "forward"}
         divided = frozenset(planned)
@@ -199,6 +208,13 @@ class Numerics:
 
     def _product(self) -> Product:
         return product_of(self.guarantee.linear, self.guarantee.row_multiple) if self.guarantee else F.linear
+
+
+def _refuse_copy(memo: object) -> NoReturn:
+    raise PhaseError(
+        "a module cannot be copied under an engine's numerics, for the copy would compute with its weights: copy it "
+        "outside the rollout phase"
+    )
 
 
 def _refuse_other_products(root: nn.Module, parameter: Tensor, guarantee: Guarantee) -> None:

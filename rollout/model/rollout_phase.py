@@ -10,8 +10,10 @@ from torch import nn
 
 from .forward_numerics import ForwardNumerics
 from .phase_gate import PhaseGate
+from .weight_forms import WeightForms
 
 _PLAIN = (bool, int, float, str)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # dictionaries of hooks, by ids that are given once
 
 
 class RolloutPhase:
@@ -27,6 +29,7 @@ class RolloutPhase:
         self.code_version = 0  # grows when a phase finds the module's settings or forwards changed
         self._code: int | None = None
         self._hosted, self._owned = hosted, owned
+        self._forms = None if owned else WeightForms(hosted.module)
         self._lock = threading.RLock()
         self._num_users = 0
         self._exit: ExitStack | None = None  # restores the module when the last user leaves; None outside the phase
@@ -46,6 +49,8 @@ class RolloutPhase:
     def entered(self, *, admits: bool) -> Iterator[None]:
         """Enter the phase. The last user to leave waits for the borrowers, calls `before_end`, and restores the module.
 
+        Raises ValueError for a module whose layers, or whose parameters' dtypes or devices, are others than when it was
+        hosted, and PhaseError for one that another engine uses; nothing has changed then.
         admits: False if borrowers must wait, because this user holds the engine's lock, which they would need.
         """
         with self._lock:
@@ -97,6 +102,8 @@ class RolloutPhase:
 
     def _set_up(self) -> None:
         module = self._hosted.module
+        if self._forms is not None:
+            self._forms.refuse_others()
         self.num_begun += 1
         if (code := _code_of(module)) != self._code:
             self._code, self.code_version = code, self.code_version + 1
@@ -120,13 +127,13 @@ class RolloutPhase:
 
 
 def _code_of(module: nn.Module) -> int:
-    """Return a number of the plain attributes of all parts, such as scales and windows, and of the forwards that
-    instances have of their own: a recorded step repeats what they were."""
+    """Return a number of the plain attributes of all parts, such as scales and windows, and of the forwards and hooks
+    that instances have of their own: a recorded step repeats what they were, and KV is of them."""
     found: list[object] = []
     for part in module.modules():
         own = vars(part)
         found += [(name, value) for name, value in own.items() if type(value) in _PLAIN and name != "training"]
-        found.append(id(own.get("forward")))
+        found.append((id(own.get("forward")), *(tuple(own[name]) for name in _HOOKS)))
     return hash(tuple(found))
 
 

@@ -16,8 +16,10 @@ from ...kernels.self_test import Guarantee
 from ..errors import LockstepError
 from ..ranks.mesh import Mesh
 from .recurrent.layers import recurrent_forward
+from .tensors import first_weight
 
 logger = logging.getLogger(__name__)
+_OURS = __name__.rpartition(".model.")[0] + "."  # begin of the names of the modules that refuse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Rotary tables that are recomputed from the longest sequence of the batch: a row would depend on its neighbours.
@@ -49,8 +51,8 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
     config: of its decoder; layers: of this rank.
     """
     wrong = []
-    if next(module.parameters()).dtype not in DTYPES.values():
-        wrong.append(f"dtype {next(module.parameters()).dtype}")
+    if (dtype := first_weight(module.parameters()).dtype) not in DTYPES.values():
+        wrong.append(f"dtype {dtype}")
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if invariant and parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE:
@@ -67,6 +69,10 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
         for kind in sorted(set(types.values()) - _LAYER_TYPES - _STATELESS_TYPES)
         if kind not in _RECURRENT_TYPES or any(types[i] == kind and i not in recurrent for i in layers)
     ]
+    if not getattr(module.config, "return_dict", True):
+        wrong.append("return_dict=False in its configuration, with which its own forward fails: set it to True")
+    if module.base_model is module and module.get_output_embeddings() is None:
+        wrong.append("no head that gives logits: pass the model for causal language modelling around it")
     if missing := [name for name in _NEEDED if not hasattr(config, name)]:
         wrong.append(f"a configuration without {', '.join(missing)}")
     if wrong:
@@ -91,17 +97,27 @@ def refuse_other_kinds(module: PreTrainedModel) -> None:
 
 @contextmanager
 def refused_if_it_fails(module: nn.Module) -> Iterator[None]:
-    """Turn an error of a module's own code into a ValueError that names it. Errors of ours and of memory stay."""
+    """Turn an error of a module's own code into a ValueError that names it. Our refusals and errors of memory stay."""
     try:
         yield
     except (torch.OutOfMemoryError, LockstepError):
         raise
-    except (TypeError, AttributeError, LookupError, RuntimeError) as error:
+    except (ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
+        if isinstance(error, ValueError) and _is_refusal(error):
+            raise
         text = str(error).strip().partition("\n")[0]
         raise ValueError(
             f"{type(module).__name__} cannot be hosted: its forward fails on text with the engine's attention: "
             f"{type(error).__name__}: {text}"
         ) from error
+
+
+def _is_refusal(error: ValueError) -> bool:
+    """Return whether this part of the package raised it, and not the module's code or an operation that it called."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith(_OURS)
 
 
 def refuse_randomness(module: PreTrainedModel) -> None:

@@ -5,7 +5,7 @@ An update lists them several times, and a tree has more modules than tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +27,13 @@ class HostedTensors:
                 seen.add(id(parameter))
                 yield name, parameter
 
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers, shared ones once under the first of their names."""
+    def buffers(self, *, stored: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers, shared ones once under the first of their names. stored: those of checkpoints only."""
         seen: set[int] = set()
         for prefix, owner in self._owners:
             for name, buffer in owner.named_buffers(prefix, recurse=False):
-                if id(buffer) not in seen:
+                is_wanted = not stored or name.rpartition(".")[2] not in owner._non_persistent_buffers_set
+                if is_wanted and id(buffer) not in seen:
                     seen.add(id(buffer))
                     yield name, buffer
 
@@ -79,3 +80,18 @@ class HostedTensors:
 def _has_tensors(owner: nn.Module) -> bool:
     """Return whether the module has tensors of its own, not only in its children."""
     return any(True for tensors in (owner.parameters(False), owner.buffers(False)) for _ in tensors)
+
+
+def first_weight(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the first tensor of floating-point numbers: its dtype and device are the model's. Without any, the first.
+
+    Parameters of integers, such as counts, say nothing of the operations.
+    """
+    first: Tensor | None = None
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            return tensor
+        first = tensor if first is None else first
+    if first is None:
+        raise ValueError("the module has no parameters")
+    return first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +61,53 @@ def test_weights_written_without_a_commit_get_kv_of_their_own_and_no_digest(
     assert again.num_cached_tokens > 0
     commit(service, model, "two")
     assert answer(service).weight_digest is not None
+    service.close()
+
+
+def replace_data(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 1.1
+
+
+def write_stored_buffer(model: torch.nn.Module) -> None:
+    model.scale.mul_(2)
+
+
+def test_a_parameter_with_other_data_and_a_stored_buffer_that_was_written_are_noticed(
+    make_model, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("qwen2")
+    model.register_buffer("scale", torch.ones(1))
+    model.register_buffer("table", torch.ones(1), persistent=False)
+    service = make_service(model)
+    for version, change in (("one", replace_data), ("two", write_stored_buffer)):
+        commit(service, model, version)
+        assert answer(service).weight_digest is not None
+        with caplog.at_level(logging.WARNING):
+            model.table.mul_(2)  # computed from the configuration, in no checkpoint
+            assert answer(service).num_cached_tokens > 0 and not caplog.records
+            change(model)
+            found = answer(service)
+        assert (found.num_cached_tokens, found.weight_digest) == (0, None)
+        assert f"weights were written or moved since version '{version}'" in caplog.text
+        caplog.clear()
+    service.close()
+
+
+def test_memory_that_the_engine_itself_moves_is_no_write(
+    make_model, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_model("qwen2").save_pretrained(tmp_path)
+    service = RolloutService(Engine(tmp_path, EngineConfig(kv_cache="64 blocks")))
+    answer(service)
+    with caplog.at_level(logging.WARNING):
+        service.release_memory_occupation(["weights"])
+        service.resume_memory_occupation(["weights"])
+        service.begin_weight_update(weight_version="two")
+        service.update_weights_from_named_tensors(make_model("qwen2").named_parameters())
+        service.end_weight_update()
+        assert answer(service).weight_digest is not None
+    assert not [record for record in caplog.records if "since version" in record.message]
     service.close()
 
 

@@ -26,12 +26,17 @@ _OUTSIDE = {
 State = tuple[tuple[object, ...], ...]
 
 
+def is_peft_model(module: nn.Module) -> bool:
+    """Return whether this is PEFT's wrapper around a model."""
+    return _is_a(module, "peft.peft_model", "PeftModel") or _is_a(module, "peft.mixed_model", "PeftMixedModel")
+
+
 def without_peft_model(module: nn.Module) -> nn.Module:
     """Return the module inside a PeftModel, and any other module as it is.
 
     Raises ValueError, naming the method, for adapters that a PeftModel applies outside of the module's layers.
     """
-    if not _is_a(module, "peft.peft_model", "PeftModel") and not _is_a(module, "peft.mixed_model", "PeftMixedModel"):
+    if not is_peft_model(module):
         return module
     wrapper = cast(Any, module)
     wrong = []

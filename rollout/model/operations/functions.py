@@ -77,11 +77,14 @@ class ReplacedFunctions(TorchFunctionMode):
         return run
 
 
-def invariant_functions(linear: Linear, *, defers: bool = False) -> ReplacedFunctions:
+def invariant_functions(
+    linear: Linear, *, defers: bool = False, is_training: Callable[[], bool] = lambda: True
+) -> ReplacedFunctions:
     """Return a mode that replaces functions that are not row-invariant, and refuses functions that are random.
 
     linear: x [...,K], weight [N,K], bias [N] or None -> [...,N], the invariant product. defers: whether sums wait for
     the norm that may follow (`deferred.py`), as on a GPU, where gradients of embeddings are added in order too.
+    is_training: whether a part of the module is in train mode, so that eval() may end the draws.
     """
     return ReplacedFunctions(
         {
@@ -95,8 +98,8 @@ def invariant_functions(linear: Linear, *, defers: bool = False) -> ReplacedFunc
             F.mish: lambda x, inplace=False: mish(x),
             F.elu: lambda x, alpha=1.0, inplace=False: elu(x, alpha),
             F.softplus: softplus,
-            **{function: _refusing(function) for function in _RANDOM},
-            **{function: _unless_off(function) for function in _DROPOUTS},
+            **{function: _refusing(function, is_training) for function in _RANDOM},
+            **{function: _unless_off(function, is_training) for function in _DROPOUTS},
         },
         defers=defers,
     )
@@ -125,18 +128,19 @@ def _changes_its_operand(function: Callable[..., object]) -> bool:
     return name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
 
-def _refusing(function: Callable[..., object]) -> Callable[..., NoReturn]:
+def _refusing(function: Callable[..., object], is_training: Callable[[], bool]) -> Callable[..., NoReturn]:
     def refuse(*_: object, **__: object) -> NoReturn:
+        mode = ": switch that off, or call eval()" if is_training() else ", in eval mode too: switch that off"
         raise ValueError(
             f"the module draws random numbers ({_name(function)}) in its forward, so the trainer's log-probabilities "
-            "would differ from the engine's: switch that off, or call eval()"
+            f"would differ from the engine's{mode}"
         )
 
     return refuse
 
 
-def _unless_off(function: Callable[..., Any]) -> Callable[..., object]:
-    refuse = _refusing(function)
+def _unless_off(function: Callable[..., Any], is_training: Callable[[], bool]) -> Callable[..., object]:
+    refuse = _refusing(function, is_training)
 
     def dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> object:
         return refuse() if training and p else x

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3Model
 
-from lockstep.rollout.check.module_check import check_hosted
+from lockstep.rollout.check.module_check import _gap, check_hosted
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.model.hosted_model import HostedModel
@@ -189,6 +189,14 @@ def test_the_check_leaves_mode_gradients_attention_and_random_numbers_as_they_we
     assert (model.config._attn_implementation, model.config._experts_implementation) == implementations
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
+
+
+def test_only_equal_logits_have_no_gap():
+    """A verdict of gap 0.0 says that bits are equal, and is kept for other processes."""
+    logits = torch.tensor([[50.0, 0.0, 0.0]])
+    other = torch.tensor([[50.0, 0.0, 0.25]])  # the likeliest token has the same log-probability
+    assert _gap(other, logits) == 0.25
+    assert _gap(logits, logits.clone()) == 0.0
 
 
 def test_a_verdict_is_remembered_for_equal_configurations_and_classes(make_model):

@@ -1,0 +1,46 @@
+"""A module's settings, forwards and hooks that were changed between two phases: KV is then of other computations."""
+
+from __future__ import annotations
+
+import logging
+
+from .loop import Loop
+from .parts import Parts
+
+logger = logging.getLogger(__name__)
+
+
+class CodeWatch:
+    """Watch what a module computes beside its weights, from phase to phase. The caller holds the engine's lock."""
+
+    def __init__(self, parts: Parts, loop: Loop) -> None:
+        self._parts, self._loop = parts, loop
+        self._seen: int | None = None  # version of the code in the last phase with steps
+
+    def accept(self) -> None:
+        """Take the module as it is: KV of another one is dropped already."""
+        self._seen = self._parts.model.phase.code_version
+
+    def look(self) -> None:
+        """Start a KV epoch if the module is another one than in the last phase, from the first one with steps on.
+        Running sequences compute their KV again. Version and digest stay: the weights are the same."""
+        before, now = self._seen, self._parts.model.phase.code_version
+        self._seen = now
+        if before in (None, now):
+            return
+        if self._parts.ledger.usage.num_cached or self._parts.scheduler.num_running:
+            logger.warning(
+                "settings, forwards or hooks of %s are others than in the rollout phase before: cached KV is dropped",
+                type(self._parts.model.module).__name__,
+            )
+        drop_kv(self._parts, self._loop)
+
+
+def drop_kv(parts: Parts, loop: Loop) -> None:
+    """Start a KV epoch: no cached block matches again, and running sequences compute their KV anew. No step is in
+    flight afterwards."""
+    loop.drain()
+    for request in reversed(parts.scheduler.running()):
+        loop.retract(request)
+    parts.ledger.start_epoch()
+    parts.scheduler.forget_under_way()

@@ -1,0 +1,47 @@
+"""The dtypes and devices of a borrowed module's parameters: its engine's KV and operations were chosen for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .given_module import listed
+from .tensors import HostedTensors
+
+Form = tuple[torch.dtype, torch.device, bool]  # and whether it is sharded
+
+
+class WeightForms:
+    """The dtypes and devices of a borrowed module's parameters, on which its engine's KV and operations depend."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Note the parameters' forms as they are now."""
+        self._kind = type(module).__name__
+        self._tensors = HostedTensors(module)
+        self._forms = dict(self._now())
+
+    def refuse_others(self) -> None:
+        """Raise ValueError that names parameters which are of another dtype or device, or sharded, since then.
+
+        Parameters that have come or gone count for nothing: tying and untying embeddings is allowed.
+        """
+        forms = self._forms
+        if changed := [(name, form) for name, form in self._now() if forms.get(name, form) != form]:
+            first, form = changed[0]
+            raise ValueError(
+                f"the parameters of {self._kind} are not as when they were hosted: {listed([n for n, _ in changed])} "
+                f"(the first is {_described(form)} and was {_described(forms[first])}). Cast, move or shard the module "
+                "before the engine is made, or make the engine anew"
+            )
+
+    def _now(self) -> Iterator[tuple[str, Form]]:
+        for name, tensor in self._tensors.parameters():
+            yield name, (tensor.dtype, tensor.device, isinstance(tensor, DTensor) or hasattr(tensor, "ds_id"))
+
+
+def _described(form: Form) -> str:
+    dtype, device, is_sharded = form
+    return f"{dtype} on {device}{' and sharded' * is_sharded}"

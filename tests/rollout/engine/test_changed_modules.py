@@ -1,0 +1,145 @@
+"""A module that its trainer casts, moves, copies or lends twice after its engine was made, and an engine that is
+closed: each is noticed, and says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+
+import pytest
+import torch
+
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import EngineStopped, PhaseError
+from lockstep.tests.rollout.engine.callers import sampled
+
+PROMPT = [(7 * i) % 250 for i in range(40)]
+
+
+def make(model: torch.nn.Module, **settings: object) -> Engine:
+    return Engine(model, EngineConfig(kv_cache="16 blocks", speculation="off", **settings))
+
+
+@pytest.mark.parametrize("change", ["bfloat16", "double", "meta", "head"])
+@pytest.mark.parametrize("has_generated", [False, True])
+def test_a_module_that_was_cast_or_moved_is_refused_until_it_is_as_before(make_model, change, has_generated):
+    model = make_model("qwen3")
+    engine = make(model)
+    if has_generated:
+        engine.generate([PROMPT], sampled())
+    weights = {name: parameter.data for name, parameter in model.named_parameters()}
+    if change == "meta":
+        model.to("meta")
+    elif change == "head":
+        model.lm_head.to(torch.bfloat16)
+    else:
+        getattr(model, change)()
+    wanted = {"head": "lm_head.weight .the first is torch.bfloat16", "meta": "is torch.float32 on meta and was"}
+    with pytest.raises(
+        ValueError, match=wanted.get(change, "is torch.(bfloat16|float64) on cpu and was torch.float32")
+    ):
+        engine.generate([PROMPT], sampled())
+    assert not engine.has_work and not engine.model.in_rollout_phase
+    model.to(torch.float32) if change != "meta" else model.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+        for name, buffer in make_model("qwen3").named_buffers():
+            model.get_buffer(name).copy_(buffer)
+    expected = make(make_model("qwen3")).generate([PROMPT], sampled())[0].logprobs
+    assert engine.generate([PROMPT], sampled())[0].logprobs == expected
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_a_module_is_in_one_engines_hands_at_a_time(make_model, invariant):
+    model = make_model("qwen3")
+    first, second = make(model, invariant=invariant), make(model, invariant=invariant)
+    expected = first.generate([PROMPT], sampled())[0].logprobs
+    with first.model.rollout_phase():
+        for use in (lambda: second.generate([PROMPT], sampled()), lambda: make(model, invariant=invariant)):
+            with pytest.raises(PhaseError, match=r"Qwen3ForCausalLM is in use by another engine: .* of one engine"):
+                use()
+        with pytest.raises(PhaseError, match="in use by another engine"), second.model.training_numerics():
+            pass
+        assert first.generate([PROMPT], sampled())[0].logprobs == expected
+    assert model.config._attn_implementation == "sdpa"
+    assert second.generate([PROMPT], sampled())[0].logprobs == expected
+
+
+def scale(model: torch.nn.Module) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.5
+
+
+def hook(model: torch.nn.Module) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, inputs, out: 2 * out)
+
+
+def forward(model: torch.nn.Module) -> None:
+    layer = model.model.layers[0]
+    own = layer.forward
+    layer.forward = lambda *args, **kwargs: 2 * own(*args, **kwargs)
+
+
+@pytest.mark.parametrize("change", [scale, hook, forward], ids=lambda change: change.__name__)
+def test_kv_of_other_settings_forwards_or_hooks_is_not_used_again(make_model, change, caplog):
+    model = make_model("qwen3")
+    engine = make(model)
+    before = engine.generate([PROMPT], sampled())[0]
+    model.train()  # changes no number
+    assert engine.generate([PROMPT], sampled())[0].num_cached_tokens > 0 and "are others" not in caplog.text
+    change(model)
+    found = engine.generate([PROMPT], sampled())[0]
+    assert found.num_cached_tokens == 0 and found.logprobs != before.logprobs
+    assert found.logprobs == make(model).generate([PROMPT], sampled())[0].logprobs
+    assert "settings, forwards or hooks of Qwen3ForCausalLM are others" in caplog.text
+    assert engine.generate([PROMPT], sampled())[0].num_cached_tokens > 0
+    assert caplog.text.count("are others") == 1
+
+
+def test_an_attention_that_is_replaced_inside_the_phase_generates_nothing(make_model):
+    model = make_model("qwen3")
+    engine = make(model)
+    expected = engine.generate([PROMPT], sampled())[0].logprobs
+    with engine.model.rollout_phase():
+        model.set_attn_implementation("eager")
+        with pytest.raises(PhaseError, match="attention was replaced inside the rollout phase"):
+            engine.generate([PROMPT], sampled())
+    assert engine.generate([PROMPT], sampled())[0].logprobs == expected
+
+
+def test_a_module_is_copied_outside_of_its_phase_only(make_model):
+    """A copy has the forwards of the original, which compute with the original's weights."""
+    model = make_model("qwen3")
+    engine = make(model)
+    with engine.model.rollout_phase():
+        for part in (model, model.model, model.model.layers[0]):
+            with pytest.raises(PhaseError, match="copy it outside the rollout phase"):
+                copy.deepcopy(part)
+    copied = copy.deepcopy(model)
+    assert not any("forward" in vars(part) for part in copied.modules())
+    with torch.no_grad():
+        ids = torch.tensor([PROMPT])
+        assert torch.equal(copied(ids).logits, model(ids).logits)
+
+
+def test_a_closed_engine_takes_no_request_and_starts_no_thread(make_model):
+    model = make_model("qwen3").train()
+    engine = make(model)
+    engine.add(PROMPT, sampled())
+    engine.close()
+    engine.close()
+    for use in (
+        lambda: engine.generate([PROMPT], sampled()),
+        lambda: engine.add(PROMPT, sampled()),
+        lambda: list(engine.stream(PROMPT, sampled())),
+        lambda: asyncio.run(engine.agenerate([PROMPT], sampled())),
+        engine.step,
+        engine.start,
+        engine.weights.resume_kv,
+    ):
+        with pytest.raises(EngineStopped, match="the engine is closed: make another one"):
+            use()
+    assert engine.kv_bytes == 0 and not engine.is_started and model.training
+    assert make(model).generate([PROMPT], sampled())[0].token_ids
