@@ -283,7 +283,8 @@ def padded_gradients(
     grads = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in inputs]
     starts = query_start.tolist()
     for piece, gathered in _pieces(query, key, value, RowLayout(query_start, None, None), rule):
-        found = piece_gradients(gathered, grad_out, rule, sinks, key.shape[1])
+        with torch.autocast(query.device.type, enabled=False):  # of a caller whose backward runs inside it
+            found = piece_gradients(gathered, grad_out, rule, sinks, key.shape[1])
         grads[0][gathered.rows[gathered.row_is_real]] = found.query[gathered.row_is_real]
         _add_key_gradients(grads[1:3], (found.key, found.value), gathered, [starts[s] for s in piece.sequences])
         if found.sinks is not None:

@@ -6,7 +6,9 @@ Letters: B batch, T tokens, H query heads, K KV heads, D head size.
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,9 +18,21 @@ from torch.autograd.function import once_differentiable
 
 from ..machine import native
 from ..machine.gpu import triton_serves
+from .rms_norm import NormRule, rms_norm
+
+logger = logging.getLogger(__name__)
 
 SOURCE = "layers/rotary.cpp"
 PARALLEL_ELEMENTS = 1 << 13  # with fewer elements, starting threads costs more than it saves
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """The norms of each head of queries and keys before their rotation: weights [D], and one rule."""
+
+    query: Tensor
+    key: Tensor
+    rule: NormRule
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -32,13 +46,20 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def rotary_into_cache(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor
-) -> Tensor:
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor,
+    norms: HeadNorms | None = None,
+) -> Tensor:  # fmt: skip
     """Rotate query -> [N,H,D], and write the rotated key and value [B,K,T,E] to the slots int64 [N] of the caches.
 
-    caches: of keys [blocks,tokens,K,D] and values [blocks,tokens,K,E]; N = B * T. Not differentiable.
+    caches: of keys [blocks,tokens,K,D] and values [blocks,tokens,K,E]; N = B * T. norms: of query and key, before.
+    Not differentiable.
     """
-    if triton_serves(query.device):
+    on_triton = triton_serves(query.device)
+    if norms is not None:
+        if on_triton and (at_once := _normed_on_triton(query, key, cos, sin, value, caches, slots, norms)) is not None:
+            return at_once
+        query, key = rms_norm(query, norms.query, norms.rule), rms_norm(key, norms.key, norms.rule)
+    if on_triton:
         from . import triton_rotary
 
         if triton_rotary.serves(query, key, cos, sin):
@@ -47,6 +68,28 @@ def rotary_into_cache(
     for cached, rows in zip(caches, (key, value), strict=True):
         cached.flatten(0, 1).index_copy_(0, slots, rows.transpose(1, 2).flatten(0, 1))
     return query.transpose(1, 2).flatten(0, 1)
+
+
+def _normed_on_triton(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, value: Tensor, caches: tuple[Tensor, Tensor], slots: Tensor,
+    norms: HeadNorms,
+) -> Tensor | None:  # fmt: skip
+    """Compute `rotary_into_cache` in one launch; None where the kernel does not serve it, or has other bits here."""
+    from . import triton_head_norms  # Triton is imported only where it is used
+
+    if not triton_head_norms.serves(query, key, cos, sin) or query.dtype is not norms.query.dtype:
+        return None
+    norm = norms.rule.eps, norms.rule.weight_offset, norms.rule.round_first
+    if difference := triton_head_norms.first_difference(query.shape[-1], query.dtype, norm, query.device):
+        _tell_once(difference)
+        return None
+    weights = norms.query, norms.key
+    return triton_head_norms.normed_rotary_into_cache(query, key, value, weights, norm, cos, sin, caches, slots)
+
+
+@cache
+def _tell_once(difference: str) -> None:
+    logger.warning("%s: they are three launches", difference)
 
 
 def reference_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

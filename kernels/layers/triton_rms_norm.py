@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..machine.triton_launches import early_launch, wait_for_inputs
+from ..machine.triton_launches import UNFUSED, early_launch, wait_for_inputs
 from ..machine.triton_numbers import INTERPRETED, rounded
 
 MAX_WIDTH = 1 << 16  # of a row that one program holds
@@ -49,7 +49,7 @@ def _launch_forward(
         *(rows, rows if others is None else others, weight.contiguous(), total, out, width, rows.stride(0)),
         *(rows.stride(0) if others is None else others.stride(0), int(others is not None), eps, weight_offset),
         ROUND_FIRST=round_first, HAS_OFFSET=bool(weight_offset), IS_DOUBLE=rows.dtype == torch.float64, **_shape(width),
-        **early_launch(rows.device),
+        **UNFUSED, **early_launch(rows.device),
     )  # fmt: skip
 
 
@@ -97,10 +97,23 @@ def _shape(width: int) -> dict[str, int]:
 
 
 @triton.jit
-def _scale(x, width, eps):
+def scale_of(x, width, eps):
     """Compute 1 / rms of the row x; x is zero beyond the width."""
     mean = tl.sum(x * x, 0) / width + eps
     return 1.0 / (tl.sqrt(mean) if x.dtype == tl.float64 else tl.sqrt_rn(mean))
+
+
+@triton.jit
+def weighted(x, scale, weight, weight_offset, dtype: tl.constexpr, ROUND_FIRST: tl.constexpr, HAS_OFFSET: tl.constexpr):
+    """Multiply a row x by its scale and by the weight of its norm, rounded to dtype where the norm rounds."""
+    out, weight = x * scale, weight.to(x.dtype)
+    if HAS_OFFSET:
+        weight += weight_offset
+    if ROUND_FIRST:
+        out = rounded(out, dtype).to(x.dtype)
+        if HAS_OFFSET:
+            weight = rounded(weight, dtype).to(x.dtype)
+    return rounded(out * weight, dtype)
 
 
 @triton.jit(
@@ -123,15 +136,9 @@ def _forward_kernel(
     total = rounded(x + right, dtype)
     tl.store(total_ptr + r * width + d, total, mask=is_sum)
     x = tl.where(is_sum, total.to(wide), x)
-    weight = tl.load(weight_ptr + d, mask=d < width, other=0.0).to(wide)
-    out = x * _scale(x, width, eps)
-    if HAS_OFFSET:
-        weight += weight_offset
-    if ROUND_FIRST:
-        out = rounded(out, dtype).to(wide)
-        if HAS_OFFSET:
-            weight = rounded(weight, dtype).to(wide)
-    tl.store(out_ptr + r * width + d, rounded(out * weight, dtype), mask=d < width)
+    weight = tl.load(weight_ptr + d, mask=d < width, other=0.0)
+    out = weighted(x, scale_of(x, width, eps), weight, weight_offset, dtype, ROUND_FIRST, HAS_OFFSET)
+    tl.store(out_ptr + r * width + d, out, mask=d < width)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -148,7 +155,7 @@ def _backward_kernel(
     for r in range(part * ROWS, tl.minimum(part * ROWS + ROWS, num_rows)):
         x = tl.load(x_ptr + r * x_row + d, mask=d < width, other=0.0).to(wide)
         grad = tl.load(grad_ptr + r * grad_row + d, mask=d < width, other=0.0).to(wide)
-        scale = _scale(x, width, eps)
+        scale = scale_of(x, width, eps)
         normed, grad_normed = x * scale, grad * weight
         slope = scale * (grad_normed - normed * (tl.sum(grad_normed * normed, 0) / width))
         tl.store(grad_x_ptr + r * width + d, rounded(slope, grad_x_ptr.dtype.element_ty), mask=d < width)

@@ -48,6 +48,9 @@ WIDE_TILES = (  # no tensor cores: float32 and float64
     Tile(32, 32, 32, num_warps=4, num_stages=2),
     Tile(32, 16, 32, num_warps=4, num_stages=2),
 )
+# Of routes to experts: each expert's columns are programs of their own, so that there are many.
+_GROUPED_FEW = {False: _FEW_OFTEN, True: _FEW_GATED}  # by whether there are two sums
+_GROUPED_MANY = {False: _MANY_GATED, True: Tile(128, 64, 64, num_warps=8, num_stages=4)}
 FIXED_HALF, FIXED_WIDE = Tile(64, 32, 64, num_warps=4, num_stages=5), WIDE_TILES[0]
 WIDEST_GATED = 128  # columns of a tile that holds two sums
 
@@ -90,6 +93,17 @@ def choose_tile(dtype: torch.dtype, num_rows: int, columns: Sequence[int], *, ga
     if programs(_FEW) <= NUM_PROCESSORS // 2:
         return _NARROW
     return _FEW_ONCE if programs(_FEW) <= NUM_PROCESSORS else _FEW
+
+
+def grouped_tiles_of(dtype: torch.dtype, *, gated: bool = False) -> tuple[Tile, ...]:
+    """Return the tiles that products with experts of this dtype may have."""
+    is_wide = dtype in (torch.float32, torch.float64)
+    return (FIXED_WIDE,) if is_wide else (_GROUPED_FEW[gated], _GROUPED_MANY[gated])
+
+
+def choose_grouped_tile(dtype: torch.dtype, num_routes: int, num_experts: int, *, gated: bool = False) -> Tile:
+    """Choose the tile of a product of routes with their experts; gated: of the one result, of two sums."""
+    return grouped_tiles_of(dtype, gated=gated)[0 if num_routes <= FEW_ROWS * num_experts else -1]
 
 
 def num_programs(tile: Tile, num_rows: int, columns: Sequence[int]) -> int:

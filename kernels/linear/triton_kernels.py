@@ -32,7 +32,7 @@ from .tiles import FEW_ROWS, Tile, choose_tile, fits_gated, fixed_tile, tiles_of
 GROUP = 8  # row tiles that read the same weights together, while the L2 cache holds them
 MOST_LAYERS = 3  # of one launch
 LINE = tl.constexpr(64)  # elements of 2 bytes in a line of the cache
-_INTERPRETED_STEP = 64  # along K, of all tiles: the interpreter adds a step at once, and instructions 16 of K
+INTERPRETED_STEP = 64  # along K, of all tiles: the interpreter adds a step at once, and instructions 16 of K
 _FETCHED = 8  # lines of each column that a program fetches while it waits for its inputs; measured: 16 are too many
 SERVED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Layer = tuple[Tensor, Tensor | None]  # weight [N,K], bias [N]
@@ -114,7 +114,7 @@ def _launch(x: Tensor, layers: Sequence[Layer], tile: Tile, *, is_gated: bool = 
     grid = (triton.cdiv(num_rows, tile.m) * sum(triton.cdiv(count, tile.n) for count in columns),)
     if not math.prod(grid):
         return outs
-    step = min(tile.k, _INTERPRETED_STEP) if triton_numbers.INTERPRETED.value else tile.k
+    step = min(tile.k, INTERPRETED_STEP) if triton_numbers.INTERPRETED.value else tile.k
     is_short = num_rows <= FEW_ROWS and x.element_size() == 2
     weights, biases = (_padded(tensors) for tensors in zip(*layers, strict=True))
     bias = biases[0]

@@ -52,7 +52,7 @@ def serves(logits: Tensor) -> bool:
 
 def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
     """Compute log-probabilities of logits [R, V] at temperatures float32 [R] or [1] -> float32 [R, V]."""
-    out = torch.empty(logits.shape, dtype=torch.float32)
+    out = torch.empty(logits.shape, dtype=torch.float32, device="cpu")
     with_rows = _rows(logits := _dense(logits), temperatures := temperatures.contiguous())
     native.run(_function("lockstep_logprobs", 1), with_rows, out.data_ptr())
     return out
@@ -60,7 +60,7 @@ def scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
 
 def selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
     """Compute log-probabilities of token_ids int64 [R], each below V -> float32 [R], and stats for the gradient."""
-    out, stats = (torch.empty(size, dtype=torch.float32) for size in ((len(logits),), (len(logits), 2)))
+    out, stats = (torch.empty(size, dtype=torch.float32, device="cpu") for size in ((len(logits),), (len(logits), 2)))
     with_rows = _rows(logits := _dense(logits), temperatures := temperatures.contiguous())
     token_ids = token_ids.contiguous()
     native.run(_function("lockstep_selected", 3), with_rows, token_ids.data_ptr(), out.data_ptr(), stats.data_ptr())
@@ -69,7 +69,7 @@ def selected(logits: Tensor, token_ids: Tensor, temperatures: Tensor) -> tuple[T
 
 def selected_gradient(logits: Tensor, token_ids: Tensor, temperatures: Tensor, stats: Tensor, grad: Tensor) -> Tensor:
     """Compute the gradient of logits [R, V], in their dtype, from grad [R] of `selected` and its stats."""
-    out = torch.empty(logits.shape, dtype=logits.dtype)
+    out = torch.empty(logits.shape, dtype=logits.dtype, device="cpu")
     with_rows = _rows(logits := _dense(logits), temperatures := temperatures.contiguous())
     token_ids, grad = token_ids.contiguous(), grad.float().contiguous()
     pointers = (token_ids.data_ptr(), grad.data_ptr(), stats.data_ptr(), out.data_ptr())
@@ -98,8 +98,8 @@ def draw(
     if masks is not None:  # padded to whole words of 16 tokens; tokens after a mask's end are not allowed
         missing = -(-vocab_size // 16) * 2 - masks.shape[1]
         masks = torch.nn.functional.pad(masks, (0, missing)).contiguous()
-    token_ids = torch.empty(num_rows, dtype=torch.int64)
-    logprobs, chances = torch.empty(2, num_rows, dtype=torch.float32)
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device="cpu")
+    logprobs, chances = torch.empty(2, num_rows, dtype=torch.float32, device="cpu")
     draws = _Draws(
         *(each.data_ptr() for each in (*noise_keys, *filters)),
         *(None if each is None else each.data_ptr() for each in (rows, reshaped_row, masks, allowed_row)),
@@ -120,7 +120,7 @@ def draw_parts(
 ) -> Tensor:
     """Draw from a part of each row -> float64 [R, 4 + blocks]: see `parts.draw_part`."""
     logits = _dense(logits)
-    out = torch.empty(len(logits), 4 + -(-logits.shape[1] // BLOCK), dtype=torch.float64)
+    out = torch.empty(len(logits), 4 + -(-logits.shape[1] // BLOCK), dtype=torch.float64, device="cpu")
     columns = [column.contiguous() for column in (largest, *noise_keys, is_greedy.long())]
     parts = _Parts(*(column.data_ptr() for column in columns), first_id, out.data_ptr())
     native.run(
@@ -135,7 +135,7 @@ def logprobs_of_parts(blocks: Tensor, largest: Tensor, logits: Tensor, temperatu
     blocks: sums float64 [R, B] of whole rows; largest: their largest logits float32 [R].
     """
     blocks, largest, logits = (each.contiguous() for each in (blocks, largest, logits))
-    out = torch.empty(len(blocks), dtype=torch.float32)
+    out = torch.empty(len(blocks), dtype=torch.float32, device="cpu")
     pointers = (blocks.data_ptr(), largest.data_ptr(), logits.data_ptr(), out.data_ptr())
     native.run(_function("lockstep_logprobs_of_parts", 4), _rows(blocks, temperatures.contiguous()), *pointers)
     return out
@@ -143,7 +143,7 @@ def logprobs_of_parts(blocks: Tensor, largest: Tensor, logits: Tensor, temperatu
 
 def gumbel_noise(seed: int, position: int, token_ids: Tensor) -> Tensor:
     """Compute the noise float64 [V] of tokens int64 [V] in one row, for a comparison with `noise.gumbel_noise`."""
-    out, token_ids = torch.empty(len(token_ids), dtype=torch.float64), token_ids.contiguous()
+    out, token_ids = torch.empty(len(token_ids), dtype=torch.float64, device="cpu"), token_ids.contiguous()
     numbers, pointer = [ctypes.c_int64] * 2, ctypes.c_void_p
     noise = native.function(SOURCE, "lockstep_gumbel", [*numbers, pointer, ctypes.c_int64, pointer])
     assert noise is not None, native.why_unavailable(SOURCE)
@@ -166,7 +166,8 @@ def _places(subset: tuple[Tensor, Tensor] | None, num_rows: int) -> tuple[Tensor
     if subset is None:
         return None, None
     rows, values = subset
-    return torch.full((num_rows,), -1, dtype=torch.int64).index_put((rows,), torch.arange(len(rows))), values
+    places = torch.full((num_rows,), -1, dtype=torch.int64, device="cpu")
+    return places.index_put((rows,), torch.arange(len(rows), device="cpu")), values
 
 
 def _dense(logits: Tensor) -> Tensor:

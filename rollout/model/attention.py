@@ -170,7 +170,7 @@ def _in_step(rows: list[Tensor], step: StepContext, layer: int, options: _Kernel
 def _with_rotation(rotation: Rotation, value: Tensor, step: StepContext, layer: int, options: _KernelOptions) -> Tensor:
     """Rotate queries and keys, write keys and values [1, K, N, D] to the layer's cache, and attend -> [N, H, D]."""
     caches = step.key_caches[layer - step.first_layer], step.value_caches[layer - step.first_layer]
-    rotated = rotary_into_cache(*rotation.operands, value, caches, step.slots)
+    rotated = rotary_into_cache(*rotation.operands, plain(value), caches, step.slots, rotation.norms)
     return paged_attention(rotated, *caches, step.paged, **options)
 
 

@@ -2,11 +2,15 @@
 
 Registered with transformers' ExpertsInterface under the name `lockstep`. Each row goes through the same row-invariant
 products as in every other linear layer, with the weights of its experts, which are added in the order of its routing.
-On a CPU one native call computes all experts: it reads itself which are chosen, so a decode step can be recorded.
+On a CPU one native call computes all experts, on a GPU one Triton kernel: they read themselves which are chosen, so a
+decode step can be recorded.
+
+Letters: M rows, R routes (M times the experts of a row), E experts, K in_features, N out_features of a product.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import cast
 
@@ -16,92 +20,148 @@ from torch.nn import functional as F
 from transformers.integrations.moe import ExpertsInterface
 
 from ...kernels.linear.grouped import grouped_products
+from ...kernels.self_test import Guarantee
 from ..sharding.collectives import RowReduction
 from .operations.functions import outside_modes
 from .operations.fused_layers import gates_by_halves, hosted_swiglu, needs_grad
 
+logger = logging.getLogger(__name__)
+
 EXPERTS = "lockstep"
 REDUCTION = "lockstep_reduction"  # attribute of an experts module: the RowReduction of its down projections
-NATIVE = "lockstep_native"  # attribute of an experts module whose products are native: all experts in one call
+GROUPED = "lockstep_grouped"  # attribute of an experts module: the class of its routes, where all are one call
 
-GroupedProduct = Callable[..., Tensor]  # x, experts, weights, biases -> one row a route, as `grouped_products`
-_native_products = outside_modes(grouped_products)
+
+class Routes:
+    """The routes of a call, int64 [R], with products expert by expert. They call F.linear, which the installed numerics
+    replace with the invariant product. Differentiable."""
+
+    can_gate = False
+
+    def __init__(self, experts: Tensor, num_experts: int) -> None:
+        """Look on the host how many routes each expert has."""
+        self._experts = experts
+        self._order = torch.argsort(experts, stable=True)
+        self._places = torch.argsort(self._order)  # of the routes, in that order
+        self._counts: list[int] = torch.bincount(experts, minlength=num_experts).tolist()
+
+    def product(self, x: Tensor, weights: Tensor, biases: Tensor | None, *, gated: bool = False) -> Tensor:
+        """Multiply x [R / repeats,K] by each route's weight of weights [E,N,K], plus its bias of biases [E,N] -> [R,N].
+
+        gated: the weights hold gates and then ups; compute silu(gate) * up [R,N / 2]. Where `can_gate`.
+        """
+        assert not gated
+        rows = x[self._order // (len(self._order) // len(x))].split(self._counts)
+        each = [None] * len(weights) if biases is None else biases.unbind()
+        # Unbound, since the gradient of `weights[expert]` is as large as all weights.
+        layers = zip(rows, weights.unbind(), each, strict=True)
+        return torch.cat([F.linear(x, weight, bias) for x, weight, bias in layers if len(x)])[self._places]
+
+    def total(self, outputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """Add the routes of each row, outputs [R,N] times weights [M,R / M] -> [M,N], in dtype."""
+        routed = outputs.view(*weights.shape, -1) * weights.unsqueeze(-1)
+        total = routed[:, 0]
+        for route in range(1, weights.shape[1]):  # left to right: the order does not depend on other rows
+            total = total + routed[:, route]
+        return total.to(dtype)
+
+
+class NativeRoutes(Routes):
+    """Routes whose products are one call of the native product; without gradients."""
+
+    can_gate = True
+    _products = staticmethod(outside_modes(grouped_products))
+
+    def __init__(self, experts: Tensor, num_experts: int) -> None:
+        self._experts = experts
+
+    def product(self, x: Tensor, weights: Tensor, biases: Tensor | None, *, gated: bool = False) -> Tensor:
+        return self._products(x, self._experts, weights, biases, gated=gated)
+
+
+class TritonRoutes(Routes):
+    """Routes whose products are one launch, and their sums another; without gradients."""
+
+    can_gate = True
+
+    def __init__(self, experts: Tensor, num_experts: int) -> None:
+        from ...kernels.linear import triton_grouped  # Triton is imported only where it is used
+
+        listed = outside_modes(triton_grouped.Routes)(experts, num_experts)
+        self.product = outside_modes(listed.product)  # type: ignore[method-assign]
+        self._total = outside_modes(triton_grouped.routed_sum)
+
+    def total(self, outputs: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        if torch.float64 in (outputs.dtype, weights.dtype):
+            return super().total(outputs, weights, dtype)
+        return self._total(outputs, weights, dtype)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Return whether the module is one of transformers' ExpertsInterface."""
+    return hasattr(module, "has_gate") and isinstance(getattr(module, "down_proj", None), Tensor)
+
+
+def grouped_routes(module: nn.Module, guarantee: Guarantee) -> type[Routes] | None:
+    """Return the class that computes all experts of an experts module in one call, with the bits of the guarantee's
+    product, or None where each expert is a call of its own."""
+    if guarantee.linear == "native":
+        return NativeRoutes
+    if guarantee.linear != "triton":
+        return None
+    from ...kernels.linear import triton_grouped
+
+    down = _weights(module, "down_proj")
+    for width in (_up_weights(module).shape[2], down.shape[2]):
+        if difference := triton_grouped.first_difference(width, down.dtype, down.device):
+            logger.warning("experts are computed one by one: %s", difference)
+            return None
+    return TritonRoutes
 
 
 def hosted_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """Compute the experts with the signature of transformers' ExpertsInterface. Differentiable.
 
-    hidden_states [N, D], top_k_index and top_k_weights [N, E]; returns [N, D]. Products are native
-    ones or call F.linear, which the installed numerics replace with the invariant product. Raises ValueError that names
-    each unsupported feature.
+    hidden_states [M, D], top_k_index and top_k_weights [M, R / M]; returns [M, D]. Raises ValueError that names each
+    unsupported feature.
     """
     unsupported = [name for name in ("has_post_expert_norm", "_is_expert_parallel") if getattr(module, name, False)]
     if unsupported:
         raise ValueError(f"{type(module).__name__} needs {', '.join(unsupported)}: not supported")
-    reduction: RowReduction | None = getattr(module, REDUCTION, None)
-    partials, biases = _partial_sums(module, hidden_states, top_k_index, top_k_weights, reduction)
-    if reduction is None:
-        return partials[0].to(hidden_states.dtype)
-    return reduction.sum(torch.stack([p.to(hidden_states.dtype) for p in partials]), biases)
-
-
-def _partial_sums(
-    module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, reduction: RowReduction | None
-) -> tuple[list[Tensor], Tensor | None]:
-    """Return a sum [N, D] for each K-block of the down projections, and the sum of the biases or None.
-
-    A sum adds each row's weighted experts in the order of its routing, so ranks exchange one sum a row and block, not
-    one a route. Without a reduction: one block, biases included.
-    """
-    num_rows, num_routes = top_k_index.shape
+    kind: type[Routes] = Routes if needs_grad(hidden_states, (module,)) else getattr(module, GROUPED, Routes)
     experts = top_k_index.reshape(-1).to(torch.int64)
-    is_native = getattr(module, NATIVE, False) and not needs_grad(hidden_states, (module,))
-    product = _native_products if is_native else _products_by_expert
-    gated = _activated(module, hidden_states, experts, product)
-    down, down_biases = _weights(module, "down_proj"), _biases(module, "down_proj")
-    biases = None
+    routes = kind(experts, len(cast(Tensor, module.down_proj)))
+    gated = _activated(module, hidden_states, routes)
+    down, biases = _weights(module, "down_proj"), _biases(module, "down_proj")
+    reduction: RowReduction | None = getattr(module, REDUCTION, None)
     if reduction is None:
-        outputs = [product(gated, experts, down, down_biases)]
-    else:
-        width = gated.shape[1] // reduction.num_blocks
-        parts = [slice(start, start + width) for start in range(0, width * reduction.num_blocks, width)]
-        outputs = [product(gated[:, part], experts, down[:, :, part], None) for part in parts]
-        biases = None if down_biases is None else down_biases[experts]
-    # A block's sum is rounded once, before it is sent: routes are added in fp32, or wider.
-    weights = top_k_weights if reduction is None else top_k_weights.to(torch.promote_types(gated.dtype, torch.float32))
-    weights = weights.unsqueeze(-1)
-
-    def routed_sum(part: Tensor) -> Tensor:
-        routed = part.view(num_rows, num_routes, -1) * weights
-        total = routed[:, 0]
-        for route in range(1, num_routes):  # left to right: the order does not depend on other rows
-            total = total + routed[:, route]
-        return total
-
-    return [routed_sum(output) for output in outputs], None if biases is None else routed_sum(biases)
-
-
-def _activated(module: nn.Module, rows: Tensor, experts: Tensor, product: GroupedProduct) -> Tensor:
-    """Return the inputs of the down projections [R, I], one of each route."""
-    name = "gate_up_proj" if module.has_gate else "up_proj"
-    weights, biases = _weights(module, name), _biases(module, name)
-    if module.has_gate and gates_by_halves(module):
-        if product is _native_products and not module.is_transposed:
-            return _native_products(rows, experts, weights, biases, gated=True)
-        return hosted_swiglu(*product(rows, experts, weights, biases).chunk(2, dim=-1))
-    activate = cast(Callable[[Tensor], Tensor], module._apply_gate if module.has_gate else module.act_fn)
-    return activate(product(rows, experts, weights, biases))
-
-
-def _products_by_expert(x: Tensor, experts: Tensor, weights: Tensor, biases: Tensor | None) -> Tensor:
-    """Compute what `grouped_products` does, expert by expert; differentiable."""
-    repeats, chosen = len(experts) // len(x), torch.unique(experts).tolist()
-    places = [torch.nonzero(experts == expert).squeeze(1) for expert in chosen]
-    outputs = [
-        F.linear(x[mine // repeats], weights[expert], None if biases is None else biases[expert])
-        for expert, mine in zip(chosen, places, strict=True)
+        return routes.total(routes.product(gated, down, biases), top_k_weights, hidden_states.dtype)
+    # Ranks exchange one sum a row and K-block, not one a route. It is rounded once, before it is sent: routes are added
+    # in fp32, or wider.
+    wide = torch.promote_types(gated.dtype, torch.float32)
+    weights, width = top_k_weights.to(wide), gated.shape[1] // reduction.num_blocks
+    parts = [slice(start, start + width) for start in range(0, width * reduction.num_blocks, width)]
+    partials = [
+        routes.total(routes.product(gated[:, part], down[:, :, part], None), weights, hidden_states.dtype)
+        for part in parts
     ]
-    return torch.cat(outputs)[torch.argsort(torch.cat(places))]
+    total_bias = None if biases is None else routes.total(biases[experts], weights, wide)
+    return reduction.sum(torch.stack(partials), total_bias)
+
+
+def _activated(module: nn.Module, rows: Tensor, routes: Routes) -> Tensor:
+    """Return the inputs of the down projections [R, K], one of each route."""
+    weights, biases = _up_weights(module), _biases(module, "gate_up_proj" if module.has_gate else "up_proj")
+    if module.has_gate and gates_by_halves(module):
+        if routes.can_gate and not module.is_transposed:
+            return routes.product(rows, weights, biases, gated=True)
+        return hosted_swiglu(*routes.product(rows, weights, biases).chunk(2, dim=-1))
+    activate = cast(Callable[[Tensor], Tensor], module._apply_gate if module.has_gate else module.act_fn)
+    return activate(routes.product(rows, weights, biases))
+
+
+def _up_weights(module: nn.Module) -> Tensor:
+    return _weights(module, "gate_up_proj" if module.has_gate else "up_proj")
 
 
 def _weights(module: nn.Module, name: str) -> Tensor:

@@ -28,7 +28,7 @@ from ..errors import PhaseError
 from ..sharding.collectives import GatheredColumns, RowReduction, StageRanks, VocabularyLookup
 from ..sharding.division import Division
 from ..sharding.tp_plan import SUMS
-from .experts import NATIVE, REDUCTION
+from .experts import GROUPED, REDUCTION, grouped_routes, is_experts
 from .last_layer import LastLayer
 from .operations.functions import ReplacedFunctions, invariant_functions, outside_modes
 from .operations.fused_layers import fused_forward
@@ -59,6 +59,7 @@ class Numerics:
         self._own_forwards: list[tuple[nn.Module, Any]] = []
         self._functions: ReplacedFunctions | None = None
         self.divided_logits: GatheredColumns | None = None  # the last layer, if ranks share its columns
+        self.groups_experts = False  # whether all experts of a layer are one call, which reads itself which are chosen
         self.last_layer: LastLayer | None = None  # if its rows may be left out
         # The whole module, and the parts of it that may run on their own: a backward pass runs checkpointed layers.
         self._entrances = [m for m in module.modules() if isinstance(m, PreTrainedModel | GradientCheckpointingLayer)]
@@ -186,9 +187,10 @@ class Numerics:
                     forwards = [outside_modes(shared.forward_of(index)) for index in range(len(layers))]
                     self._patches += [(layer, "forward", own) for layer, own in zip(layers, forwards, strict=True)]
                     planned.update(map(id, layers))
+        grouped = [(module, grouped_routes(module, guarantee)) for module in root.modules() if is_experts(module)]
+        self.groups_experts = all(routes is not None for _, routes in grouped)
+        self._patches += [(module, GROUPED, routes) for module, routes in grouped if routes is not None]
         for module in root.modules():
-            if guarantee.linear == "native" and hasattr(module, "has_gate"):  # experts
-                self._patches.append((module, NATIVE, True))
             if id(module) in planned:
                 continue
             forward: object = None

@@ -27,7 +27,7 @@ from ...kernels.layers.rms_norm import with_sum
 from ...kernels.machine import native
 from ..model.operations.fused_layers import has_hooks
 from .cpu_record import Keeping, Record
-from .recorders import Run
+from .recorders import Run, depends_on_data
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ LATER_PLAIN_STEPS = 2  # once another size is replayed: this module's steps can 
 _ALIGNMENT = 64
 _aten = torch.ops.aten
 _EMPTY = {_aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty_strided}
-_REFUSED = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class CPUGraphs:
@@ -174,7 +173,7 @@ class _Recording(TorchDispatchMode):
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not _REFUSED.isdisjoint(func.tags) and not _takes_rows(func, args):
+        if torch.Tag.nondeterministic_seeded in func.tags or depends_on_data(func, args):
             self.refusal = self.refusal or f"{func} depends on the data"
         out = func(*args, **kwargs)
         if self.refusal is not None:
@@ -291,12 +290,6 @@ def _tensors(tree: object) -> list[Tensor]:
     found: list[Tensor] = []
     tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
     return found
-
-
-def _takes_rows(func: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether the operation indexes by numbers. With a mask, the result's size would depend on the data."""
-    masks = (torch.bool, torch.uint8)
-    return func is _aten.index.Tensor and all(index is None or index.dtype not in masks for index in args[1])
 
 
 def _quiet(call: Callable[[], object]) -> Callable[[], None]:

@@ -53,9 +53,8 @@ def why_not_recorded(model: HostedModel) -> str | None:
         remedy = ": install Triton" if model.device.type == "cuda" else ""
         wrong.append(f"its attention, in PyTorch, reads lengths on the host{remedy}")
     # Without invariant mode, experts are transformers' own, in products that can be recorded; tp ranks need ours.
-    is_native = guarantee is not None and guarantee.linear == "native"
     is_ours = guarantee is not None or model.mesh.tp > 1 or model.device.type == "cuda"
-    if model.module._can_set_experts_implementation() and is_ours and not is_native:
+    if model.module._can_set_experts_implementation() and is_ours and not model.numerics.groups_experts:
         wrong.append("its experts read on the host which of them are chosen")
     rope = getattr(model.config, "rope_parameters", None) or {}
     if any(p.get("rope_type") in ("dynamic", "longrope") for p in (rope, *rope.values()) if isinstance(p, dict)):

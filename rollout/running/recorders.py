@@ -5,14 +5,20 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+logger = logging.getLogger(__name__)
 
 _NUM_WARM_UPS = 2  # before a capture: compiles kernels and allocates the libraries' workspaces
+
+_UNKNOWN_BEFORE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Run = Callable[[], Sequence[Tensor]]
 
@@ -35,22 +41,65 @@ class PlainCalls:
         return run
 
 
+def depends_on_data(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether an operation of torch has results whose number, or effect on the host, depends on the data."""
+    return not _UNKNOWN_BEFORE.isdisjoint(func.tags) and not _takes_rows(func, args)
+
+
+def _takes_rows(func: Any, args: Sequence[Any]) -> bool:
+    """Return whether the operation indexes by numbers. With a mask, the result's size would depend on the data."""
+    masks = (torch.bool, torch.uint8)
+    return func is torch.ops.aten.index.Tensor and all(i is None or i.dtype not in masks for i in args[1])
+
+
+class _HostReads(TorchDispatchMode):
+    """A dispatch mode that notes the first operation for which the host waits for a device's results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: str | None = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        came = isinstance(out, Tensor) and out.is_cpu and any(isinstance(a, Tensor) and a.is_cuda for a in args)
+        if came or depends_on_data(func, args):
+            self.first = self.first or str(func)
+        return out
+
+
+def first_host_read(run: Run) -> str | None:
+    """Run a step and return the first operation of torch for which the host reads a tensor's data, or None."""
+    with _HostReads() as reads:
+        run()
+    return reads.first
+
+
 class CUDAGraphs:
     """A recorder that captures CUDA graphs. They run one after another and leave their results in our buffers, so all
-    that live share one memory pool."""
+    that live share one memory pool. A step in which the host reads data stays a plain call: a capture of it fails, and
+    takes the process with it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self._warned = False
 
     def record(self, run: Run) -> Run:
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for _ in range(_NUM_WARM_UPS):
+            for _ in range(_NUM_WARM_UPS - 1):
                 run()
+            read = first_host_read(run)
         torch.cuda.current_stream(self._device).wait_stream(stream)
+        if read is not None:
+            if not self._warned:
+                logger.warning("decode steps are not recorded: the host waits for %s in the module's code", read)
+            self._warned = True
+            return run
         graph = torch.cuda.CUDAGraph()
         if not self._graphs:  # torch's allocator refuses a pool whose last graph is gone
             self._pool = torch.cuda.graph_pool_handle()

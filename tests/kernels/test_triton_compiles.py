@@ -32,6 +32,7 @@ BY_PARTS = ("digests, 4 bytes side by side", "digests, single bytes")  # compile
 SUMMING = {
     "attention.triton_kernels": {"_merge_kernel"},
     "sampling.triton_scan": {"_scan_kernel"},
+    "layers.triton_head_norms": {"_head_kernel"},
     "layers.triton_rms_norm": {"_forward_kernel"},
     "recurrent.triton_kernels": {"_conv_kernel", "_delta_kernel"},
     "sampling.triton_draws": {"_choose_kernel"},
@@ -95,20 +96,22 @@ def test_one_binary_serves_rows_in_any_number_and_place(binaries: list[Binary]) 
 
 def test_float32_is_multiplied_as_float32(binaries: list[Binary]) -> None:
     assert [(b.launch, b.kernel) for b in binaries if "tf32" in b.ptx] == []
-    wide = [b for b in binaries if b.launch.endswith("float32") and b.kernel in ("_linear_kernel", "_attend_kernel")]
-    assert {b.kernel for b in wide} == {"_linear_kernel", "_attend_kernel"}
+    multiplying = {"_linear_kernel", "_grouped_kernel", "_attend_kernel"}
+    wide = [b for b in binaries if b.launch.endswith("float32") and b.kernel in multiplying]
+    assert {b.kernel for b in wide} == multiplying
     for binary in wide:
         assert "mma" not in binary.ptx and binary.ptx.count("fma.rn.f32") >= 100, binary.launch
 
 
 def test_tensor_cores_multiply_halves_and_all_tiles_of_the_product_add_alike(binaries: list[Binary]) -> None:
-    products = [b for b in binaries if b.kernel == "_linear_kernel" and "float16" in b.launch]
+    products = [b for b in binaries if b.kernel in ("_linear_kernel", "_grouped_kernel") and "float16" in b.launch]
     widths = set()
     for binary in products:
         forms = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)\.(\S+)", binary.ptx)
         of = "f32.bf16.bf16" if "bfloat16" in binary.launch else "f32.f16.f16"
         assert {(rows, depth, types) for rows, _, depth, types in forms} == {("64", "16", of)}, binary.launch
         assert "cp.async.cg.shared.global" in binary.ptx, binary.launch  # 16 bytes at a time
+        assert "cp.async.ca" not in binary.ptx, binary.launch
         widths |= {int(columns) for _, columns, _, _ in forms}
     assert widths >= {16, 32, 64}
     attending = [b for b in binaries if b.kernel == "_attend_kernel" and "bfloat16" in b.launch]

@@ -22,7 +22,7 @@ if device == "cpu":
     gpu.why_not_triton = lambda device_type: None
 from lockstep.kernels.attention import triton_kernels as attention
 from lockstep.kernels.layers import triton_rms_norm
-from lockstep.kernels.linear import triton_kernels as linear
+from lockstep.kernels.linear import triton_grouped, triton_kernels as linear
 from lockstep.kernels.sampling import triton_draws, triton_logprobs
 from lockstep.tests.rollout import test_invariance_table as table
 from lockstep.tests.support.random_models import random_model
@@ -41,7 +41,8 @@ def count(module, name):
     setattr(module, name, counted)
 
 for module, name in ((attention, "triton_attention"), (linear, "product"), (triton_rms_norm, "forward"),
-                     (triton_logprobs, "selected"), (triton_logprobs, "scaled"), (triton_draws, "draw")):
+                     (triton_grouped, "routed_sum"), (triton_logprobs, "selected"), (triton_logprobs, "scaled"),
+                     (triton_draws, "draw")):
     count(module, name)
 dtype, family = getattr(torch, sys.argv[1]), sys.argv[2]
 model = random_model(family, dtype, num_hidden_layers=1).to(device)
@@ -67,9 +68,12 @@ print(json.dumps({"linear": guarantee.linear, "attention": guarantee.attention, 
 @pytest.mark.parametrize(
     ("dtype", "family"),
     [
-        pytest.param("bfloat16", "qwen3", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "qwen3", marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", "qwen3_moe", marks=pytest.mark.slow),
+        pytest.param("float32", "gpt_oss", marks=pytest.mark.exhaustive),
         pytest.param("float32", "qwen3", marks=pytest.mark.exhaustive),
         pytest.param("float32", "gemma2", marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", "gemma3", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_engine_on_all_triton_kernels_at_once_keeps_the_trainers_bits(dtype, family):
@@ -81,6 +85,8 @@ def test_an_engine_on_all_triton_kernels_at_once_keeps_the_trainers_bits(dtype, 
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])
     assert (report["linear"], report["attention"]) == ("triton", "triton")
+    has_experts = family in ("qwen3_moe", "gpt_oss")
+    assert ("linear.triton_grouped.routed_sum" in report["calls"]) == has_experts
     assert {
         "attention.triton_kernels.triton_attention", "linear.triton_kernels.product", "layers.triton_rms_norm.forward",
         "sampling.triton_logprobs.selected", "sampling.triton_draws.draw",

@@ -24,7 +24,8 @@ from triton.backends.compiler import GPUTarget
 from lockstep.kernels.attention import triton_gradients
 from lockstep.kernels.attention import triton_kernels as triton_attention
 from lockstep.kernels.attention.step import RowLayout, ScoreRule
-from lockstep.kernels.layers import triton_rms_norm, triton_rotary, triton_swiglu
+from lockstep.kernels.layers import triton_head_norms, triton_rms_norm, triton_rotary, triton_swiglu
+from lockstep.kernels.linear import triton_grouped
 from lockstep.kernels.linear import triton_kernels as triton_linear
 from lockstep.kernels.recurrent import triton_kernels as triton_recurrent
 from lockstep.kernels.sampling import triton_draws as triton_sampling
@@ -33,8 +34,8 @@ from lockstep.kernels.sha256 import triton_kernels as triton_sha256
 
 # modules with INTERPRETED
 MODULES = (
-    triton_attention, triton_gradients, triton_linear, triton_recurrent, triton_rms_norm, triton_rotary, triton_scan,
-    triton_sha256, triton_swiglu,
+    triton_attention, triton_gradients, triton_grouped, triton_head_norms, triton_linear, triton_recurrent,
+    triton_rms_norm, triton_rotary, triton_scan, triton_sha256, triton_swiglu,
 )  # fmt: skip
 
 
@@ -65,6 +66,20 @@ def joined(dtype: torch.dtype, row_counts: tuple[int, ...], has_bias: bool = Fal
                   for n in (4096, 1024, 1024)]  # fmt: skip
         triton_linear.products(x, layers)
         triton_linear.gated_product(x, *layers[1:])
+
+
+def experts(dtype: torch.dtype, has_bias: bool = False) -> None:
+    """Launch the products of 16 experts, with few routes and with many, with weights in both orders."""
+    weights = torch.zeros(16, 256, 128, dtype=dtype)
+    biases = torch.zeros(16, 256, dtype=dtype) if has_bias else None
+    for count in (1, 32, 1000):
+        x, chosen = torch.zeros(count, 128, dtype=dtype), torch.zeros(count * 4, dtype=torch.int64)
+        routes = triton_grouped.Routes(chosen, 16)
+        routes.product(x, weights, biases, gated=True)
+        routes.product(x, torch.zeros(16, 128, 256, dtype=dtype).transpose(1, 2), biases)
+        out = routes.product(x, weights, biases)
+        for shares in (torch.zeros(count, 4), torch.zeros(count, 4, dtype=dtype)):
+            triton_grouped.routed_sum(out, shares, dtype)
 
 
 def logits_in_places(dtype: torch.dtype) -> Iterator[Tensor]:
@@ -113,6 +128,14 @@ def rotations(dtype: torch.dtype) -> None:
         query, key = (torch.zeros(1, tokens, heads, 128, dtype=dtype).transpose(1, 2) for heads in (32, 8))
         angles, slots = torch.zeros(1, tokens, 128, dtype=dtype), torch.zeros(tokens, dtype=torch.int64)
         triton_rotary.rotary_into_cache(query, key, key, angles, angles, (caches[0], caches[1]), slots)
+    for tokens in (1, 33):  # in one product, as a decode's are, and at an odd address
+        rows = torch.zeros(1, tokens, 48 * 128 + 1, dtype=dtype)[..., tokens % 2 :][..., : 48 * 128]
+        heads = [part.unflatten(-1, (-1, 128)).transpose(1, 2) for part in rows.split([4096, 1024, 1024], -1)]
+        angles, weight = torch.zeros(1, tokens, 128, dtype=dtype), torch.zeros(128, dtype=dtype)
+        triton_head_norms.normed_rotary_into_cache(
+            *heads, (weight, weight), (1e-6, 0.0, True), angles, angles, (caches[0], caches[1]),
+            torch.zeros(tokens, dtype=torch.int64),
+        )  # fmt: skip
     triton_rotary.rotary(query, key, angles, angles)
     triton_rotary.rotary(query, key, angles, angles, back=True)
 
@@ -176,6 +199,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "joined, few rows, bfloat16": lambda: joined(HALF, (1, 2, 33)),
     "joined, many rows, bfloat16": lambda: joined(HALF, (128, 300)),
     "joined, biases, float32": lambda: joined(FULL, (1, 33), has_bias=True),
+    "experts, bfloat16": lambda: experts(HALF),
+    "experts, biases, float32": lambda: experts(FULL, has_bias=True),
     "linear, float32": lambda: linear(FULL, (1, 2, 16, 300)),
     "linear, float64": lambda: linear(torch.float64, (3,)),
     "logprobs, bfloat16": lambda: logprobs(HALF),

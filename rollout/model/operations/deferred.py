@@ -1,9 +1,9 @@
 """Tensors of a module's forward whose value is computed when it is read, by one kernel with what follows if possible.
 
-A module's own code adds a residual and then calls a norm, or rotates its queries and keys and then calls the attention.
-On a GPU the sum and the rotated heads are deferred: the norm, or the attention, takes the operands and computes both in
-one launch. Any other operation that meets a deferred tensor gets its value, computed by the plain kernels, with the
-same bits. Only forwards without gradients defer.
+A module's own code adds a residual and then calls a norm, or normalises the heads of its queries and keys, rotates them
+and then calls the attention. On a GPU the sum, the norms of heads and the rotated heads are deferred: the norm, or the
+attention, takes the operands and computes all in one launch. Any other operation that meets a deferred tensor gets its
+value, computed by the plain kernels, with the same bits. Only forwards without gradients defer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ....kernels.layers.rms_norm import NormRule, rms_norm, rms_norm_of_sum
-from ....kernels.layers.rotary import rotary
+from ....kernels.layers.rotary import HeadNorms, rotary
 from ....kernels.machine.gpu import triton_serves
 
 IS_USED: set[str] = set()  # not empty once this process has deferred a tensor: never on a CPU
@@ -85,6 +85,38 @@ class DeferredSum(Deferred):
         return normed
 
 
+class DeferredNorm(Deferred):
+    """The norm of the heads x [B,...,D] of four dimensions; dimensions 1 and 2 may be exchanged before it is read."""
+
+    def __init__(self, x: Tensor, weight: Tensor, rule: NormRule, untransposed: DeferredNorm | None = None) -> None:
+        self.x, self.weight, self.rule = x, weight, rule
+        self._untransposed = untransposed  # whose value this one's is a view of
+
+    def _compute(self) -> None:
+        if self._untransposed is None:
+            self.set(rms_norm(self.x, self.weight, self.rule))
+        else:
+            self.set(self._untransposed.value().transpose(1, 2))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        turns = func is Tensor.transpose and tuple(args[1:]) in ((1, 2), (2, 1)) and not kwargs
+        if turns and isinstance(norm := args[0], DeferredNorm) and norm._value is None:
+            return DeferredNorm(norm.x.transpose(1, 2), norm.weight, norm.rule, norm)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @staticmethod
+    def of(query: object, key: object) -> HeadNorms | None:
+        """Return the norms of which these are the results, if they have one rule and neither has been read."""
+        if not (isinstance(query, DeferredNorm) and isinstance(key, DeferredNorm) and query.rule == key.rule):
+            return None
+        is_read = any(each is not None and each._value is not None for norm in (query, key)
+                      for each in (norm, norm._untransposed))  # fmt: skip
+        return None if is_read else HeadNorms(query.weight, key.weight, query.rule)
+
+
 class DeferredRotation(Deferred):
     """The rotated query, or the rotated key: two tensors of one `Rotation`."""
 
@@ -96,15 +128,23 @@ class DeferredRotation(Deferred):
 
 
 class Rotation:
-    """Queries [B,H,T,D] and keys [B,K,T,D] that cos and sin [1 or B,T,D] rotate."""
+    """Queries [B,H,T,D] and keys [B,K,T,D] that cos and sin [1 or B,T,D] rotate, after their norms if these wait."""
 
     def __init__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
-        self.operands = query, key, cos, sin
+        self.norms = DeferredNorm.of(query, key)
+        if isinstance(query, DeferredNorm) and isinstance(key, DeferredNorm) and self.norms is not None:
+            self._heads: tuple[Tensor, Tensor] = query, key
+            query, key = query.x, key.x
+        else:
+            query, key = plain((query, key))
+            self._heads = query, key
+        self.operands: tuple[Tensor, Tensor, Tensor, Tensor] = query, key, plain(cos), plain(sin)
         self.query, self.key = (DeferredRotation(like, self) for like in (query, key))
 
     def compute(self) -> None:
         """Compute both tensors."""
-        for tensor, value in zip((self.query, self.key), rotary(*self.operands), strict=True):
+        query, key = plain(self._heads)
+        for tensor, value in zip((self.query, self.key), rotary(query, key, *self.operands[2:]), strict=True):
             tensor.set(value)
 
     @staticmethod
@@ -129,6 +169,14 @@ def compute_all() -> None:
 def is_any_waiting() -> bool:
     """Return whether a deferred tensor has no value yet."""
     return bool(_waiting)
+
+
+def norm(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
+    """Compute a norm; deferred where x is heads, and a kernel can compute it with the rotation that may follow."""
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    if x.dim() == 4 and triton_serves(x.device) and not needs_grad:
+        return DeferredNorm(x, weight, rule)
+    return rms_norm(x, weight, rule)
 
 
 def add(left: Any, right: Any, **options: Any) -> Tensor:

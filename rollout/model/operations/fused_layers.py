@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from transformers import activations
 
-from ....kernels.layers.rms_norm import NormRule, reference_rms_norm, rms_norm
+from ....kernels.layers.rms_norm import NormRule, reference_rms_norm
 from ....kernels.layers.rotary import reference_rotary, rotary
 from ....kernels.layers.swiglu import swiglu
 from ....kernels.linear.linear import Layer
 from ....kernels.machine.gpu import triton_serves
+from . import deferred
 from .deferred import DeferredSum, Rotation, plain
 from .functions import outside_modes
 
@@ -74,7 +75,7 @@ def _norm_forward(module: nn.Module) -> Forward | None:
             return own(plain(hidden_states))
         if isinstance(hidden_states, DeferredSum):
             return hidden_states.normed(weight, rule)
-        return rms_norm(hidden_states, weight, rule)
+        return deferred.norm(plain(hidden_states), weight, rule)
 
     return outside_modes(forward, takes_deferred=True)
 
@@ -202,13 +203,15 @@ def _rotary_of(function: Forward) -> Forward:
     def apply_rotary_pos_emb(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *others: object, **named: object
     ) -> object:
-        if others or named or q.dim() != 4 or cos.dim() != 3 or cos.requires_grad:
+        with torch._C.DisableTorchFunction():  # a deferred tensor that is looked at would be computed
+            # Some functions rotate a part of the head's width, or round to q's dtype at the end; no trial shows that.
+            is_whole = not (others or named) and q.dim() == 4 and cos.dim() == 3 and not cos.requires_grad
+            is_whole = is_whole and cos.shape[-1] == q.shape[-1] and cos.dtype is q.dtype
+            waits = triton_serves(q.device) and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
+        if not is_whole:
             return function(q, k, cos, sin, *others, **named)
-        # Some functions rotate a part of the head's width, or round to q's dtype at the end. The trial shows neither.
-        if cos.shape[-1] != q.shape[-1] or cos.dtype is not q.dtype:
-            return function(q, k, cos, sin, *others, **named)
-        if triton_serves(q.device) and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad)):
-            rotation = Rotation(*plain((q, k, cos, sin)))
+        if waits:
+            rotation = Rotation(q, k, cos, sin)
             return rotation.query, rotation.key
         return _rotary(q, k, cos, sin)
 

@@ -244,7 +244,10 @@ def test_the_native_product_names_what_does_not_fit() -> None:
 
 @needs_native
 @pytest.mark.slow
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level",
+    [pytest.param(level, marks=pytest.mark.exhaustive) if level in ("avx2", "avx512") else level for level in LEVELS],
+)
 def test_a_compilers_optimisation_changes_no_bit(level: str) -> None:
     """Compare the engine's build with another build of the same kernel."""
     for dtype in (torch.bfloat16, torch.float32):

@@ -11,10 +11,11 @@ from lockstep.kernels.attention.cpp import SOURCE
 from lockstep.kernels.machine import native
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.model import numerics
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.running.cpu_graphs import CPUGraphs
 from lockstep.rollout.running.decode_graphs import DecodeGraphs, decode_ladder, why_not_recorded
-from lockstep.rollout.running.recorders import CUDAGraphs, Recorder, Run
+from lockstep.rollout.running.recorders import CUDAGraphs, Recorder, Run, first_host_read
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.covering import covering
 
@@ -363,8 +364,32 @@ def test_a_cpu_records_steps_of_modules_that_ask_nothing_of_the_data(make_model)
     assert isinstance(graphs_of(engine)._recorder, CPUGraphs)
 
 
-def test_experts_of_other_products_are_not_recorded_for_a_reason_that_is_named(make_model):
-    model = Engine(make_model("qwen3_moe"), EngineConfig(kv_cache="8 blocks", max_num_seqs=2)).parts.model
-    assert why_not_recorded(model) is None
-    model.numerics.guarantee = replace(model.numerics.guarantee, linear="padded")
+def test_experts_of_other_products_are_not_recorded_for_a_reason_that_is_named(make_model, monkeypatch):
+    config = EngineConfig(kv_cache="8 blocks", max_num_seqs=2)
+    assert why_not_recorded(Engine(make_model("qwen3_moe"), config).parts.model) is None
+    monkeypatch.setattr(numerics, "grouped_routes", lambda module, guarantee: None)
+    model = Engine(make_model("qwen3_moe"), config).parts.model
     assert why_not_recorded(model) == "its experts read on the host which of them are chosen"
+
+
+def test_a_step_in_which_the_host_reads_data_is_told_before_a_capture():
+    x, places = torch.arange(6.0).view(2, 3), torch.tensor([1, 0])
+    assert first_host_read(lambda: [torch.relu(x[places]).sum(0)]) is None
+    assert first_host_read(lambda: [x * x.max().item()]) == "aten._local_scalar_dense.default"
+    assert first_host_read(lambda: [x[x > 2]]) == "aten.index.Tensor"
+    assert first_host_read(lambda: [torch.unique(x), torch.nonzero(x)]).startswith("aten._unique")
+
+
+@pytest.mark.gpu
+@GPU
+def test_a_gpu_runs_such_a_step_as_it_is(caplog):
+    x = torch.arange(6.0, device="cuda")
+    graphs = CUDAGraphs(x.device)
+
+    def reads():
+        return [x * x.max().item()]
+
+    assert graphs.record(reads) is reads and "aten._local_scalar_dense" in caplog.text
+    record = graphs.record(lambda: [x + 1])
+    x += 1
+    assert torch.equal(record()[0], x + 1)

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.kernels.layers.rms_norm import NormRule, rms_norm
-from lockstep.kernels.layers.rotary import rotary, rotary_into_cache
+from lockstep.kernels.layers.rotary import HeadNorms, rotary, rotary_into_cache
 from lockstep.rollout.model.operations import deferred
-from lockstep.rollout.model.operations.deferred import DeferredSum, Rotation
+from lockstep.rollout.model.operations.deferred import DeferredNorm, DeferredSum, Rotation
 from lockstep.rollout.model.operations.functions import ReplacedFunctions, outside_modes
 
 RULE = NormRule(1e-6)
@@ -101,4 +101,53 @@ def test_a_rotation_into_a_cache_writes_what_the_two_steps_write(heads) -> None:
     rotated = rotary(query, key, cos, sin)
     assert torch.equal(out, rotated[0][0].transpose(0, 1))
     assert torch.equal(caches[0].flatten(0, 1)[slots], rotated[1][0].transpose(0, 1))
+    assert torch.equal(caches[1].flatten(0, 1)[slots], value[0].transpose(0, 1))
+
+
+@pytest.fixture
+def normed(heads) -> tuple[DeferredNorm, DeferredNorm, Tensor, Tensor]:
+    """Make the norms of query and key as a module does, before their heads are turned, and cos and sin."""
+    query, key, _, cos, sin = heads
+    weights = torch.rand(2, 16) + 0.5
+    turned = (x.transpose(1, 2).contiguous() for x in (query, key))
+    query, key = (DeferredNorm(x, weight, RULE) for x, weight in zip(turned, weights, strict=True))
+    return query, key, cos, sin
+
+
+def test_the_norms_of_heads_wait_for_their_rotation(normed) -> None:
+    query, key, cos, sin = normed
+    turned = query.transpose(1, 2), key.transpose(2, 1)
+    assert [type(each) for each in turned] == [DeferredNorm] * 2
+    rotation = Rotation(*turned, cos, sin)
+    assert rotation.norms == HeadNorms(query.weight, key.weight, RULE)
+    assert [type(operand) for operand in rotation.operands] == [Tensor] * 4
+    assert Rotation.of(rotation.query, rotation.key) is rotation
+    heads = [rms_norm(each.x, each.weight, RULE).transpose(1, 2) for each in (query, key)]
+    for found, expected in zip((rotation.query, rotation.key), rotary(*heads, cos, sin), strict=True):
+        assert torch.equal(found.value(), expected)
+    assert torch.equal(turned[0].value(), heads[0]) and turned[0].value().stride() == heads[0].stride()
+
+
+def test_norms_that_have_been_read_or_differ_are_those_of_a_plain_rotation(normed) -> None:
+    query, key, cos, sin = normed
+    other = DeferredNorm(key.x, key.weight, NormRule(1e-5))
+    assert Rotation(query.transpose(1, 2), other.transpose(1, 2), cos, sin).norms is None
+    plain = key.value().transpose(1, 2)
+    for its in (key.transpose(1, 2), plain):
+        rotation = Rotation(query.transpose(1, 2), its, cos, sin)
+        assert rotation.norms is None
+        heads = rms_norm(query.x, query.weight, RULE).transpose(1, 2), plain
+        assert all(map(torch.equal, (rotation.query.value(), rotation.key.value()), rotary(*heads, cos, sin)))
+    assert type(query.transpose(0, 1)) is Tensor and type(query.transpose(1, 2)) is Tensor, "it has been read"
+
+
+def test_norms_and_rotation_into_a_cache_write_what_all_the_steps_write(heads, normed) -> None:
+    value, (query, key, cos, sin) = heads[2], normed
+    rotation = Rotation(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+    assert rotation.norms is not None
+    caches = tuple(torch.zeros(2, 4, 2, 16) for _ in range(2))
+    slots = torch.tensor([7, 0, 3, 5, 2])
+    out = rotary_into_cache(*rotation.operands, value, caches, slots, rotation.norms)
+    assert torch.equal(out, rotation.query.value()[0].transpose(0, 1))
+    assert torch.equal(caches[0].flatten(0, 1)[slots], rotation.key.value()[0].transpose(0, 1))
     assert torch.equal(caches[1].flatten(0, 1)[slots], value[0].transpose(0, 1))
