@@ -24,7 +24,8 @@ PLAYED_BY_TEST_CLIENTS = "environments/shorter_each_time.py"  # with verifiers, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("package", "file", "options"), [
-    ("textarena", "games", []), ("reasoning_gym", "tasks", ["--name", "basic_arithmetic"]),
+    pytest.param("textarena", "games", [], marks=pytest.mark.exhaustive),
+    ("reasoning_gym", "tasks", ["--name", "basic_arithmetic"]),
 ])  # fmt: skip
 def test_steps_of_episodes_are_the_same_ahead_of_training(tmp_path, package, file, options):
     """Run the example's commands, with a tiny model in place of the real one."""

@@ -90,7 +90,13 @@ def prepared(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["smollm2_sentences", "smollm2_lora", "smollm2_two_turns"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "smollm2_sentences",
+        *(pytest.param(f"smollm2_{it}", marks=pytest.mark.exhaustive) for it in ("lora", "two_turns")),
+    ],
+)
 def test_a_few_steps_of_the_real_run(prepared, name):
     shrunk = [
         "run.num_steps=2", "run.eval_every=2", "data.num_heldout=8", "rollout.prompts_per_step=4",

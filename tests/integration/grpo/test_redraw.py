@@ -164,7 +164,7 @@ def test_what_cannot_keep_the_run_of_its_weights_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_runs_ahead_redraw_what_the_run_without_redraws(tmp_path, num_ranks):
     (tmp_path / "coin.py").write_text(COIN)
     common = (

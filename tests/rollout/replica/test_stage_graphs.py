@@ -42,7 +42,8 @@ def replays(engine: Engine) -> dict[str, int]:
     ("family", "shape"),
     [
         ("qwen3", (2, 1)),
-        *(pytest.param(f, s, marks=pytest.mark.slow) for f in ("qwen3", "qwen3_moe", "gpt_oss", "gemma3")
+        *(pytest.param(f, s, marks=pytest.mark.slow if s == slow else pytest.mark.exhaustive)
+          for f, slow in (("qwen3", (2, 2)), ("qwen3_moe", (2, 1)), ("gpt_oss", (2, 2)), ("gemma3", (1, 2)))
           for s in ((2, 1), (1, 2), (2, 2)) if (f, s) != ("qwen3", (2, 1))),
         *(pytest.param(f, (2, 1), marks=pytest.mark.slow) for f in ("qwen3_next", "kimi_linear")),
     ],
