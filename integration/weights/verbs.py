@@ -26,12 +26,13 @@ from .host import Commit
 from .options import DigestTime, UpdateOptions, check_required_version
 from .sessions import WeightSessions
 from .sources import SharedMemory, from_folder, from_group, from_ipc, from_named_tensors, from_payload
+from .vllm_group import VllmGroupVerbs
 
 GROUP_NAME = "weight_update_group"
 T = TypeVar("T")
 
 
-class WeightVerbs:
+class WeightVerbs(VllmGroupVerbs):
     """The methods of a service that update its weights. The subclass sets the fields.
 
     Common arguments: weight_version, the label of the weights, published when they are committed; verify, the sender's

@@ -13,7 +13,10 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.forked_ranks import join_group
 from lockstep.tests.support.random_models import random_model
+from lockstep.tests.support.vllm.trainer import HOST, GlooCommunicators
 from lockstep.weight_sync.deadline import Deadline
+from lockstep.weight_sync.group.communicator import Communicators, NcclCommunicators
+from lockstep.weight_sync.group.vllm_rendezvous import VllmRendezvous
 from lockstep.weight_sync.same_host.cuda_ipc import CudaHandle, visible_uuids
 
 PROMPTS = [[3 + i, *range(10, 10 + 7 * i)] for i in range(4)]
@@ -36,6 +39,38 @@ def broadcast(ranks: Ranks) -> None:
     deadline = Deadline.after(60)
     group.finish(group.broadcast(tensor, deadline), deadline)
     assert tensor.unique().tolist() == [7.0]
+    group.destroy()
+
+
+def communicator_of_a_trainer(ranks: Ranks) -> None:
+    """Send a tensor from the first rank to all, which meet as vLLM's trainers and workers do."""
+    communicators: Communicators = GlooCommunicators()
+    if ranks.device.type == "cuda":
+        communicators = NcclCommunicators(ranks.device)
+    port: list[int | None] = [None]
+    if ranks.is_first:
+        trainer = VllmRendezvous(communicators, 0, ranks.num_ranks, address=(HOST, 0), timeout_s=60)
+        port = [trainer.port]
+    dist.broadcast_object_list(port, device=ranks.device)
+    if not ranks.is_first:
+        address = (HOST, int(port[0] or 0))
+        trainer = VllmRendezvous(communicators, ranks.rank, ranks.num_ranks, address=address, timeout_s=60)
+    group = trainer.join()
+    deadline = Deadline.after(60)
+    for value in (7.0, 9.0):
+        tensor = torch.full((1 << 20,), value + ranks.rank, device=ranks.device)
+        group.finish(group.broadcast(tensor, deadline), deadline)
+        assert tensor.unique().tolist() == [value]
+    dist.barrier()
+    if not ranks.is_first:  # the trainer sends nothing any more: a receive ends at its deadline, and the process lives
+        late = Deadline.after(2)
+        try:
+            group.finish(group.broadcast(torch.zeros(4, device=ranks.device), late), late)
+        except RuntimeError:
+            group.abort("the trainer was silent")
+        else:
+            raise AssertionError("a broadcast that was never sent has arrived")
+    dist.barrier()
     group.destroy()
 
 

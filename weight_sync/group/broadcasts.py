@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-import torch.distributed as dist
 from torch import Tensor
 
 from ..deadline import Deadline
 from ..errors import TransferFailed
 from ..layout.bucket import DEFAULT_BUCKET_BYTES
-from .weight_group import WeightGroup
+from .weight_group import Running, WeightGroup
 
 _NUM_UNDER_WAY = 8  # gloo works on two at a time; the others are ready when one finishes
 _ABANDON_S = 10.0  # aborted operations end at once; this is only an upper bound
@@ -25,7 +24,7 @@ class _Broadcast:
     """A broadcast that is running."""
 
     number: int  # from 1
-    work: dist.Work
+    work: Running
     where: str
     tensor: Tensor  # keeps the tensor alive
     then: Callable[[], object] | None  # runs when the bytes have arrived

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
+import threading
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..deadline import Deadline
+
 _BACKLOG = 4096  # as torch's own stores have
+_CONNECT_S = 1.0  # for one attempt to reach the host
+_PAUSE_S = 0.05  # between two of them
 
 
 def listen_at(address: str, port: int) -> socket.socket:
@@ -32,6 +38,33 @@ def host_store(listener: socket.socket, address: str, world_size: int | None, ti
     return dist.TCPStore(
         address, port, world_size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
     )
+
+
+def reach_store(
+    address: tuple[str, int], world_size: int, deadline: Deadline, cancelled: threading.Event
+) -> tuple[dist.TCPStore, str]:
+    """Connect to the store of another process, when it is there. Returns it, and this machine's own address on the way
+    to it. Raises ConnectionError at the deadline, and when `cancelled` is set."""
+    host, port = address
+    failure = "not tried"
+    while not cancelled.is_set() and not deadline.has_passed:
+        soon = deadline.at_most(_CONNECT_S)
+        try:
+            # A plain socket first: a TCPStore would keep trying and ignore `cancelled`. When it is connected, the
+            # TCPStore counts this rank in at a host that waits for all of them (wait_for_workers, which only hosts
+            # wait for).
+            with socket.create_connection(address, timeout=max(0.05, soon.left_s)) as connection:
+                if connection.getsockname() == connection.getpeername():
+                    # The system gave this socket the very port that it looks for, and TCP connects it to itself.
+                    # Reset, for after a plain close the host could not listen there for a minute.
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    raise ConnectionRefusedError(f"nobody listens at {host}:{port}")
+                own_address = connection.getsockname()[0]
+            return dist.TCPStore(host, port, world_size, False, timeout=soon.left), own_address
+        except (OSError, RuntimeError) as error:
+            failure = str(error)
+            cancelled.wait(min(_PAUSE_S, deadline.left_s))
+    raise ConnectionError(f"rank 0 cannot be reached: {failure}")
 
 
 def gloo_group(store: dist.Store, rank: int, world_size: int, host: str, timeout: timedelta) -> dist.ProcessGroupGloo:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import threading
 
 from ..errors import TransferFailed
-from .rendezvous import Rendezvous
+from .communicator import Communicators
+from .joining import Joining
 from .weight_group import WeightGroup
 
 
 class GroupRegistry:
     """The groups of one process by name. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, communicators: Communicators | None = None) -> None:
+        """Begin without groups. communicators: the library that joins vLLM's trainers; None: NCCL, where the model is
+        on a GPU."""
+        self.communicators = communicators
         self._lock = threading.Lock()
-        self._groups: dict[str, WeightGroup | Rendezvous] = {}
+        self._groups: dict[str, WeightGroup | Joining] = {}
 
-    def init(self, rendezvous: Rendezvous) -> WeightGroup:
+    def init(self, rendezvous: Joining) -> WeightGroup:
         """Join the rendezvous and keep the group under its name. Raises ValueError for a name that is taken or is
         joining."""
         group_name = rendezvous.group_name

@@ -1,15 +1,8 @@
-"""The rendezvous of a weight group's ranks, with a deadline and a way to cancel it.
-
-Connecting to a store blocks as long as the process that hosts it is stopped, so it runs
-in a thread of its own too (see `shared_keys`).
-"""
+"""The rendezvous of a weight group's ranks: gloo's, or torch's over NCCL."""
 
 from __future__ import annotations
 
 import hashlib
-import socket
-import struct
-import threading
 from datetime import timedelta
 from typing import cast
 
@@ -17,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ..deadline import Deadline
-from ..errors import TransferFailed
-from .interface import gloo_group, host_store, listen_at
+from .communicator import NcclLane, nccl_lane
+from .interface import gloo_group
+from .joining import Joining
 from .sealed_store import Keys, sealed
 from .shared_keys import SharedKeys, Stop
 from .weight_group import Backend, Lane, WeightGroup
@@ -33,8 +27,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "plain": ("{group}",),
 }
 _DEVICE_OF = {"gloo": "cpu", "nccl": "cuda"}
-_CONNECT_S = 1.0  # for one attempt to reach the host
-_GRACE_S = 0.5  # time for a cancelled rendezvous to report its end, and for a refusal to be read
+_GRACE_S = 0.5  # time for a refusal to be read
 _POLL_S = 0.005  # between two checks of which ranks have read the refusal
 
 
@@ -81,17 +74,16 @@ class _RendezvousStore(dist.Store):
         self._keys.close()
 
 
-class Rendezvous:
-    """One rank's way into a process group of its own. `join` blocks: call it in a thread without other work; `cancel`
-    ends it. `GroupRegistry` keeps groups by name.
+class Rendezvous(Joining):
+    """One rank's way into a process group of its own, over a store whose keys all ranks of torch.distributed know.
 
-    Rank 0 is the sender and hosts the store at master_address:master_port, an address of its machine and no other one;
-    the others wait for it. secret: text that all ranks know and no other process, or None, as for foreign trainers;
-    with it no other process reads the store's values or writes valid ones (over NCCL: but for NCCL's own). layout: how
-    the keys of the two ends are nested (`LAYOUTS`); the default fits trainers that build theirs by SGLang's recipe.
-    backend "nccl" needs `device`, and one GPU per rank: NCCL refuses two ranks on one GPU, so that a machine with a
-    single GPU can only have a group of one rank. Under TORCH_DISTRIBUTED_DEBUG=DETAIL such trainers wrap their group in
-    one that checks every operation; our group cannot communicate with it.
+    Rank 0 is the sender and hosts the store at master_address:master_port. A `join` also fails when our ends disagree
+    about the world size, or when one rank joins twice. secret: text that all ranks know and no other process, or None,
+    as for foreign trainers; with it no other process reads the store's values or writes valid ones (over NCCL: but for
+    NCCL's own). layout: how the keys of the two ends are nested (`LAYOUTS`); the default fits trainers that build
+    theirs by SGLang's recipe. backend "nccl" needs `device`, and one GPU per rank: NCCL refuses two ranks on one GPU,
+    so that a machine with a single GPU can only have a group of one rank. Under TORCH_DISTRIBUTED_DEBUG=DETAIL such
+    trainers wrap their group in one that checks every operation; our group cannot communicate with it.
     """
 
     def __init__(
@@ -129,89 +121,30 @@ class Rendezvous:
         ]
         if wrong:
             raise ValueError("; ".join(wrong))
-        self._address = (master_address, master_port)
-        self.group_name, self._secret = group_name, secret
-        self._rank, self._world_size, self._backend = rank, world_size, backend
+        super().__init__(group_name, rank, world_size, (master_address, master_port), timeout_s)
+        self._secret, self._backend, self._layout = secret, backend, layout
         self._device = torch.device("cpu") if backend == "gloo" or device is None else device
-        self._layout = layout
-        self._deadline = Deadline.after(timeout_s)
-        self._cancelled = threading.Event()
-        self._wake = threading.Event()
-        self._lock = threading.Lock()
-        self._left = False  # the caller has left: a group that is complete later is destroyed again
-        self._result: WeightGroup | BaseException | None = None
         self._proxy: _RendezvousStore | None = None
         self._refused: str | None = None  # why the rendezvous cannot succeed, when this rank has learned it
-        self._own_address = ""  # of this machine, as the other ranks reach it
-        self._listener = self._listen() if rank == 0 else None
 
-    @property
-    def port(self) -> int:
-        """The port of the store."""
-        return self._address[1]
+    def _why(self, error: BaseException) -> str:
+        return self._refused or str(error)
 
-    def cancel(self) -> None:
-        """End a `join` that waits or has not begun, from any thread; it raises TransferFailed. Does nothing after the
-        join."""
-        self._cancelled.set()
-        with self._lock:
-            if self._listener is not None:
-                self._listener.close()
-        self._wake.set()
-
-    def join(self) -> WeightGroup:
-        """Return the group when all ranks are there. Raises TransferFailed naming rank, group, phase and the ranks that
-        had not arrived: at the deadline, when our ends disagree about the world size, or when one rank joins twice."""
-        threading.Thread(target=self._run, name=f"rendezvous-{self.group_name}", daemon=True).start()
-        self._wake.wait(self._deadline.left_s)
-        if self._result is None:
-            # Cancelled or too late. The thread reports which ranks are missing, unless torch blocks it.
-            self._wake.clear()
-            if self._result is None:
-                self._wake.wait(_GRACE_S)
-        with self._lock:
-            self._left = True
-            result = self._result
-        if isinstance(result, WeightGroup):
-            return result
-        if isinstance(result, TransferFailed):
-            raise result
-        raise self._failure("the process that hosts the store does not answer") from result
-
-    def _run(self) -> None:
-        group: WeightGroup | None = None
-        try:
-            group = self._meet()
-            result: WeightGroup | BaseException = group
-        except (RuntimeError, OSError, ValueError) as error:  # of torch, the socket or ours; the caller raises it
-            # A new exception: a traceback would keep the store alive, and its port taken, as long as the error exists.
-            failed = error if isinstance(error, TransferFailed) else self._failure(self._refused or str(error))
-            result = TransferFailed(str(failed))
+    def _close(self) -> None:
         if self._proxy is not None:
             self._proxy.close()
             self._proxy = None
-        with self._lock:
-            self._result = result
-            abandoned = self._left
-        self._wake.set()
-        if abandoned and group is not None:
-            group.destroy()
 
-    def _failure(self, why: str) -> TransferFailed:
-        where = f"rank {self._rank} of group {self.group_name!r}, rendezvous at {self._address[0]}:{self._address[1]}"
+    def _missing(self) -> str:
         proxy = self._proxy
         if proxy is not None:
             missing = proxy.missing_ranks(self._world_size)
         else:
             missing = [0] if self._rank else list(range(1, self._world_size))
-        if self._cancelled.is_set():
-            why = f"cancelled ({why})"
-        elif self._deadline.has_passed:
-            why = f"deadline of {self._deadline.timeout_s:g} s passed ({why})"
-        return TransferFailed(f"{where}: {why}; ranks that had not arrived: {', '.join(map(str, missing)) or 'none'}")
+        return ", ".join(map(str, missing)) or "none"
 
     def _meet(self) -> WeightGroup:
-        host = self._connect()
+        host = self._store()
         roster = SharedKeys(self._sealed(dist.PrefixStore(f"lockstep/{self.group_name}", host), "roster"))
         try:
             self._sign(roster)
@@ -232,9 +165,7 @@ class Rendezvous:
                 self._let_all_hear(roster)
             roster.close()
 
-    def _group(
-        self, lanes: tuple[dist.ProcessGroupGloo | dist.ProcessGroupNCCL, ...], *stores: dist.Store
-    ) -> WeightGroup:
+    def _group(self, lanes: tuple[dist.ProcessGroupGloo | NcclLane, ...], *stores: dist.Store) -> WeightGroup:
         both = cast("tuple[Lane, ...]", lanes)
         return WeightGroup(
             self.group_name, self._rank, self._world_size, self._backend, self._device, both, stores, self._secret
@@ -259,44 +190,6 @@ class Rendezvous:
         if not roster.has("world_size", self._deadline):  # rank 0 is foreign and publishes nothing
             return False
         return roster.get("all_ours", self._deadline, lambda: self._refusal(roster)) == "yes"
-
-    def _listen(self) -> socket.socket:
-        """Open the port of the store, before any other rank is told of it."""
-        try:
-            listener = listen_at(*self._address)
-        except OSError as error:
-            raise TransferFailed(f"rank 0 of group {self.group_name!r}, rendezvous: {error}") from error
-        self._own_address, port = listener.getsockname()[:2]
-        self._address = (self._address[0], port)
-        return listener
-
-    def _connect(self) -> dist.TCPStore:
-        address, port = self._address
-        if self._rank == 0:
-            with self._lock:
-                listener, self._listener = self._listener, None
-            if listener is None or listener.fileno() < 0:
-                raise self._failure("its port is closed")
-            return host_store(listener, address, self._world_size, self._deadline.left)
-        failure = "not tried"
-        while not self._stopped() and not self._deadline.has_passed:
-            soon = self._deadline.at_most(_CONNECT_S)
-            try:
-                # A plain socket first: a TCPStore would keep trying and ignore `cancel`. When it is connected, the
-                # TCPStore counts this rank in at a host that waits for all of them (wait_for_workers, which only hosts
-                # wait for).
-                with socket.create_connection(self._address, timeout=max(0.05, soon.left_s)) as connection:
-                    if connection.getsockname() == connection.getpeername():
-                        # The system gave this socket the very port that it looks for, and TCP connects it to itself.
-                        # Reset, for after a plain close the host could not listen there for a minute.
-                        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                        raise ConnectionRefusedError(f"nobody listens at {address}:{port}")
-                    self._own_address = connection.getsockname()[0]
-                return dist.TCPStore(address, port, self._world_size, False, timeout=soon.left)
-            except (OSError, RuntimeError) as error:
-                failure = str(error)
-                self._cancelled.wait(min(0.05, self._deadline.left_s))
-        raise self._failure(f"rank 0 cannot be reached: {failure}")
 
     def _sign(self, roster: SharedKeys) -> None:
         """Publish this rank to our other ends, where there are any; see `_refusal`."""
@@ -341,16 +234,8 @@ class Rendezvous:
             if self._cancelled.wait(min(_POLL_S, soon.left_s)):
                 return
 
-    def _stopped(self) -> str | None:
-        return "cancelled" if self._cancelled.is_set() else None
-
-    def _make_nccl(self, store: dist.Store) -> dist.ProcessGroupNCCL:
+    def _make_nccl(self, store: dist.Store) -> NcclLane:
         if self._secret is not None:
             # Not sealed: this keeps groups apart, but a process that lists the keys can read NCCL's.
             store = dist.PrefixStore(hashlib.sha256(f"nccl/{self._secret}".encode()).hexdigest(), store)
-        # NCCL's threads keep using the store, so they get torch's own. The connection is made now and not at the first
-        # broadcast, so that a rank that never joins makes the rendezvous fail.
-        torch.cuda.set_device(self._device)
-        made = dist.ProcessGroupNCCL(store, self._rank, self._world_size, dist.ProcessGroupNCCL.Options())
-        made.eager_connect_single_device(self._device)
-        return made
+        return nccl_lane(store, self._rank, self._world_size, self._device)

@@ -37,10 +37,10 @@ class SharedKeys:
         self._jobs: queue.SimpleQueue[tuple[Future, Callable[[Keys], object]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def put(self, key: str, value: str, deadline: Deadline) -> None:
+    def put(self, key: str, value: str | bytes, deadline: Deadline) -> None:
         """Set a key. This and every other call raises RuntimeError where the host is gone, or silent until the
         deadline."""
-        self._call(lambda store: store.set(key, value), deadline)
+        self._call(lambda store: store.set(key, value), deadline)  # type: ignore[arg-type]  # torch's take bytes too
 
     def has(self, keys: str | Sequence[str], deadline: Deadline) -> bool:
         """Return whether all keys are there."""
@@ -50,8 +50,12 @@ class SharedKeys:
     def get(self, key: str, deadline: Deadline, stop: Stop = lambda: None) -> str:
         """Wait for a key and return its value. `stop` is called between two checks and may end the wait with a
         reason."""
+        return self.get_bytes(key, deadline, stop).decode()
+
+    def get_bytes(self, key: str, deadline: Deadline, stop: Stop = lambda: None) -> bytes:
+        """Wait for a key and return its value, which need not be text."""
         self.wait(key, deadline, stop)
-        return self._call(lambda store: store.get(key), deadline).decode()
+        return self._call(lambda store: store.get(key), deadline)
 
     def wait(self, keys: str | Sequence[str], deadline: Deadline, stop: Stop = lambda: None) -> None:
         """Wait until all keys are there."""

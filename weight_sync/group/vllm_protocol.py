@@ -1,10 +1,10 @@
 """vLLM's convention for broadcasts of weights: rank 0 sends each tensor by itself, or packed into buffers of bytes.
 
 Both ends know the tensors and their order from `update_info`, so nothing but bytes travels. Packed, a buffer takes
-tensors until it is longer than its size, or they are over: the last tensor of a buffer may exceed it. vLLM does so over
-a NCCL communicator of its own; here it is a torch.distributed group of gloo with the name `GROUP_NAME`, which other
-trainers join as SGLang's `init_custom_process_group` does. The receiving end is `framework_protocol`: one call for all
-tensors, or for each buffer.
+tensors until it is longer than its size, or they are over: the last tensor of a buffer may exceed it. On GPUs the group
+is vLLM's own NCCL communicator (`vllm_rendezvous`), on CPUs a torch.distributed group of gloo with the name
+`GROUP_NAME`, which other trainers join as SGLang's `init_custom_process_group` does. The receiving end is
+`framework_protocol`: one call for all tensors, or for each buffer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..deadline import Deadline
 from ..layout.bucket import byte_view
 from ..manifest import NamedTensors, TensorSpec
 from .broadcasts import Pipeline, open_pipeline
-from .framework_protocol import GLOO_DTYPES, real_dtype
+from .framework_protocol import GLOO_DTYPES, NCCL_DTYPES, real_dtype
 from .weight_group import WeightGroup
 
 GROUP_NAME = "vllm_weight_transfer"
@@ -49,15 +49,16 @@ def send_tensors(
 
     tensors: those of `specs`, in their order, on any device and of any strides; made one by one, they are held until
     their broadcast has ended. buffer_bytes: of a packed buffer; None: a broadcast for each tensor, in its own dtype.
-    Raises ValueError for a dtype that gloo cannot carry by itself, before anything is sent, and for tensors that are
-    not those of `specs`; TransferFailed naming phase and tensor when a rank is gone, or the deadline passes. After a
-    failure past the first byte the group is broken.
+    Raises ValueError for a dtype that the group cannot carry by itself, before anything is sent, and for tensors that
+    are not those of `specs`; TransferFailed naming phase and tensor when a rank is gone, or the deadline passes. After
+    a failure past the first byte the group is broken.
     """
     if group.rank != 0:
         raise ValueError(f"rank 0 sends, this is {group.at('send_tensors')}")
-    carried = [spec.describe() for spec in specs if spec.dtype not in GLOO_DTYPES]
-    if carried and buffer_bytes is None:
-        raise ValueError(f"gloo cannot broadcast these as they are: {', '.join(carried)}; send them packed")
+    carried = GLOO_DTYPES if group.backend == "gloo" else NCCL_DTYPES
+    refused = [spec.describe() for spec in specs if spec.dtype not in carried]
+    if refused and buffer_bytes is None:
+        raise ValueError(f"{group.backend} cannot broadcast these as they are: {', '.join(refused)}; send them packed")
     deadline = Deadline.after(timeout_s)
     group.check_usable()
     buffers = [(spec,) for spec in specs] if buffer_bytes is None else list(packed_buffers(specs, buffer_bytes))

@@ -18,13 +18,23 @@ from .shared_keys import SharedKeys
 Backend = Literal["gloo", "nccl"]
 
 
+class Running(Protocol):
+    """An operation that was started, such as torch's Work."""
+
+    def wait(self, timeout: timedelta, /) -> bool:
+        """Wait until it is done. Raises RuntimeError where it fails, or is not done in time."""
+
+
 class Lane(Protocol):
     """The operations of torch's gloo and NCCL groups that a weight group uses. torch's type stubs omit them."""
 
-    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions, /) -> dist.Work:
+    def broadcast(self, tensors: list[Tensor], options: dist.BroadcastOptions, /) -> Running:
         """Start a broadcast."""
 
-    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work:
+    def allreduce(self, tensors: list[Tensor], options: dist.AllreduceOptions, /) -> Running:
+        """Start a sum over all ranks."""
+
+    def recv(self, tensors: list[Tensor], rank: int, tag: int, /) -> Running:
         """Start to receive from one rank."""
 
     def abort(self) -> None:
@@ -32,7 +42,7 @@ class Lane(Protocol):
 
 
 class WeightGroup:
-    """One process group for weights. Made by `Rendezvous.join`.
+    """One process group for weights. Made by `Joining.join`.
 
     name, rank, world_size, backend and device describe the joined group. `broken` is None, or the reason why the group
     can no longer be used: when one operation fails or times out, gloo closes every connection of the group and NCCL its
@@ -74,7 +84,7 @@ class WeightGroup:
         if self.broken is not None:
             raise TransferFailed(f"{self.at('not used')}: {self.broken}; destroy the group and join a new one")
 
-    def broadcast(self, tensor: Tensor, deadline: Deadline) -> dist.Work:
+    def broadcast(self, tensor: Tensor, deadline: Deadline) -> Running:
         """Start a broadcast from rank 0, for `finish`. tensor: contiguous, on the group's device."""
         lanes = self._lanes  # before the check: `destroy` in another thread empties them after it broke the group
         self.check_usable()
@@ -88,7 +98,7 @@ class WeightGroup:
         self._num_under_way += 1
         return lane.broadcast([tensor], options)
 
-    def finish(self, work: dist.Work, deadline: Deadline) -> None:
+    def finish(self, work: Running, deadline: Deadline) -> None:
         """Wait until a broadcast is done: its bytes have arrived, or may be overwritten.
 
         Raises RuntimeError, as torch does. After the deadline gloo may still be working: call `abort`, and finish the
@@ -97,6 +107,8 @@ class WeightGroup:
         self._num_under_way -= 1
         if not work.wait(deadline.left):
             raise RuntimeError("the operation did not succeed")
+        if self.broken is not None:  # an operation of NCCL that is aborted ends as one that has succeeded
+            raise RuntimeError(self.broken)
 
     def buffer(self, slot: int, num_bytes: int) -> Tensor:
         """Return staging memory, uint8 [num_bytes] on the group's device, kept from one update to the next."""

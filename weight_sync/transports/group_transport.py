@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..errors import WeightSyncError
+from ..group.joining import Joining
 from ..group.rendezvous import Rendezvous
 from ..group.weight_group import Backend, WeightGroup
 from ..target import Target
@@ -76,7 +77,7 @@ class GroupTransport(ABC):
         for member in members:
             offsets[member.target], size = size, size + member.num_ranks
 
-        rendezvous = Rendezvous(self._host, 0, 0, size, name, self._backend, timeout_s, self._device, secret=secret)
+        rendezvous = self._rendezvous(size, name, secret, timeout_s)
 
         def join(target: Target) -> object:
             try:
@@ -107,6 +108,10 @@ class GroupTransport(ABC):
             name = self._group.name
             self.close()
             self._ask_to_leave(name, targets)
+
+    def _rendezvous(self, world_size: int, name: str, secret: str | None, timeout_s: float) -> Joining:
+        """Return rank 0's way into a new group, with its port open."""
+        return Rendezvous(self._host, 0, 0, world_size, name, self._backend, timeout_s, self._device, secret=secret)
 
     @abstractmethod
     def _new_name(self) -> tuple[str, str | None]:

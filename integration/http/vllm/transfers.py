@@ -1,7 +1,7 @@
 """The fields of vLLM's weight updates, and the ways in which a trainer's tensors come.
 
-`init_info` chooses the way: a group's address means broadcasts of rank 0, as of vLLM's NCCL engine; an `init_info`
-without one means handles of the trainer's memory on this host, as of its IPC engine.
+`init_info` chooses the way: the address of a group, or a NCCL id, means broadcasts of rank 0, as of vLLM's NCCL engine;
+an `init_info` without one means handles of the trainer's memory on this host, as of its IPC engine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from ....weight_sync.group.communicator import unique_id_of
 from ....weight_sync.group.vllm_protocol import BUFFER_BYTES, GROUP_NAME, packed_buffers
 from ....weight_sync.manifest import TensorSpec, dtype_name, parse_dtype, specs_from_lists
 from ...service import RolloutService
@@ -29,7 +30,7 @@ class InitInfo(Body):
     master_port: Port | None = None
     rank_offset: Count | None = None
     world_size: Count | None = None
-    nccl_unique_id_b64: str | None = None
+    nccl_unique_id_b64: str | None = Field(None, description="in place of an address: base64 of the trainer's NCCL id")
     packed: bool = Field(False, description="tensors come in buffers of bytes")
     packed_buffer_size_bytes: BufferBytes = BUFFER_BYTES
 
@@ -70,10 +71,36 @@ class Update:
 
 
 @dataclass(frozen=True)
+class Place:
+    """This engine's place in a trainer's group."""
+
+    rank_offset: int
+    world_size: int
+    address: tuple[str, int] | None  # of the group's store; None: the trainer has a NCCL id, and no store
+    nccl_unique_id_b64: str | None
+
+    def join(self, service: RolloutService, seconds_left: float | None) -> None:
+        """Join the group: the NCCL communicator of vLLM's trainers where the model is on a GPU, else a group of
+        torch.distributed over gloo. The trainer must know which: the two find each other by other keys."""
+        host, port = self.address or (None, None)
+        if service.communicators is not None:
+            service.join_vllm_trainer(
+                self.rank_offset, self.world_size, master_address=host, master_port=port,
+                nccl_unique_id_b64=self.nccl_unique_id_b64, timeout_s=seconds_left,
+            )  # fmt: skip
+            return
+        assert host is not None and port is not None
+        service.init_weights_update_group(
+            host, port, self.rank_offset, self.world_size, GROUP_NAME, "gloo", timeout_s=seconds_left
+        )
+
+
+@dataclass(frozen=True)
 class Broadcasts:
     """Broadcasts of rank 0 of the group `GROUP_NAME`."""
 
     buffer_bytes: int | None  # of packed tensors; None: one broadcast for each tensor
+    place: Place | None = None  # None: before the first init
 
     def receive(self, service: RolloutService, update: Update, seconds_left: float | None) -> None:
         """Receive the tensors."""
@@ -115,19 +142,42 @@ class Handles:
 Way = Broadcasts | Handles
 
 
-def way_of(info: InitInfo) -> Way:
-    """Return the way that an `init_info` chooses. Raises BadField where it is not complete, or not supported."""
-    if info.nccl_unique_id_b64 is not None:
-        raise BadField(
-            "init_info.nccl_unique_id_b64", "is not supported: name the group's master_address and _port"
-        )  # fmt: skip
-    group = {name: getattr(info, name) for name in ("master_address", "master_port", "rank_offset", "world_size")}
+def way_of(info: InitInfo, has_nccl: bool) -> Way:
+    """Return the way that an `init_info` chooses. has_nccl: the model is on a GPU. Raises BadField where it is not
+    complete, contradicts itself, or is not supported."""
+    unique_id = info.nccl_unique_id_b64 or None
+    by_address = unique_id is None
+    if not by_address:
+        _check_unique_id(info, has_nccl)
+    names = (*(("master_address", "master_port") if by_address else ()), "rank_offset", "world_size")
+    group = {name: getattr(info, name) for name in names}
     missing = [name for name, value in group.items() if value is None]
-    if len(missing) == len(group):
+    if by_address and len(missing) == len(group):
         return Handles()
     if missing:
         raise BadField(f"init_info.{missing[0]}", "is needed for a group")
-    return Broadcasts(info.packed_buffer_size_bytes if info.packed else None)
+    if has_nccl and group["rank_offset"] < 1:
+        raise BadField("init_info.rank_offset", "must be at least 1, since rank 0 is the trainer")
+    if has_nccl and group["rank_offset"] >= group["world_size"]:
+        raise BadField("init_info.world_size", f"leaves no rank {group['rank_offset']} (rank_offset)")
+    address = (group["master_address"], group["master_port"]) if by_address else None
+    buffer_bytes = info.packed_buffer_size_bytes if info.packed else None
+    return Broadcasts(buffer_bytes, Place(group["rank_offset"], group["world_size"], address, unique_id))
+
+
+def _check_unique_id(info: InitInfo, has_nccl: bool) -> None:
+    field = "init_info.nccl_unique_id_b64"
+    if not has_nccl:
+        raise BadField(
+            field, "needs NCCL, and so a model on a GPU; this one is on a CPU: name a gloo group's master_address "
+            "and master_port"
+        )  # fmt: skip
+    if info.master_address is not None or info.master_port is not None:
+        raise BadField(field, "stands in place of master_address and master_port: give one of both, not both")
+    try:
+        unique_id_of(info.nccl_unique_id_b64 or "")
+    except ValueError as error:
+        raise BadField(field, str(error)) from None
 
 
 def read_update(values: dict[str, object]) -> Update:

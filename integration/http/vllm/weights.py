@@ -1,10 +1,9 @@
 """vLLM's update of weights in four calls: init, start, update (any number), finish. An update is a transaction.
 
 From /start_weight_update to /finish_weight_update nothing is published; a call that fails takes everything back. The
-tensors come by broadcasts of rank 0 of a torch.distributed group, which the trainer joins as for SGLang's
-/init_weights_update_group (`VllmTransport` is one): gloo where the model is on a CPU, NCCL on a GPU. vLLM's
-own trainers build their NCCL communicator without torch.distributed; they cannot join. Or they come as handles of
-memory of this host.
+tensors come by broadcasts of rank 0. Where the model is on a GPU, that is the NCCL communicator of vLLM's own trainers
+(`VllmRendezvous`); where it is on a CPU, a gloo group of torch.distributed, which the trainer joins as for SGLang's
+/init_weights_update_group. `VllmTransport` is a sender of both. Or they come as handles of memory of this host.
 
 | what fails | what happens |
 |---|---|
@@ -58,19 +57,13 @@ class EmptyBody(AdminBody):
 async def init_weight_transfer_engine(request: Request) -> Response:
     """Join the trainer's group; answers when all have joined. A group before it is left, and an open update of these
     calls is taken back: a trainer that starts again begins with this call."""
-    body = await body_of(InitBody)(request)
-    info, way, state = body.init_info, way_of(body.init_info), request.app.state
-    service = service_of(request)
+    body, service, state = await body_of(InitBody)(request), service_of(request), request.app.state
+    way = way_of(body.init_info, has_nccl=service.communicators is not None)
 
     def join(seconds_left: float | None) -> None:
         _leave(request, seconds_left)
-        if not isinstance(way, Broadcasts):
-            return
-        backend = "nccl" if service.engine.model.device.type == "cuda" else "gloo"
-        service.init_weights_update_group(
-            str(info.master_address), int(info.master_port or 0), info.rank_offset or 0, info.world_size or 0,
-            GROUP_NAME, backend, timeout_s=seconds_left,
-        )  # fmt: skip
+        if isinstance(way, Broadcasts) and way.place is not None:
+            way.place.join(service, seconds_left)
 
     await run(request, body, join)
     state.weight_way = way

@@ -16,7 +16,7 @@ from torch.multiprocessing import reductions
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.errors import BadField
 from lockstep.integration.http.server import serve_in_background
-from lockstep.integration.http.vllm.transfers import Broadcasts, Handles, InitInfo, read_update, way_of
+from lockstep.integration.http.vllm.transfers import Broadcasts, Handles, InitInfo, Place, Way, read_update, way_of
 from lockstep.integration.service import RolloutService
 from lockstep.integration.service_config import ServiceConfig
 from lockstep.rollout.config import EngineConfig
@@ -218,12 +218,16 @@ def test_skyrls_calls_by_method_are_the_same_update(url, client, service):
 
 
 def test_init_info_chooses_the_way():
-    assert way_of(InitInfo(**GROUP)) == Broadcasts(None)
-    assert way_of(InitInfo(**GROUP, packed=True, packed_buffer_size_bytes=7)) == Broadcasts(7)
-    assert way_of(InitInfo()) == way_of(InitInfo(packed=True)) == Handles()
+    def way(**info: object) -> Way:
+        return way_of(InitInfo(**info), has_nccl=False)
+
+    place = Place(GROUP["rank_offset"], GROUP["world_size"], (GROUP["master_address"], GROUP["master_port"]), None)
+    assert way(**GROUP) == Broadcasts(None, place)
+    assert way(**GROUP, packed=True, packed_buffer_size_bytes=7) == Broadcasts(7, place)
+    assert way() == way(packed=True) == Handles()
     for name in ("master_address", "master_port", "rank_offset", "world_size"):
         with pytest.raises(BadField, match=name):
-            way_of(InitInfo(**{key: value for key, value in GROUP.items() if key != name}))
+            way(**{key: value for key, value in GROUP.items() if key != name})
 
 
 def test_an_updates_own_packing_replaces_that_of_init():
