@@ -26,6 +26,7 @@ from .forward_numerics import ForwardNumerics
 from .given_module import device_of, given_module
 from .layer_probe import PROBING, KVShape, LayerProbe
 from .loading import auto_class, refuse_missing_folder
+from .operations.functions import without_autocast
 from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
 from .supported import (
@@ -322,7 +323,7 @@ class HostedModel:
         last = self.numerics.last_layer if step.ends_at is None else None
         step.wanted = logit_rows if last and last.leaves_out(self, logit_rows, len(positions)) else None
         divided = self.numerics.divided_logits
-        with nullcontext() if whole_logits or divided is None else divided.left_out():
+        with without_autocast(), nullcontext() if whole_logits or divided is None else divided.left_out():
             return self.call(token_ids, positions, step, logit_rows, hidden)
 
     def call(

@@ -7,8 +7,11 @@ mode: it costs a microsecond for each call of torch.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -21,8 +24,11 @@ from ....kernels.layers.embedding import embedding
 from . import deferred
 from .products import Linear, replaced_products
 
+logger = logging.getLogger(__name__)
+
 Table = Mapping[Callable[..., object], Callable[..., object]]
 
+_AUTOCAST, _NOTHING = ("cpu", "cuda"), nullcontext()
 _RANDOM = (
     *(torch.rand, torch.randn, torch.randint, torch.rand_like, torch.randn_like, torch.randint_like, torch.randperm),
     *(torch.bernoulli, torch.multinomial, torch.normal, torch.poisson, F.gumbel_softmax),
@@ -68,13 +74,35 @@ class ReplacedFunctions(TorchFunctionMode):
                 return forward(*args, **kwargs)
             inside.now = True
             try:
-                with self:
+                with self, without_autocast(tells=True):
                     result = forward(*args, **kwargs)
                 return deferred.plain(result) if self._defers else result
             finally:
                 inside.now = False
 
         return run
+
+
+def without_autocast(*, tells: bool = False) -> AbstractContextManager[object]:
+    """Return a context without the caller's autocast, in which the module computes in the types of its weights. Engine
+    and trainer would have other bits otherwise. tells: whether to log, once, that autocast has no effect."""
+    devices = [device for device in _AUTOCAST if torch.is_autocast_enabled(device)]
+    if not devices:
+        return _NOTHING
+    if tells:
+        _tell_of_autocast()
+    off = ExitStack()
+    for device in devices:
+        off.enter_context(torch.autocast(device, enabled=False))
+    return off
+
+
+@cache
+def _tell_of_autocast() -> None:
+    logger.warning(
+        "autocast has no effect inside the numerics of an engine: the module computes in the types of its weights, as "
+        "the engine does; give it bfloat16 weights to compute in bfloat16"
+    )
 
 
 def invariant_functions(

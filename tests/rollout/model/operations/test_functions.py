@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.kernels.linear.linear import invariant_linear, native_products
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.model.hosted_model import HostedModel
+from lockstep.rollout.model.operations import functions as operations
 from lockstep.rollout.model.operations.functions import invariant_functions
 from lockstep.rollout.sampling_params import SamplingParams
 
@@ -195,3 +197,33 @@ def test_the_products_of_a_module_run_outside_the_mode(make_model, monkeypatch):
     with hosted.rollout_phase(), torch.no_grad():
         hosted.module(torch.tensor([[1, 2]]), use_cache=False)
     assert seen and not any(seen)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_callers_autocast_changes_no_bit_of_engine_or_trainer(make_model, caplog, family, dtype):
+    operations._tell_of_autocast.cache_clear()
+    if family == "gpt2":  # whose norms autocast would compute in float32
+        model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64)).to(dtype).eval()
+    else:
+        model = make_model(family, dtype).requires_grad_(True)
+    engine = Engine(model, EngineConfig(kv_cache="16 blocks", max_num_seqs=2))
+    settings = [SamplingParams(max_new_tokens=6, sampling_seed=3)]
+    expected = engine.generate([[1, 2, 3]], settings)[0]
+    ids = torch.tensor([[1, 2, 3, *expected.token_ids]])
+    with engine.model.training_numerics():
+        logits = model(input_ids=ids).logits
+    with torch.autocast("cpu", torch.bfloat16 if dtype is torch.float32 else torch.float16):
+        assert engine.generate([[1, 2, 3]], settings)[0].logprobs == expected.logprobs
+        assert "autocast" not in caplog.text
+        with engine.model.training_numerics():
+            assert torch.equal(model(input_ids=ids).logits, logits)
+    assert caplog.text.count("autocast has no effect inside the numerics of an engine") == 1
+
+
+def test_an_engine_without_invariant_mode_generates_inside_autocast(make_model):
+    engine = Engine(make_model("qwen3"), EngineConfig(kv_cache="16 blocks", max_num_seqs=2, invariant=False))
+    settings = [SamplingParams(max_new_tokens=6, sampling_seed=3)]
+    expected = engine.generate([[1, 2, 3]], settings)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert engine.generate([[1, 2, 3]], settings)[0].logprobs == expected.logprobs
