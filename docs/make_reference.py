@@ -295,12 +295,15 @@ def http_paths() -> dict[str, list[tuple[str, str, str, str]]]:
     from lockstep.integration.router.changes.rules import RULES
     from lockstep.integration.router.config import RouterConfig
     from lockstep.integration.router.fleet.roster import Roster
+    from lockstep.integration.router.fleet.served import ServedFile
 
     ours = [route for module in server.ROUTERS if module is not unsupported for route in module.router.routes]
     with tempfile.TemporaryDirectory() as folder, closing(UpdateJournal(Path(folder) / "journal.json")) as journal:
-        routed = router.create_app(RouterConfig(), journal, Roster(None, ())).routes
+        routed = router.create_app(RouterConfig(), journal, Roster(None, ()), ServedFile(None)).routes
     own = [r for r in routed if hasattr(r, "endpoint") and r.path.rpartition("/")[2] not in RULES]
-    own = [r for r in own if r.path not in ("/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json")]
+    refused = {route.path: None for route in unsupported.router.routes}  # type: ignore[attr-defined]
+    others = {"/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", *refused}
+    own = [r for r in own if r.path not in others]
 
     def key_of(path: str) -> str:
         if path in router._OPEN_PATHS:
@@ -314,7 +317,6 @@ def http_paths() -> dict[str, list[tuple[str, str, str, str]]]:
             merged.setdefault(route.path, {}).update(dict.fromkeys(set(route.methods) - {"HEAD"}, text))
         return [(path, " ".join(sorted(texts)), key_of(path), _purpose(texts)) for path, texts in merged.items()]
 
-    refused = {route.path: None for route in unsupported.router.routes}  # type: ignore[attr-defined]
     return {"served": rows(ours), "router": rows(own), "refused": [(path, "", "", "") for path in refused]}
 
 
@@ -327,7 +329,7 @@ def _purpose(texts: dict[str, str]) -> str:
 
 def http_page() -> str:
     from lockstep.integration.push.local_target import VERBS
-    from lockstep.integration.router.changes.rules import RULES
+    from lockstep.integration.router.changes.rules import ELSEWHERE, RULES
 
     paths = http_paths()
     parts = [
@@ -346,8 +348,10 @@ def http_page() -> str:
     parts += ["`/lockstep/{verb}` takes these verbs: " + ", ".join(f"`{verb}`" for verb in VERBS) + "."]
     parts += ["## A router", "A router answers these itself.", table(paths["router"])]
     parts += ["It passes these to all workers, as `/VERB`, `/lockstep/VERB` and `/hicache/VERB`: "
-              + ", ".join(f"`{verb}`" for verb in RULES) + "."]  # fmt: skip
-    parts += ["## Refused", "SGLang or vLLM has these paths, Lockstep has not. They answer 501 and say why: "
+              + ", ".join(f"`{verb}`" for verb in RULES) + ". Likewise "
+              + ", ".join(f"`{path}`" for path in ELSEWHERE) + "."]  # fmt: skip
+    parts += ["## Refused", "SGLang or vLLM has these paths, Lockstep has not. They answer 501 and say why. "
+              "A router answers so where it does not pass a path on to a worker: "
               + ", ".join(f"`{path}`" for path, *_ in paths["refused"]) + "."]  # fmt: skip
     return page(parts)
 

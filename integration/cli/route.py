@@ -59,9 +59,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--journal", type=Path, metavar="FILE",
-        help="file about the update in progress; default: in ~/.local/state/lockstep, by port. FILE.workers.json "
-        "beside it keeps the workers that were added, removed or disabled at run time, for a restart (not with --port "
-        "0 and no FILE); delete it to begin with the --worker list alone",
+        help="file about the update in progress; default: in ~/.local/state/lockstep, by port. Beside it, for a "
+        "restart, FILE.workers.json keeps the workers that were added, removed or disabled at run time (delete it to "
+        "begin with the --worker list alone), FILE.served.json the weights that the fleet served last (delete it to "
+        "accept any); neither with --port 0 and no FILE",
     )  # fmt: skip
     parser.add_argument(
         "--setting", action="extend", nargs="+", default=[], metavar="KEY=VALUE",

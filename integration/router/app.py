@@ -11,14 +11,16 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..http.admin import unsupported
 from ..http.edge.auth import Level, check_key, check_origin, level_of
 from ..http.edge.bodies import parse_object_off_loop, read_object, start_parsers
 from ..http.edge.errors import BadField, EndingMiddleware, HttpError, error_response, install
 from .changes.broadcast import broadcast
 from .changes.journal import UpdateJournal
-from .changes.rules import RULES
+from .changes.rules import ELSEWHERE, RULES
 from .config import RouterConfig
 from .fleet.roster import Roster
+from .fleet.served import ServedFile
 from .fleet.workers import UnknownWorker, why_none
 from .generation import ProxyResponse
 from .metrics import render
@@ -29,13 +31,13 @@ _OPEN_PATHS = frozenset({"/liveness", "/readiness"})
 _NORMAL_PATHS = frozenset({"/get_loads"})
 
 
-def create_app(config: RouterConfig, journal: UpdateJournal, roster: Roster) -> FastAPI:
+def create_app(config: RouterConfig, journal: UpdateJournal, roster: Roster, served: ServedFile) -> FastAPI:
     """Make the application with the router's paths. From startup to shutdown, the router is `app.state.router`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         start_parsers()
-        app.state.router = router = Router(config, journal, roster)
+        app.state.router = router = Router(config, journal, roster, served)
         router.start()
         try:
             yield
@@ -49,6 +51,7 @@ def create_app(config: RouterConfig, journal: UpdateJournal, roster: Roster) -> 
     _add_journal(app)
     _add_admin(app)
     _add_generation(app)
+    app.include_router(unsupported.router)  # behind /v1/{path}, since a worker of another kind may serve these
     install(app)
     app.add_exception_handler(UnknownWorker, _answer_unknown)
     app.add_middleware(_Auth, config=config)
@@ -101,6 +104,7 @@ def _add_health(app: FastAPI) -> None:
 
     @app.get("/health")
     @app.get("/health_generate")
+    @app.get("/ping")
     async def health(request: Request) -> Response:
         """Answer 200 while a worker is alive."""
         return _ok_if(bool(router_of(request).registry.live()), router_of(request))
@@ -187,6 +191,8 @@ def _add_admin(app: FastAPI) -> None:
         methods = ["POST", "PUT"] if rule.is_change else ["GET", "POST", "PUT"]
         for path in (f"/{verb}", f"/lockstep/{verb}", f"/hicache/{verb}"):
             app.add_api_route(path, administer, methods=methods, include_in_schema=path == f"/{verb}")
+    for path in ELSEWHERE:
+        app.add_api_route(path, administer, methods=["POST"])
 
 
 # -- generation ------------------------------------------------------------------------------------------------------

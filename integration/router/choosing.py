@@ -7,7 +7,8 @@ from .config import RouterConfig
 from .counters import Affinity, RouterCounters
 from .course import Course, Generation
 from .fleet.balance import PrefixTable, WorkerLoad, choose
-from .fleet.workers import Worker, WorkerRegistry
+from .fleet.worker import Worker
+from .fleet.workers import WorkerRegistry, why_none
 from .moving.progress import Progress
 
 
@@ -34,9 +35,14 @@ class Chooser:
         if able:
             return min(able, key=lambda worker: (worker.num_running, worker.num_routed, worker.id))
         if all(why is not None and worker.is_known for worker, why in whys.items()):
-            listed = "; ".join(f"{worker.url}: {why}" for worker, why in whys.items())
-            raise HttpError(409, listed or "the router has no workers", code="cannot_go_on")
+            raise HttpError(409, self.why_none_like(progress), code="cannot_go_on")
         return None
+
+    def why_none_like(self, progress: Progress) -> str:
+        """Explain why no worker goes on with a stream, worker by worker. Changes nothing."""
+        whys = {worker: progress.why_not(worker) for worker in self._registry}
+        listed = "; ".join(f"{worker.url}: {why}" for worker, why in whys.items() if why and worker.is_known)
+        return listed or why_none(self._registry)
 
     def has_room_for(self, progress: Progress) -> bool:
         """Return whether a worker can go on with a stream at once."""

@@ -28,7 +28,7 @@ class RouterConfig:
 
     workers: tuple[str, ...] = ()  # URLs of the workers; more may be added later
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=30080))  # address, keys and limits of its server
-    journal: Path | None = None  # file about the update in progress; None: in the user's state folder, by port
+    journal: Path | None = None  # file of the update in progress, beside two more; None: in the state folder, by port
     health_interval_s: float = 2.0  # time between two probes of a worker
     health_timeout_s: float = 5.0  # longest wait for a probe
     dead_after: int = 3  # failed probes in a row after which a worker is dead; one refused connection is enough
@@ -86,9 +86,17 @@ class RouterConfig:
     def roster_path(self) -> Path | None:
         """The file of the changes to the workers, beside the journal. None for a router on any free port without a
         named journal, because a later router like it is not the same one."""
+        return self._beside("workers")
+
+    @property
+    def served_path(self) -> Path | None:
+        """The file of the weights that the fleet last served, beside the journal. None as `roster_path`."""
+        return self._beside("served")
+
+    def _beside(self, name: str) -> Path | None:
         if self.journal is None and self.http.port == 0:
             return None
-        return self.journal_path.with_name(f"{self.journal_path.name}.workers.json")
+        return self.journal_path.with_name(f"{self.journal_path.name}.{name}.json")
 
 
 def worker_url(text: object) -> str:

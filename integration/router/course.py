@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from .calls import WorkerCall
-from .fleet.workers import Worker
+from .fleet.worker import Worker
 from .moving.progress import Progress
 from .relay import Relay
 

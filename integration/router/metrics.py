@@ -12,7 +12,8 @@ from prometheus_client.registry import Collector
 from .changes.journal import UpdateJournal
 from .counters import Affinity, Moved, RouterCounters
 from .fleet.held import HeldRequests
-from .fleet.workers import Health, Worker, WorkerRegistry
+from .fleet.worker import Health, Worker
+from .fleet.workers import WorkerRegistry
 
 WORKER_STATES = ("unseen", "starting", "draining", "dead", "disabled", "held", "paused", "routable")
 JOURNAL_STATES = ("empty", "under_way", "unresolved")

@@ -26,7 +26,8 @@ from .config import RouterConfig
 from .counters import Moved, Outcome, RouterCounters
 from .course import Course, Generation
 from .fleet.held import HeldRequests
-from .fleet.workers import Worker, WorkerRegistry
+from .fleet.worker import Worker
+from .fleet.workers import WorkerRegistry
 from .moving.fields import with_fields
 from .moving.hedging import Race
 from .passing import Passing
@@ -197,7 +198,10 @@ class Proxy:
                                     headers={"Retry-After": after})  # fmt: skip
                 await self.held.pause(until, why)
             if (progress := generation.progress) is not None and course.has_begun:
-                return await self.held.its_worker(lambda: self._choosing.like(progress, course), deadline)
+                return await self.held.its_worker(
+                    lambda: self._choosing.like(progress, course), deadline,
+                    lambda: self._choosing.why_none_like(progress),
+                )  # fmt: skip
             if generation.session is not None:
                 session = generation.session
                 return await self.held.its_worker(lambda: self._home(session, course), deadline)

@@ -11,7 +11,7 @@ from starlette.types import Send
 
 from .calls import returned
 from .counters import Outcome, outcome_of
-from .fleet.workers import Worker
+from .fleet.worker import Worker
 
 WORKER_HEADER = b"x-lockstep-worker"
 _LONGEST_S = 3600.0  # of a Retry-After

@@ -12,7 +12,7 @@ from fastapi import Request
 
 from ..http.edge.bodies import read_bytes
 from ..http.edge.disconnect import first_of
-from ..http.edge.errors import HttpError
+from ..http.edge.errors import no_path
 from ..http.edge.threads import start_pool
 from .budget import Budget
 from .calls import WorkerCall, headers_of
@@ -24,7 +24,9 @@ from .counters import RouterCounters
 from .fleet.health import HealthChecks
 from .fleet.peek import peek
 from .fleet.roster import Roster
-from .fleet.workers import Worker, WorkerRegistry
+from .fleet.served import ServedFile
+from .fleet.worker import Worker
+from .fleet.workers import WorkerRegistry
 from .metrics import RouterCollector
 from .proxy import Proxy
 from .wire import Wire
@@ -35,9 +37,11 @@ logger = logging.getLogger(__name__)
 class Router:
     """A router with all its parts, on one event loop."""
 
-    def __init__(self, config: RouterConfig, journal: UpdateJournal, roster: Roster) -> None:
+    def __init__(self, config: RouterConfig, journal: UpdateJournal, roster: Roster, served: ServedFile) -> None:
         self.config = config
         self.registry = WorkerRegistry()
+        self.registry.served, self.registry.on_served = served.first, served.keep
+        self._served = served
         self.counters = RouterCounters()
         verify = httpx.create_ssl_context()
         self._generating = Wire(verify, config.connect_timeout_s, num_kept=256)
@@ -47,7 +51,7 @@ class Router:
         self.bodies = Budget(config.max_open_body_bytes)  # of open generation requests
         self._peeking = start_pool(1, "peek")  # one: more would only take the interpreter from the event loop
         self._health = HealthChecks(self.registry, self.administering, config, self.proxy.forget)
-        updates = Updates(self.registry, self._health, journal, config)
+        updates = Updates(self.registry, self._health, journal, served, config)
         self.admin = Admin(
             self.registry, self._health, updates, roster, self.administering, config, self.counters
         )  # fmt: skip
@@ -124,8 +128,9 @@ class Router:
             self.proxy.end()
 
     async def close(self) -> None:
-        """Stop the health checks and close the connections."""
+        """Stop the health checks, write what is remembered, and close the connections."""
         await self._health.close()
+        await self._served.written()
         await self._generating.close()
         await self.administering.close()
         self._peeking.shutdown(wait=False, cancel_futures=True)
@@ -145,7 +150,7 @@ def call_with(request: Request, body: bytes) -> WorkerCall:
     """Build the call to a worker from a request whose body has been read."""
     # The key was checked for this path. A path with dots would be another path at the worker.
     if {".", ".."} & set(request.scope["path"].split("/")):
-        raise HttpError(404, "Not Found")
+        raise no_path(request.scope["path"])
     path = request.scope["raw_path"].decode("latin-1")
     query = request.scope["query_string"].decode("latin-1")
     return WorkerCall(request.method, path, query, headers_of(request.headers.raw), body)

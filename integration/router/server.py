@@ -18,6 +18,7 @@ from .app import create_app
 from .changes.journal import UpdateJournal
 from .config import RouterConfig
 from .fleet.roster import Roster
+from .fleet.served import ServedFile
 
 _END_MARGIN_S = 30.0  # beyond the times of a router's settings, for its end
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -57,23 +58,24 @@ class RouterServer:
     """A router with its listening socket."""
 
     def __init__(self, config: RouterConfig) -> None:
-        """Open the socket, the journal and the roster. Raises ValueError for an address, a journal or a roster that is
-        refused, OSError for one that cannot be opened."""
+        """Open the socket and the files of the state. Raises ValueError for an address or a file that is refused,
+        OSError for one that cannot be opened."""
         config.http.check_bind()
         self._socket = _listen(config.http.host, config.http.port)
         try:
-            self._journal = UpdateJournal(config.journal_path)  # its lock also protects the roster
+            self._journal = UpdateJournal(config.journal_path)  # its lock also protects the other files
         except (ValueError, OSError):
             self._socket.close()
             raise
         try:
             roster = Roster(config.roster_path, config.workers)
+            served = ServedFile(config.served_path)
         except (ValueError, OSError):
             self._journal.close()
             self._socket.close()
             raise
         self._host, self.port = self._socket.getsockname()[:2]
-        app = create_app(config, self._journal, roster)
+        app = create_app(config, self._journal, roster, served)
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -82,6 +84,7 @@ class RouterServer:
                 access_log=False,
                 lifespan="on",
                 loop="asyncio",
+                ws="none",
                 http=Connections(config.http).protocol(),  # type: ignore[arg-type]
                 timeout_keep_alive=max(1, round(config.http.idle_timeout_s)),
                 timeout_graceful_shutdown=max(1, round(config.http.shutdown_timeout_s)),

@@ -17,7 +17,8 @@ from urllib.parse import parse_qs
 from ..http.edge.bodies import parse_object_off_loop
 from ..http.edge.errors import BadField, HttpError
 from .calls import WorkerCall
-from .fleet.workers import Health, Worker, WorkerRegistry
+from .fleet.worker import Health, Worker
+from .fleet.workers import WorkerRegistry
 
 OPEN = "/open_session"
 _MARK = "."  # between the worker's id and the rest

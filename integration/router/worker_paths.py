@@ -9,8 +9,8 @@ from fastapi.responses import JSONResponse
 
 from ..http.edge.bodies import read_object
 from ..http.edge.errors import BadField
-from .fleet.workers import Health, Worker
-from .router import router_of
+from .fleet.worker import Health, Worker
+from .router import Router, router_of
 
 
 def add_workers(app: FastAPI) -> None:
@@ -18,10 +18,8 @@ def add_workers(app: FastAPI) -> None:
 
     @app.get("/workers")
     async def list_workers(request: Request) -> JSONResponse:
-        """List all workers with their states."""
-        workers = list(router_of(request).registry)
-        stats = _stats(workers) | {"num_held_requests": len(router_of(request).proxy.held)}
-        return JSONResponse({"workers": [worker.report() for worker in workers], "total": len(workers), "stats": stats})
+        """List all workers with their states, and the weights that they serve, or served last."""
+        return JSONResponse(_report(router_of(request)))
 
     @app.post("/workers")
     async def add(request: Request) -> JSONResponse:
@@ -72,6 +70,16 @@ def add_workers(app: FastAPI) -> None:
     async def enable(request: Request, worker_id: str) -> JSONResponse:
         """Send requests to a worker again."""
         return await _set_disabled(request, worker_id, False)
+
+
+def _report(router: Router) -> dict[str, object]:
+    workers, served = list(router.registry), router.registry.served.weights
+    return {
+        "workers": [worker.report() for worker in workers],
+        "total": len(workers),
+        "stats": _stats(workers) | {"num_held_requests": len(router.proxy.held)},
+        "served": None if served is None else {"weight_version": served.version, "weight_digest": served.digest},
+    }
 
 
 def _stats(workers: Sequence[Worker]) -> dict[str, int]:

@@ -62,7 +62,7 @@ PLACES = {
     "weight_sync.disk": "deadline digests errors layout manifest",
     "weight_sync.pickles": "errors layout manifest same_host",
     "weight_sync.digests": "layout manifest",
-    "weight_sync.group": "deadline errors layout manifest",
+    "weight_sync.group": "deadline errors layout manifest pickles",
     "weight_sync.same_host": "errors layout manifest workers",
     "weight_sync.transaction": "deadline errors layout manifest",
     "weight_sync.layout": "manifest",
@@ -99,7 +99,7 @@ PLACES = {
         "http.admin http.conversations http.edge http.generation http.observe http.openai http.vllm service version"
     ),
     "integration.router.app": (
-        "http.edge router.changes router.config router.fleet router.generation router.metrics router.router "
+        "http.admin http.edge router.changes router.config router.fleet router.generation router.metrics router.router "
         "router.worker_paths"
     ),
     "integration.bench.cache": "bench.parts",

@@ -16,6 +16,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.router.changes.rules import ELSEWHERE
 from lockstep.integration.router.config import RouterConfig
 from lockstep.integration.router.server import route_in_background
 
@@ -61,6 +62,9 @@ class FakeWorker:
         self.start()
 
     def start(self, port: int = 0) -> None:
+        """Listen, at the port that it had where one is given: then it is another process."""
+        if port:
+            self.info = {**self.info, "startup_time": time.time()}
         worker = self
 
         class Bound(Handler):
@@ -90,7 +94,8 @@ class FakeWorker:
         if path == "/ready":
             return (503 if self.is_paused else 200), None
         if path in ("/get_weight_version", "/model_info"):
-            return 200, {"weight_version": self.version, "model_path": "m"}
+            named = {"weight_digest": self.info["weight_digest"]} if "weight_digest" in self.info else {}
+            return 200, {"weight_version": self.version, "model_path": "m", **named}
         if path == "/server_info":
             return 200, self.info
         answer = self.answers.get(path, (200, {"success": True}))
@@ -106,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(raw) if raw.strip() else {}
         path = self.path.partition("?")[0]
         self.fake.calls.append((self.command, self.path, dict(self.headers), body))
-        if path in GENERATION or path.startswith("/v1/"):
+        if path in GENERATION or (path.startswith("/v1/") and path not in ELSEWHERE):
             self.fake.generate(self, body)
         else:
             self.reply(*self.fake.answer(path, body))

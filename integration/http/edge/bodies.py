@@ -18,9 +18,9 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from functools import cache, partial
+from functools import partial
 from itertools import islice
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
@@ -32,6 +32,7 @@ from ....rollout.giving_way import give_way
 from .config import HttpConfig
 from .disconnect import unless_gone
 from .errors import BadField, HttpError
+from .field_kinds import entries_of, numbers_of, several_kinds_of
 from .json_slices import TooManyLists, parse_in_slices
 from .threads import run_giving_way, start_pool
 
@@ -288,28 +289,22 @@ def fields_of(model: type[B], values: dict[str, object]) -> B:
     """Build the body from its values. Raises BadField for the first wrong field. A truth value is no number."""
     given = {key: value for key, value in values.items() if value is not None}
     for name, value in given.items():
-        if isinstance(value, bool) and name in _numbers_of(model):
-            raise BadField(name, f"must be a number, not {'true' if value else 'false'}")
+        if name not in numbers_of(model):
+            continue
+        entries = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if bool in set(map(type, entries)):  # in one pass without a Python call, since a list may be long
+            at, one = next((at, one) for at, one in entries_of(value) if isinstance(one, bool))
+            raise BadField(f"{name}{at}", f"must be a number, not {'true' if one else 'false'}")
     try:
         return model.model_validate(given)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise BadField(".".join(map(str, first["loc"])), first["msg"]) from None
-
-
-@cache
-def _numbers_of(model: type[Body]) -> frozenset[str]:
-    """Return the names of the fields that take numbers and no truth values, which pydantic would read as 0 and 1."""
-    kinds = {name: set(_kinds_of(field.annotation)) for name, field in model.model_fields.items()}
-    return frozenset(name for name, its in kinds.items() if its & {int, float} and not its & {bool, Any})
-
-
-def _kinds_of(annotation: Any) -> Iterator[Any]:
-    """List the plain types that an annotation is made of."""
-    if isinstance(annotation, type) or annotation is Any:
-        yield annotation
-    for part in get_args(annotation):
-        yield from _kinds_of(part)
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        first, name = found[0], str(found[0]["loc"][0])
+        if name not in several_kinds_of(model):
+            raise BadField(".".join(map(str, first["loc"])), first["msg"]) from None
+        # Each kind that the field may have has found an error, and has put its own name into the place.
+        whys = dict.fromkeys(one["msg"] for one in found if one["loc"][0] == name)
+        raise BadField(name, "; or: ".join(whys)) from None
 
 
 def body_of(model: type[B], *, carries_data: bool = True) -> Callable[[Request], Awaitable[B]]:

@@ -128,6 +128,11 @@ class NotSupported(HttpError):
         super().__init__(501, message, code="not_implemented", headers={"X-Should-Retry": "false"})
 
 
+def no_path(path: str) -> HttpError:
+    """Make the error of a path that is none."""
+    return HttpError(404, f"there is no path {path[:_MAX_PATH]}: {SERVED}")
+
+
 def is_expected(error: BaseException) -> bool:
     """Return whether a caller may cause this error; any other is a bug of ours."""
     if isinstance(error, LedgerError | IllegalTransition):
@@ -257,7 +262,7 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         headers, path, message = dict(error.headers or {}), request.scope["path"], str(error.detail)
         if error.status_code == 404:
-            message = f"there is no path {path[:_MAX_PATH]}: {SERVED}"
+            message = no_path(path).message
         elif error.status_code == 405:
             headers["Allow"] = ", ".join(_methods_of(request))
             message = f"{path[:_MAX_PATH]} takes {headers['Allow']}, not {request.method[:_MAX_PATH]}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, cast
 
-from pydantic import Field, StrictInt
+from pydantic import Field, StrictInt, StrictStr
 
 from ....rollout.engine import Engine
 from ....rollout.giving_way import give_way
@@ -43,7 +43,7 @@ REFUSED = (
 class GenerateBody(MovingBody):
     """Fields of POST /generate. Exactly one of text and input_ids is given; nested lists are batches."""
 
-    text: str | list[str] | None = None
+    text: StrictStr | list[StrictStr] | None = None
     input_ids: list[Any] | None = Field(None, description="token ids, or a list of such lists")
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     rid: str | list[str] | None = None
@@ -207,6 +207,17 @@ def refuse_other_adapters(values: Mapping[str, object], engine: Engine) -> None:
         if name is not None and name != "" and name != loaded:
             known = "none is loaded" if loaded is None else f"{loaded!r} is loaded, and an engine has one at a time"
             raise BadField("lora_path", f"names the adapter {name!r}: {known}")
+
+
+def refuse_other_models(name: str | None, engine: Engine, base: str) -> None:
+    """Refuse the base by its own name while an adapter answers every request, and an adapter of it that is not loaded.
+    Raises BadField."""
+    loaded = engine.model.adapter_name
+    if name is not None and loaded is not None and name == base:
+        why = f"names the base, but the adapter {loaded!r} is loaded and answers every request"
+        raise BadField("model", f"{why}: ask for {loaded!r}, or unload it")
+    if name is not None and name.startswith(f"{base}:") and name != f"{base}:{loaded}":
+        raise BadField("model", f"names an adapter that is not loaded: {name.removeprefix(f'{base}:')[:200]!r}")
 
 
 def sampling_params(given: object) -> SamplingParams:

@@ -13,7 +13,7 @@ from ..admin.common import endpoint, json_response, service_of, skipped
 from ..chat.form import names_of_forms
 from ..edge.bodies import AdminBody
 from ..edge.config import HttpConfig
-from ..edge.errors import HttpError
+from ..edge.errors import BadField, HttpError
 from .state import read_state
 
 router = APIRouter(tags=["information"])
@@ -43,14 +43,16 @@ def served_name(service: RolloutService, config: HttpConfig) -> str:
 
 
 def refuse_unknown_model(app: FastAPI, name: object, *, or_root: bool = False, or_adapter: bool = False) -> None:
-    """Refuse a model that is not served, where the server was given a name. or_root: also the source that /v1/models
-    shows names the base. or_adapter: the caller itself checks what follows the base and a colon. Raises HttpError 404.
-    """
+    """Refuse a model that is not served, where the server was given a name. None is the served model, as for vLLM and
+    SGLang. or_root: also the source that /v1/models shows names the base. or_adapter: the caller itself checks what
+    follows the base and a colon. Raises HttpError 404, and BadField for an empty name."""
     base = app.state.config.model_name
     if isinstance(name, int | float) and not isinstance(name, bool):
         name = str(name)  # as bodies are read
-    if base is None or not isinstance(name, str) or not name or (or_adapter and name.startswith(f"{base}:")):
+    if base is None or not isinstance(name, str) or (or_adapter and name.startswith(f"{base}:")):
         return
+    if not name:
+        raise BadField("model", f"must not be empty: name {base!r}, or leave it out")
     cards = _cards(app)
     known = {card["id"] for card in cards} | {f"{base}:{card['id']}" for card in cards[1:]}
     if name not in known and not (or_root and name == cards[0]["root"]):
@@ -112,8 +114,13 @@ async def model_info(request: Request, body: InfoBody) -> Response:
 
 @router.get("/get_weight_version")
 async def get_weight_version(request: Request) -> Response:
-    """Report the version that was committed last."""
-    return json_response({"weight_version": service_of(request).get_weight_version()})
+    """Report the version that was committed last. With ?weight_digest=1, as routers ask, also the digest of the present
+    weights, or null where they have none yet."""
+    service = service_of(request)
+    report: dict[str, object] = {"weight_version": service.get_weight_version()}
+    if request.query_params.get("weight_digest") == "1":
+        report["weight_digest"] = service.engine.weight_digest
+    return json_response(report)
 
 
 def _card(app: FastAPI) -> dict[str, object]:

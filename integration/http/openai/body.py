@@ -20,7 +20,14 @@ from ..edge.bodies import fields_of
 from ..edge.errors import BadField
 from ..generation.admission import Size
 from ..generation.body import REFUSED as REFUSED_BY_GENERATE
-from ..generation.body import drafts_of, namespace, refuse_other_adapters, refuse_unsupported, text_of_token
+from ..generation.body import (
+    drafts_of,
+    namespace,
+    refuse_other_adapters,
+    refuse_other_models,
+    refuse_unsupported,
+    text_of_token,
+)
 from ..generation.limits import RequestLimits
 from ..generation.meta import Wanted
 from ..generation.subscriptions import Asked
@@ -79,7 +86,8 @@ def read_completion(values: dict[str, object], engine: Engine, model: str, limit
     values = shortened(values, "prompt", engine.max_model_len)
     limits.long_lists(values, "prompt", ("draft_token_ids",))
     body = fields_of(CompletionBody, values)
-    _check_model(body.model, values, engine, model)
+    refuse_other_adapters(values, engine)
+    refuse_other_models(body.model, engine, model)
     if body.best_of not in (None, body.n):
         raise BadField("best_of", "is not supported, but where it equals n")
     params = _params(body, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
@@ -194,7 +202,8 @@ def _chat_body(values: dict[str, object], engine: Engine, model: str, limits: Re
     values = shortened(values, "input_ids", engine.max_model_len)
     limits.long_lists(values, "input_ids", ("draft_token_ids",))
     body = fields_of(ChatBody, values)
-    _check_model(body.model, values, engine, model)
+    refuse_other_adapters(values, engine)
+    refuse_other_models(body.model, engine, model)
     if body.modalities not in (None, ["text"]):
         raise BadField("modalities", "only text is supported")
     if body.top_logprobs and not body.logprobs:
@@ -257,7 +266,7 @@ def _request(
     streaming = body.stream_options or StreamOptions()
     return OpenAIRequest(
         id=id,
-        model=body.model or model,
+        model=body.model or engine.model.adapter_name or model,
         created=int(time.time()),
         is_chat=is_chat,
         n=body.n,
@@ -319,7 +328,8 @@ def _params(body: CommonBody, max_new_tokens: int) -> SamplingParams:
         message = str(error).removeprefix("sampling parameters: ")
         for name, ours in (*names.items(), ("max_tokens", "max_new_tokens")):
             message = message.replace(ours, name)
-        raise BadField(message.split()[0], message.partition(" ")[2]) from None
+        name, _, why = message.partition(" ")
+        raise BadField(name.rstrip(":"), why) from None
 
 
 def _num_prompt_top(body: CommonBody, engine: Engine, limits: RequestLimits) -> int | None:
@@ -329,18 +339,6 @@ def _num_prompt_top(body: CommonBody, engine: Engine, limits: RequestLimits) -> 
     if num_top is not None and body.stream:
         raise BadField("prompt_logprobs", "cannot be streamed")
     return num_top
-
-
-def _check_model(name: str | None, values: Mapping[str, object], engine: Engine, base: str) -> None:
-    """Refuse other adapters than the loaded one, and the base by its own name while an adapter answers every request.
-    Raises BadField."""
-    refuse_other_adapters(values, engine)
-    loaded = engine.model.adapter_name
-    if name is not None and loaded is not None and name == base:
-        why = f"names the base, but the adapter {loaded!r} is loaded and answers every request"
-        raise BadField("model", f"{why}: ask for {loaded!r}, or unload it")
-    if name is not None and name.startswith(f"{base}:") and name != f"{base}:{loaded}":
-        raise BadField("model", f"names an adapter that is not loaded: {name.removeprefix(f'{base}:')!r}")
 
 
 def _check_sizes(values: Mapping[str, object], limits: RequestLimits) -> None:

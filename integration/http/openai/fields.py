@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import Field, StrictInt
+from pydantic import Field, StrictInt, StrictStr
 
 from ..edge.bodies import Body, ReceiptKind
 from ..generation.going_on import MovingBody
@@ -30,7 +30,7 @@ class CommonBody(MovingBody):
     temperature: float | None = None
     top_p: float | None = None
     n: int = 1
-    stop: str | list[str] | None = None
+    stop: StrictStr | list[StrictStr] | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -42,7 +42,7 @@ class CommonBody(MovingBody):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     stop_token_ids: list[StrictInt] | None = None
-    stop_regex: str | list[str] | None = None
+    stop_regex: StrictStr | list[StrictStr] | None = None
     ignore_eos: bool = False
     no_stop_trim: bool = False
     skip_special_tokens: bool = True
@@ -76,7 +76,7 @@ class CommonBody(MovingBody):
 class CompletionBody(CommonBody):
     """Fields of POST /v1/completions."""
 
-    prompt: str | list[Any] = Field(description="a text, texts, token ids, or lists of token ids")
+    prompt: StrictStr | list[Any] = Field(description="a text, texts, token ids, or lists of token ids")
     logprobs: int | None = Field(None, ge=0, description="alternatives at each token")
     echo: bool = False
     best_of: int | None = None

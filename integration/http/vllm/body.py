@@ -15,7 +15,7 @@ from ....rollout.sampling_params import SamplingParams
 from ..edge.bodies import ReceiptKind, fields_of
 from ..edge.errors import BadField
 from ..generation.admission import Size
-from ..generation.body import namespace
+from ..generation.body import namespace, refuse_other_models
 from ..generation.going_on import MovingBody
 from ..generation.limits import RequestLimits
 from ..generation.subscriptions import Asked
@@ -112,6 +112,7 @@ def read_inference(values: dict[str, object], engine: Engine, model: str, limits
     limits.lists(values, ())
     limits.long_lists(values, "token_ids")
     body = fields_of(InferenceBody, values)
+    refuse_other_models(body.model, engine, model)
     given = body.sampling_params
     limits.given_params(given, "sampling_params")
     limits.lengths([body.token_ids], "token_ids")
@@ -126,7 +127,7 @@ def read_inference(values: dict[str, object], engine: Engine, model: str, limits
         limits.top(num or 0, f"sampling_params.{name}")
     if body.stream and prompt_top is not None:
         raise BadField("sampling_params.prompt_logprobs", "cannot be streamed")
-    listed = given.get("logprob_token_ids") or []
+    listed = [] if given.get("logprob_token_ids") is None else given["logprob_token_ids"]
     if not isinstance(listed, list) or not all(isinstance(id, int) and not isinstance(id, bool) for id in listed):
         raise BadField("sampling_params.logprob_token_ids", "must be a list of token ids")
     limits.listed(listed, "sampling_params.logprob_token_ids")
@@ -141,8 +142,8 @@ def read_inference(values: dict[str, object], engine: Engine, model: str, limits
     limits.entries(asked.prompts, asked.params, asked.options, "sampling_params",
                    has_logprobs=[num_top is not None])  # fmt: skip
     return InferenceRequest(
-        id, body.model or model, int(time.time()), body.stream, bool(streaming.include_usage),
-        streaming.has_continuous_usage, body.output_mode == "text",
+        id, body.model or engine.model.adapter_name or model, int(time.time()), body.stream,
+        bool(streaming.include_usage), streaming.has_continuous_usage, body.output_mode == "text",
         num_top if num_top is not None or not listed else 0, prompt_top, bool(listed), body.return_token_ids, asked,
     )  # fmt: skip
 

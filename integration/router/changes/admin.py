@@ -24,7 +24,8 @@ from ..fleet.groups import Groups, group_of
 from ..fleet.health import HealthChecks
 from ..fleet.held import draining
 from ..fleet.roster import Roster, RosterUnwritable
-from ..fleet.workers import Hold, Worker, WorkerRegistry, why_none
+from ..fleet.worker import Hold, Worker
+from ..fleet.workers import WorkerRegistry, why_none
 from ..wire import Wire
 from .broadcast import Result, broadcast, merge, summarise, with_value
 from .rules import RULES, Rule, rule_for
@@ -96,7 +97,7 @@ class Admin:
             if rule.journal:
                 if self.is_draining and self.updates.journal.entry is None:
                     raise draining()
-                return summarise(await self._update(verb, rule, call, values, targets))
+                return await self._update(verb, rule, call, values, targets)
             return summarise(await self._change(verb, rule, call, values, targets))
 
     @asynccontextmanager
@@ -196,22 +197,27 @@ class Admin:
 
     async def _update(
         self, verb: str, rule: Rule, call: WorkerCall, values: Mapping[str, object], targets: Sequence[Worker]
-    ) -> list[Result]:
-        """Run a change with a journal entry, written before any worker is held and kept until all workers have it."""
+    ) -> tuple[int, dict[str, object]]:
+        """Run a change with a journal entry, written before any worker is held and kept until all workers have it.
+        Returns the status and the body; `lost_workers` of a 200 has the workers that died meanwhile."""
+        targets = await self.updates.partakers(verb, rule, targets)
         if verb in ("update_weights_from_distributed", "update_weights"):
             self._groups.check(group_of(verb, values), targets)
         known = await self.updates.open(verb, rule, targets)
         is_settled = False
         try:
             results = await self._change(verb, rule, call, values, targets)
+            if rule.journal == "mends":  # a process that began in the middle of the update has nothing to take back
+                results = [result for result in results if self.updates.partakes(result.worker)] or results
             if verb == "abort_weight_update":
                 results = await self._revert_committed(call, values, results)
-            await self.updates.settle(verb, rule, results, known)
+            lost = await self.updates.settle(verb, rule, results, known)
             is_settled = True
         finally:
             if not is_settled:
                 await self.updates.break_off(verb)
-        return results
+        status, body = summarise([result for result in results if result not in lost])
+        return status, body | {"lost_workers": [result.report() for result in lost]} if lost else body
 
     async def _revert_committed(
         self, call: WorkerCall, values: Mapping[str, object], results: Sequence[Result]

@@ -11,7 +11,7 @@ from typing import Any
 from ...http.edge.disconnect import first_of
 from ...http.edge.errors import HttpError, error_body
 from ..calls import WorkerCall
-from ..fleet.workers import Worker
+from ..fleet.worker import Worker
 from ..wire import Answer, NotReached, Wire, WorkerFailed
 
 _MARGIN_S = 2.0  # wait this much longer than a call's own deadline, so that the worker can answer why it failed

@@ -133,7 +133,7 @@ class UpdateJournal:
             values = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return JournalEntry("?", time.time(), (), failure=f"the journal could not be read: {error}")
         try:
             targets = tuple(TargetRecord(**target) for target in values.pop("targets"))

@@ -14,6 +14,7 @@ class Rule:
     is_change: bool = False  # waits for the change before it
     holds: bool = False  # its targets get no requests meanwhile
     journal: str = ""  # of an update: "opens" or "closes" a session, "writes", or "mends" after a failed update
+    is_whole: bool = False  # replaces all weights in one call, so that it settles an update that only some refused
     one_version: bool = False  # answers 409 where the weight versions differ
     pauses: bool | None = None  # whether generation is paused after it, or goes on; None: it stays as it is
     ends_if_refused: bool = False  # its session is over where all workers refuse it, as vLLM's updates are
@@ -28,7 +29,7 @@ _VERSION = Rule(one_version=True)
 RULES: dict[str, Rule] = {
     "pause_generation": replace(_CHANGE, pauses=True),
     "continue_generation": Rule(is_change=True, pauses=False),
-    "update_weights_from_disk": _UPDATE,
+    "update_weights_from_disk": replace(_UPDATE, is_whole=True),
     "update_weights_from_distributed": _UPDATE,
     "update_weights_from_tensor": _UPDATE,
     "update_weights_from_ipc": _UPDATE,
@@ -86,6 +87,9 @@ RULES: dict[str, Rule] = {
     "update_weights": replace(_UPDATE, ends_if_refused=True),
     "finish_weight_update": replace(_UPDATE, journal="closes", ends_if_refused=True),
 }
+
+# Paths of these verbs under prefixes whose other paths go to one worker.
+ELSEWHERE = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests")
 
 
 def rule_for(verb: str, values: Mapping[str, object]) -> Rule:

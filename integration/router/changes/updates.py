@@ -10,32 +10,45 @@ from collections.abc import Sequence
 from ...http.edge.errors import HttpError
 from ..config import RouterConfig
 from ..fleet.health import HealthChecks
-from ..fleet.workers import Hold, Worker, WorkerRegistry
+from ..fleet.served import ServedFile
+from ..fleet.worker import Hold, Worker
+from ..fleet.workers import WorkerRegistry
 from ..wire import WorkerFailed
 from .broadcast import Result
 from .journal import JournalEntry, JournalUnwritable, TargetRecord, UpdateJournal
-from .rules import Rule
+from .rules import RULES, Rule
 
 logger = logging.getLogger(__name__)
+
+_WHOLE = RULES["update_weights_from_disk"]
+_AGAIN = "Send update_weights_from_disk again: where all workers have one digest then, it is resolved. Or: "
 
 
 class Updates:
     """The journal's part of a change. The caller holds the lock of changes."""
 
     def __init__(
-        self, registry: WorkerRegistry, health: HealthChecks, journal: UpdateJournal, config: RouterConfig
+        self,
+        registry: WorkerRegistry,
+        health: HealthChecks,
+        journal: UpdateJournal,
+        served: ServedFile,
+        config: RouterConfig,
     ) -> None:
         self._registry, self._health, self._config = registry, health, config
-        self.journal = journal
+        self.journal, self._served = journal, served
+        self._began: dict[str, int] = {}  # by worker id: deaths when the update began; empty: it is another router's
+        self._is_over = False  # every worker has answered the unresolved update, so no part of it runs any more
 
     async def open(self, verb: str, rule: Rule, targets: Sequence[Worker]) -> JournalEntry | None:
         """Write the update to the journal, before any worker is held. Returns the entry before it. Raises HttpError 409
         if an update is unresolved, 503 where the journal cannot be written."""
-        if self.journal.is_unresolved and rule.journal != "mends":
+        if self.journal.is_unresolved and rule.journal != "mends" and not self._settles(rule, targets):
             assert self.journal.entry is not None
             raise HttpError(
                 409,
-                f"an update is unresolved: {self.journal.entry.verb}: {self.journal.entry.failure}. First POST "
+                f"an update is unresolved: {self.journal.entry.verb}: {self.journal.entry.failure}. "
+                f"{_AGAIN if self._settles(_WHOLE, targets) else ''}First POST "
                 '/weight_update_journal/resolve {"acknowledge": true, "enable": false}, which disables its workers; '
                 "then update all weights, and enable the workers",
                 code="journal_unresolved", extra={"journal": self.journal.report()},
@@ -43,7 +56,29 @@ class Updates:
         known = self.journal.entry
         if known is None:
             await self._write(_entry(verb, targets))
+            self._began = {worker.id: worker.num_deaths for worker in targets}
         return known
+
+    def _settles(self, rule: Rule, targets: Sequence[Worker]) -> bool:
+        """Return whether this call may settle the unresolved update: one that replaces all weights, while no part of
+        the other can still arrive, at workers that report digests, by which all are compared afterwards."""
+        return rule.is_whole and self._is_over and all(worker.guarantee is not None for worker in targets)
+
+    def partakes(self, worker: Worker) -> bool:
+        """Return whether a worker's process has the update in progress from its beginning. True without an update."""
+        return not self._began or self._began.get(worker.id) == worker.num_deaths
+
+    async def partakers(self, verb: str, rule: Rule, workers: Sequence[Worker]) -> list[Worker]:
+        """Choose the workers for a further call of an update. A process that began in the middle of it has no part of
+        it; only taking it back is asked of all. Raises HttpError 409 where none is left: the update is over."""
+        partaking = [worker for worker in workers if self.partakes(worker)]
+        if not partaking:
+            logger.error("the update ended with its workers, all of which have other processes now")
+            await self._clear()
+            if rule.journal != "mends":
+                message = f"{verb}: every worker of the update ended in the middle of it, which is over: begin again"
+                raise HttpError(409, message, code="update_lost")
+        return list(workers) if rule.journal == "mends" else partaking
 
     async def break_off(self, verb: str) -> None:
         """Mark the update as unresolved, because its result is not known."""
@@ -56,35 +91,92 @@ class Updates:
         before = {target.url: target.weight_version for target in entry.targets} if entry is not None else {}
         return before.get(worker.url, worker.weight_version) != worker.weight_version
 
-    async def settle(self, verb: str, rule: Rule, results: Sequence[Result], known: JournalEntry | None) -> None:
-        """Write, clear or keep the journal's entry by the results of an update. known: the entry before the update."""
-        targets = [result.worker for result in results]
-        if all(result.success for result in results):
+    async def settle(
+        self, verb: str, rule: Rule, results: Sequence[Result], known: JournalEntry | None
+    ) -> list[Result]:
+        """Write, clear or keep the journal's entry by the results of an update. known: the entry before the update.
+        Returns the results of workers that died in the middle of it, if all others have it: the update goes on, or has
+        ended, without them. When they return, they get no requests unless they have the same weights. Raises HttpError
+        502 where all have done it and have different weights."""
+        lost = await self._lost(results)
+        left = [result for result in results if result not in lost]
+        targets = [result.worker for result in left]
+        if left and all(result.success for result in left):
             await self.read_versions(targets)
-            are_alike = len({worker.weight_version for worker in targets}) == 1
-            if rule.journal == "opens":
-                await self._write(_entry(verb, targets, session=True))
-            elif known is None or rule.journal == "closes" or (rule.journal == "mends" and are_alike):
-                await self._clear()
-            if are_alike and self.journal.entry is None:
-                self._registry.accept(targets[0].weight_version)
-            self._registry.check_versions(self._config.allow_mixed_versions)
-            return
-        if all(result.is_refusal for result in results) and await self._are_unchanged(targets):
+            goes_on = rule.journal == "opens" or (known is not None and rule.journal == "writes" and not rule.is_whole)
+            if not goes_on:
+                await self._refuse_other_digests(verb, left)
+            if goes_on or self._can_be_told_apart(targets):
+                await self._succeed(verb, rule, targets, known)
+                return lost
+        elif await self._are_as_before(left):
             if known is None or rule.ends_if_refused:  # no worker did anything, or the session is over everywhere
                 await self._clear()
-            return
+            return []
         if not self.journal.is_unresolved:
-            failed = "; ".join(f"{r.worker.url}: {r.message or r.status}" for r in results if not r.success)
-            await self._keep(f"{verb} failed: {failed}")
+            failed = [f"{r.worker.url}: {r.message or r.status}" for r in results if not r.success]
+            failed += [] if failed else ["a worker died that may return with other weights under the same version"]
+            self._is_over = all(result.status is not None for result in results)
+            await self._keep(f"{verb} failed: {'; '.join(failed)}")
+        return []
 
-    async def _are_unchanged(self, workers: Sequence[Worker]) -> bool:
-        """Read the versions. Returns whether every worker answered that it has its version from before the update."""
+    async def _succeed(self, verb: str, rule: Rule, targets: Sequence[Worker], known: JournalEntry | None) -> None:
+        """Note that these workers, and of the update's workers no other one that is left, have made a step of it."""
+        are_alike = len({worker.weight_version for worker in targets}) == 1
+        if rule.journal == "opens":
+            await self._write(_entry(verb, targets, session=True))
+        elif (
+            known is None
+            or rule.journal == "closes"
+            or (rule.journal == "mends" and are_alike)
+            or (rule.is_whole and self.journal.is_unresolved and are_alike and None not in _digests(targets))
+        ):
+            await self._clear()
+        if are_alike and self.journal.entry is None:
+            self._registry.accept(targets)
+            if not self._config.allow_mixed_versions:
+                self._registry.hold_others(targets)
+            await self._served.written()  # before the trainer hears that the fleet has the new weights
+        self._registry.check_versions(self._config.allow_mixed_versions)
+
+    async def _refuse_other_digests(self, verb: str, results: Sequence[Result]) -> None:
+        """Keep the entry of an update after which the workers' digests differ, as where one of them read an older file.
+        Raises HttpError 502."""
+        if self._config.allow_mixed_versions or len(_digests([result.worker for result in results]) - {None}) < 2:
+            return
+        named = "; ".join(f"{result.worker.url}: {result.worker.weight_digest}" for result in results)
+        message = f"{verb} brought the workers different weights, by their digests: {named}"
+        self._is_over = True
+        await self._keep(message)
+        extra = {"results": [result.report() for result in results], "retryable": True}
+        raise HttpError(502, message, code="mixed_weights", extra=extra)
+
+    async def _lost(self, results: Sequence[Result]) -> list[Result]:
+        """Return the failures of workers whose process ended in the middle of the update. A worker that did not answer
+        is probed, since its process may have ended."""
+        silent = [result.worker for result in results if result.status is None and result.worker.is_alive]
+        await asyncio.gather(*map(self._health.check, silent))
+        return [result for result in results if not result.success and not self.partakes(result.worker)]
+
+    def _can_be_told_apart(self, left: Sequence[Worker]) -> bool:
+        """Return whether the workers that the update has lost will be seen to have other weights than the rest, should
+        they return with others: by their digest, or by a version that the update has changed."""
+        now = {worker.weight_version for worker in left}
+        lost = (worker for worker in self._registry if worker.id in self._began and not self.partakes(worker))
+        return all(worker.guarantee is not None or worker.weight_version not in now for worker in lost)
+
+    async def _are_as_before(self, results: Sequence[Result]) -> bool:
+        """Read the versions. Returns whether every worker has refused the update and answered that it has its version
+        from before it, and the workers that died will be seen to have others if they do."""
+        workers = [result.worker for result in results]
+        if not all(result.is_refusal for result in results):
+            return False
         assert self.journal.entry is not None
         before = {target.url: target.weight_version for target in self.journal.entry.targets}
         if not await self.read_versions(workers):
             return False
-        return all(before.get(worker.url, worker.weight_version) == worker.weight_version for worker in workers)
+        are_unchanged = all(before.get(one.url, one.weight_version) == one.weight_version for one in workers)
+        return are_unchanged and self._can_be_told_apart(workers)
 
     async def read_versions(self, workers: Sequence[Worker]) -> bool:
         """Read the workers' versions again. Returns False where a worker did not answer."""
@@ -107,6 +199,7 @@ class Updates:
             await asyncio.to_thread(self.journal.clear)
         except JournalUnwritable as error:
             raise HttpError(503, str(error), code="journal_unwritable") from error
+        self._began, self._is_over = {}, False
         for worker in self._registry:
             self._registry.unhold(worker, Hold.JOURNAL)
 
@@ -138,3 +231,7 @@ class Updates:
 def _entry(verb: str, targets: Sequence[Worker], session: bool = False) -> JournalEntry:
     records = tuple(TargetRecord(worker.url, worker.disabled, worker.weight_version) for worker in targets)
     return JournalEntry(verb, time.time(), records, session)
+
+
+def _digests(workers: Sequence[Worker]) -> set[str | None]:
+    return {worker.weight_digest for worker in workers}

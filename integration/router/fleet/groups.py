@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from ...http.edge.errors import HttpError
-from .workers import Worker
+from .worker import Worker
 
 DEFAULT_GROUP = "weight_update_group"
 VLLM_GROUP = "vllm_weight_transfer"  # the only one of vLLM's calls, which name none

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ..calls import PLAIN, WorkerCall
 from ..config import RouterConfig
 from ..wire import Answer, NotReached, Wire, WorkerFailed
-from .workers import Health, Worker, WorkerRegistry
+from .worker import Health, Worker
+from .workers import WorkerRegistry
 
 logger = logging.getLogger(__name__)
 
 _MAX_REPORT_BYTES = 4 << 20  # of an answer to a probe
+_MAX_VERSION = 4096  # characters of a weight version, which is kept on disk
+_MAX_DIGEST = 256
 
 
 class HealthChecks:
@@ -85,13 +88,19 @@ class HealthChecks:
         return None
 
     async def read_version(self, worker: Worker) -> str | None:
-        """Read the weight version of a worker, or None where it reports none. Raises WorkerFailed."""
+        """Read the weight version of a worker, with the digest where it reports one. Returns the version, or None where
+        it reports none. Raises WorkerFailed."""
         for path in ("/get_weight_version", "/model_info"):
-            values = await self._get_object(worker, path)
+            values = await self._get_object(worker, path, "weight_digest=1")
             if isinstance(version := values.get("weight_version"), str):
+                if len(version) > _MAX_VERSION:
+                    raise WorkerFailed(f"GET {path}: its weight version has {len(version)} characters")
                 if version != worker.weight_version:  # an update, or another process
                     worker.weight_digest, worker.is_suspect = None, True
                 worker.weight_version = version
+                if "weight_digest" in values and (digest := _digest_of(values)) != worker.weight_digest:
+                    worker.weight_digest = digest
+                    self._registry.notify()  # a stream may wait for a worker with this digest
                 return version
         return None
 
@@ -120,8 +129,8 @@ class HealthChecks:
                 self._die(worker, "another process answers at its address")
                 returns = True
             worker.startup_time, worker.is_suspect, is_looked_at = started, False, True
-            digest, guarantee = info.get("weight_digest"), info.get("guarantee")
-            worker.weight_digest = digest if isinstance(digest, str) else None
+            guarantee = info.get("guarantee")
+            worker.weight_digest = _digest_of(info)
             worker.guarantee = guarantee if isinstance(guarantee, dict) else None
             sizes = [size for name in ("tp_size", "pp_size") if isinstance(size := info.get(name), int) and size > 0]
             worker.num_ranks = sizes[0] * sizes[1] if len(sizes) == 2 else 1
@@ -154,6 +163,11 @@ class HealthChecks:
     async def _get_object(self, worker: Worker, path: str, query: str = "") -> dict[str, object]:
         answer = await self._get(worker, path, query)
         return answer.object() if answer.is_success else {}
+
+
+def _digest_of(report: Mapping[str, object]) -> str | None:
+    digest = report.get("weight_digest")
+    return digest if isinstance(digest, str) and len(digest) <= _MAX_DIGEST else None
 
 
 def _is_draining(ready: Answer) -> bool:

@@ -9,7 +9,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from ...http.edge.errors import HttpError
-from .workers import Worker, WorkerRegistry, needs_operator, why_none
+from .worker import Worker
+from .workers import WorkerRegistry, needs_operator, why_none
 
 _RETRY = {"Retry-After": "1"}
 
@@ -68,9 +69,11 @@ class HeldRequests:
             del self._turns[turn]
             self._wake_first()
 
-    async def its_worker(self, find: Callable[[], Worker | None], deadline: float) -> Worker:
-        """Return as `worker` for a request that only one worker can answer: others do not wait for it. Raises also what
-        `find` raises."""
+    async def its_worker(
+        self, find: Callable[[], Worker | None], deadline: float, why_none_can: Callable[[], str] | None = None
+    ) -> Worker:
+        """Return as `worker` for a request that only one worker can answer: others do not wait for it. why_none_can:
+        explains an error at `deadline`. Raises also what `find` raises."""
         if (worker := find()) is not None:
             return worker
         self._check_room(why_none(self._registry))
@@ -86,7 +89,7 @@ class HeldRequests:
                     if (worker := find()) is not None:
                         return worker
         except TimeoutError:
-            raise self._no_worker() from None
+            raise self._no_worker(why_none_can and why_none_can()) from None
         finally:
             self._for_one.discard(changed)
 
@@ -109,8 +112,8 @@ class HeldRequests:
             message = f"{len(self)} requests wait for a worker already: {why}"
             raise HttpError(503, message, code="queue_full", headers=_RETRY)
 
-    def _no_worker(self) -> HttpError:
-        message = f"no worker takes requests: {why_none(self._registry)}"
+    def _no_worker(self, why: str | None = None) -> HttpError:
+        message = f"no worker takes requests: {why or why_none(self._registry)}"
         return HttpError(503, message, code="no_workers", headers=_RETRY)
 
     def _wake_first(self) -> None:

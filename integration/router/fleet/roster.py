@@ -102,6 +102,6 @@ def _read(path: Path) -> Changes:
         return Changes(**{name: tuple(map(worker_url, urls)) for name, urls in values.items()})
     except FileNotFoundError:
         return Changes()
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         remedy = "delete it to begin with the workers of the command line"
         raise ValueError(f"the changes to the workers in {path} cannot be understood ({error}): {remedy}") from None

@@ -5,123 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from enum import Enum
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from ..config import worker_url
+from .served import Served, Weights
+from .worker import Health, Hold, Worker
 
 logger = logging.getLogger(__name__)
-
-
-class Health(Enum):
-    """The health of a worker by its probes."""
-
-    UNSEEN = "unseen"  # no process has answered at its address yet
-    STARTING = "starting"  # a new process answers there, and is not healthy yet
-    ALIVE = "alive"
-    DRAINING = "draining"  # it finishes its open requests, takes no new ones, and ends
-    DEAD = "dead"  # it was healthy, and is not
-
-
-class Hold(Enum):
-    """A reason for which an enabled worker gets no requests."""
-
-    BROADCAST = "broadcast"  # a pause, an update or a group call is in progress
-    GROUP = "group"  # it did not join a group: until an operator enables it
-    JOURNAL = "journal"  # an update failed: until an operator resolves it
-    VERSION = "version"  # it returned with other weights than the rest: until they are the same
-
-
-@dataclass(eq=False)
-class Worker:
-    """One engine behind HTTP. The registry, the health checks and the administration change it, on the event loop."""
-
-    url: str
-    id: str  # the same for the same URL, also after the router restarts
-    disabled: bool = False  # by an operator
-    holds: dict[Hold, str] = field(default_factory=dict)  # each with an explanation
-    health: Health = Health.UNSEEN
-    paused: bool = False  # its engine is paused: requests sent there would wait
-    num_running: int = 0  # running sequences that this router sent
-    num_routed: int = 0  # sequences that this router has sent so far
-    num_failed_probes: int = 0
-    num_deaths: int = 0
-    last_error: str | None = None
-    weight_version: str | None = None  # as last read
-    weight_digest: str | None = None  # as last read; None: not read since the version changed, or none is reported
-    guarantee: dict[str, object] | None = None  # on which its bits depend; None: not reported
-    version_at_return: str | None = None  # the weight version with which its process came, if it was held for that
-    num_ranks: int = 1  # ranks of its tensor and pipeline parallel mesh, which join a group
-    startup_time: object = None  # differs between two processes at the same address
-    died: asyncio.Event = field(default_factory=asyncio.Event)  # replaced when it returns
-    drains: asyncio.Event = field(default_factory=asyncio.Event)  # likewise
-    is_gone: bool = True  # nothing has listened at its address since it was healthy: the next process is a new one
-    is_suspect: bool = False  # a call to it failed: another process may have its address now
-    check_now: asyncio.Event = field(default_factory=asyncio.Event)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether its last probe succeeded, or too few have failed since; True also while it drains."""
-        return self.health in (Health.ALIVE, Health.DRAINING)
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether it finishes its open requests and takes no new ones."""
-        return self.health is Health.DRAINING
-
-    @property
-    def can_take_requests(self) -> bool:
-        """Whether it is alive, not draining, enabled and without holds."""
-        return self.health is Health.ALIVE and not self.disabled and not self.holds
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it is alive and its last probe has read all that it reports of its weights and its bits."""
-        is_named = self.guarantee is None or self.weight_digest is not None
-        return self.is_alive and not self.is_suspect and is_named
-
-    @contextmanager
-    def running(self, num_sequences: int) -> Iterator[None]:
-        """Count sequences as running inside the block."""
-        self.num_running += num_sequences
-        self.num_routed += num_sequences
-        try:
-            yield
-        finally:
-            self.num_running -= num_sequences
-
-    def suspect(self, why: str) -> None:
-        """Note an error, and ask for a probe at once."""
-        self.last_error = why
-        self.is_suspect = True
-        self.check_now.set()
-
-    def forget_weights(self) -> None:
-        """Note that its weights are not those that its last probe saw, and ask for a probe at once."""
-        self.weight_digest, self.is_suspect = None, True
-        self.check_now.set()
-
-    def report(self) -> dict[str, object]:
-        """Return its entry of /workers. Changes nothing."""
-        return {
-            "id": self.id,
-            "url": self.url,
-            "status": self.health.value,
-            "is_healthy": self.health is Health.ALIVE,
-            "disabled": self.disabled,
-            "held": {hold.value: why for hold, why in self.holds.items()},
-            "routable": self.can_take_requests,
-            "paused": self.paused,
-            "load": self.num_running,
-            "num_routed": self.num_routed,
-            "num_deaths": self.num_deaths,
-            "num_ranks": self.num_ranks,
-            "weight_version": self.weight_version,
-            "weight_digest": self.weight_digest,
-            "last_error": self.last_error,
-        }
 
 
 class UnknownWorker(LookupError):
@@ -133,11 +23,17 @@ class WorkerRegistry:
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
-        self.served_version: str | None = None  # on which the workers last agreed; kept while all are dead
+        self.served = Served()  # on which the workers last agreed; kept while all are dead
+        self.on_served: Callable[[Served], None] = lambda served: None  # called with it by each check
         self.on_change: list[Callable[[], None]] = []  # called after each change that may give a request a worker
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(list(self._workers.values()))
+
+    @property
+    def served_version(self) -> str | None:
+        """The weight version on which the workers last agreed."""
+        return None if self.served.weights is None else self.served.weights.version
 
     def add(self, url: str, disabled: bool = False) -> tuple[Worker, bool]:
         """Add a worker at this URL, or find it. Returns the worker, and whether it is new. Raises ValueError for a text
@@ -167,7 +63,7 @@ class WorkerRegistry:
         """Remove a worker. It gets no more requests; its running ones finish."""
         del self._workers[worker.id]
         if not self._workers:
-            self.served_version = None
+            self._serve(Served())
         self.notify()
 
     def live(self) -> list[Worker]:
@@ -180,10 +76,11 @@ class WorkerRegistry:
         worker.disabled = disabled
         if not disabled:
             worker.holds.pop(Hold.GROUP, None)
+            its, rest = worker.weights, self._agreed(without=worker)
             is_held = worker.is_alive and Hold.VERSION in worker.holds
-            if is_held and self._agreed(without=worker) <= {worker.weight_version}:
-                self.accept(worker.weight_version, "an operator has enabled a worker that has it")
+            if is_held and its is not None and not any(its.are_other(one) for one in rest):
                 worker.holds.pop(Hold.VERSION)
+                self.accept([worker], "an operator has enabled a worker that has it")
         self.notify()
 
     def hold(self, worker: Worker, hold: Hold, why: str) -> None:
@@ -247,14 +144,15 @@ class WorkerRegistry:
         self.notify()
 
     def check_versions(self, allow_mixed: bool, returned: Worker | None = None) -> None:
-        """Hold `returned` back if its weight version differs from all other workers' versions or, without others, from
-        the version that the fleet last served. End this hold of the workers whose version is the same again, or that
-        were all updated since they returned. Then remember the version on which the workers without this hold agree."""
+        """Hold `returned` back if its weights, by version and digest, are others than all other workers' or, without
+        others, than those that the fleet last served. End this hold of the workers whose weights are the same again,
+        or that were all updated since they returned. Then remember the weights on which the workers without this hold
+        agree."""
         for worker in self:
             if worker is not returned and (Hold.VERSION not in worker.holds or not worker.is_alive):
                 continue
             if worker is returned:
-                worker.version_at_return = worker.weight_version
+                worker.weights_at_return = worker.weights
             why = None if allow_mixed else self._why_other(worker)
             if why is None:
                 self.unhold(worker, Hold.VERSION)
@@ -262,43 +160,75 @@ class WorkerRegistry:
             if worker.holds.get(Hold.VERSION) != why:
                 logger.warning("worker %s gets no requests: %s", worker.url, why)
             self.hold(worker, Hold.VERSION, why)
-        agreed = self._agreed()
-        if returned is not None and Hold.VERSION not in returned.holds and returned.weight_version is not None:
-            agreed.add(returned.weight_version)  # it is marked as alive after this
-        if len(agreed) == 1 and not any(Hold.BROADCAST in worker.holds for worker in self):
-            self.accept(agreed.pop(), "no update through this router brought it")
+        serving = [worker for worker in self.live() if Hold.VERSION not in worker.holds]
+        if returned is not None and Hold.VERSION not in returned.holds and returned not in serving:
+            serving.append(returned)  # it is marked as alive after this
+        if not any(Hold.BROADCAST in worker.holds for worker in self):
+            self.accept(serving, "no update through this router brought it")
 
-    def accept(self, version: str | None, warning: str = "") -> None:
-        """Remember the weight version that the fleet serves. Logs the warning where it replaces another one."""
-        if version is None or version == self.served_version:
+    def accept(self, workers: Sequence[Worker], warning: str = "") -> None:
+        """Remember the weights of workers as those that the fleet serves, if all have one version. A digest is
+        remembered unless they differ. Logs the warning where another version was served before."""
+        named = {worker: worker.weights for worker in workers if worker.weights is not None}
+        versions = {weights.version for weights in named.values()}
+        if len(versions) != 1:
             return
-        if warning and self.served_version is not None:
-            logger.warning(
-                "the fleet now serves weight version %r instead of %r: %s", version, self.served_version, warning
-            )  # fmt: skip
-        self.served_version = version
+        [version] = versions
+        digests = {weights.digest for weights in named.values()} - {None}
+        before = self.served.weights
+        if not digests and before is not None and before.version == version:
+            digests = {before.digest}  # a worker's is not known for a moment after a call that failed
+        weights = Weights(version, digests.pop() if len(digests) == 1 else None)
+        if warning and before is not None and weights.are_other(before):
+            logger.warning("the fleet now serves weight version %s instead of %s: %s", weights, before, warning)
+        processes = {worker.url: worker.process for worker in named if worker.process is not None}
+        self._serve(Served(weights, processes))
 
-    def _agreed(self, without: Worker | None = None) -> set[str]:
-        """Return the versions of the live workers that are not held for theirs."""
-        return {
-            worker.weight_version for worker in self.live()
-            if worker is not without and Hold.VERSION not in worker.holds and worker.weight_version is not None
-        }  # fmt: skip
+    def hold_others(self, updated: Collection[Worker]) -> None:
+        """Hold back the live workers that have other weights than those that an update has brought to `updated`."""
+        assert self.served.weights is not None
+        for worker in self.live():
+            if worker in updated or worker.is_draining or worker.weights is None:
+                continue
+            if worker.weights.are_other(self.served.weights):
+                worker.weights_at_return = worker.weights
+                why = f"it has weight version {worker.weights}, and an update brought the others {self.served.weights}"
+                self.hold(worker, Hold.VERSION, why)
+
+    def _serve(self, served: Served) -> None:
+        self.served = served
+        self.on_served(served)
+
+    def _agreed(self, without: Worker | None = None) -> list[Weights]:
+        """Return the weights of the live workers that are not held for theirs."""
+        return [
+            worker.weights for worker in self.live()
+            if worker is not without and Hold.VERSION not in worker.holds and worker.weights is not None
+        ]  # fmt: skip
 
     def _why_other(self, worker: Worker) -> str | None:
-        """Return the reason to hold a worker for its version; None: there is none. Changes nothing."""
-        version, rest = worker.weight_version, self._agreed(without=worker)
-        if version is None or version in rest:
+        """Return the reason to hold a worker for its weights; None: there is none. Changes nothing."""
+        its, rest, served = worker.weights, self._agreed(without=worker), self.served
+        if its is None:
             return None
         if rest:
-            return f"it has weight version {version!r}, the others {', '.join(map(repr, sorted(rest)))}"
-        if self.served_version in (None, version):
+            alike = [one for one in rest if not its.are_other(one)]
+            if not alike:
+                listed = ", ".join(sorted(set(map(str, rest))))
+                return f"it has weight version {its}, the others {listed}"
+            return _why_unnamed(worker, alike)
+        if served.weights is None:
             return None
-        # None serves. Workers that a trainer has updated directly since they returned serve when all have the version.
-        if version != worker.version_at_return and {one.weight_version for one in self.live()} == {version}:
+        if worker.process is not None and worker.process == served.processes.get(worker.url):
+            return None  # it served them: where it has others, a trainer has updated it since
+        if not its.are_other(served.weights):
+            return _why_unnamed(worker, [served.weights])
+        # None serves. Workers that a trainer has updated directly since they returned serve when all have the same.
+        is_updated = worker.weights_at_return is not None and its.are_other(worker.weights_at_return)
+        if is_updated and not any(one.weights is None or its.are_other(one.weights) for one in self.live()):
             return None
         return (
-            f"it has weight version {version!r}, and the fleet last served {self.served_version!r}: update the "
+            f"it has weight version {its}, and the fleet last served {served.weights}: update the "
             "weights, or enable the worker to accept its version"
         )
 
@@ -306,6 +236,13 @@ class WorkerRegistry:
         """Call the functions that wait for a change."""
         for call in self.on_change:
             call()
+
+
+def _why_unnamed(worker: Worker, like: Sequence[Weights]) -> str | None:
+    """Return the reason to wait for the digest of a worker that will report one: equal versions are not enough."""
+    if worker.guarantee is None or worker.weight_digest is not None or any(one.digest is None for one in like):
+        return None
+    return f"the digest of its weights {worker.weights} is not known yet, to compare it with {like[0]}"
 
 
 def needs_operator(registry: WorkerRegistry) -> bool:

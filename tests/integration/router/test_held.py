@@ -14,7 +14,8 @@ from lockstep.integration.router.changes.broadcast import Result, common, summar
 from lockstep.integration.router.fleet.balance import num_sequences, prompt_keys
 from lockstep.integration.router.fleet.held import HeldRequests
 from lockstep.integration.router.fleet.peek import LONG_BYTES, peek
-from lockstep.integration.router.fleet.workers import Health, Hold, Worker, WorkerRegistry
+from lockstep.integration.router.fleet.worker import Health, Hold, Worker
+from lockstep.integration.router.fleet.workers import WorkerRegistry
 from lockstep.integration.router.relay import Drains, Full, refusal
 
 WAIT_S = 20.0
@@ -54,6 +55,15 @@ class Queue:
 
 
 # -- the queue -------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_no_worker_can_go_on_with_says_why_when_its_wait_is_over():
+    async def run() -> None:
+        held = HeldRequests(WorkerRegistry(), 1)
+        with pytest.raises(HttpError, match="no worker takes requests: it has other code"):
+            await held.its_worker(lambda: None, time.monotonic(), lambda: "it has other code")
+
+    asyncio.run(run())
 
 
 def test_held_requests_get_their_worker_in_the_order_of_their_arrival():

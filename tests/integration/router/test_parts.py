@@ -19,7 +19,8 @@ from lockstep.integration.router.config import RouterConfig, worker_url
 from lockstep.integration.router.fleet.balance import PrefixTable, WorkerLoad, choose, num_sequences, prompt_keys
 from lockstep.integration.router.fleet.groups import rank_offsets
 from lockstep.integration.router.fleet.roster import Roster, RosterUnwritable
-from lockstep.integration.router.fleet.workers import Health, Hold, Worker, WorkerRegistry
+from lockstep.integration.router.fleet.worker import Health, Hold, Worker
+from lockstep.integration.router.fleet.workers import WorkerRegistry
 from lockstep.tests.support.full_disks import no_file_above
 
 # -- balance ---------------------------------------------------------------------------------------------------------
@@ -220,7 +221,9 @@ def test_two_routers_cannot_share_a_journal(path):
     UpdateJournal(path).close()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"verb": "x"}', '{"targets": [{"nope": 1}]}', '{"targets": 3}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"verb": "x"}', '{"targets": [{"nope": 1}]}', '{"targets": 3}', "[" * 100_000]
+)
 def test_a_journal_that_cannot_be_read_concerns_everybody(path, text):
     path.parent.mkdir()
     path.write_text(text)
@@ -284,7 +287,7 @@ def test_a_url_that_is_new_on_the_command_line_was_not_removed(path):
     assert Roster(path, (A, B)).changes.workers == (A, B, C)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"added": 3}', '{"nope": []}', '{"added": ["ftp://x"]}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"added": 3}', '{"nope": []}', '{"added": ["ftp://x"]}', "[" * 100_000])
 def test_a_roster_that_cannot_be_read_is_refused_with_the_remedy(path, text):
     path.parent.mkdir()
     path.write_text(text)

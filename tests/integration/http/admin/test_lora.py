@@ -67,6 +67,12 @@ def test_adapter_is_loaded_answers_and_is_unloaded(folders, served):
     for model, code in (("a", 200), ("base:a", 200), ("base", 400), ("base:b", 400)):
         body = {"prompt": PROMPT, "max_tokens": 1, "model": model}
         assert post(client, "/v1/completions", key="user", **body).status_code == code
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}, "model": model}
+        answer = post(client, "/inference/v1/generate", key="user", **body)
+        assert answer.status_code == (404 if model == "base:b" else code), answer.text
+    few = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
+    for path, body in (("/v1/completions", {"prompt": PROMPT, "max_tokens": 1}), ("/inference/v1/generate", few)):
+        assert post(client, path, key="user", **body).json()["model"] == "a"  # which answered
 
     again = post(client, "/load_lora_adapter", lora_name="b", lora_path=str(folder / "two"))
     assert again.status_code == 400 and "adapter 'a' is loaded already: an engine has one at a time" in again.text

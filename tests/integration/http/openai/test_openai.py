@@ -296,6 +296,11 @@ def test_aborted_request_ends_with_that_reason(client, service):
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": True}, "max_tokens"),
         ({"temperature": False}, "temperature"),
+        ({"logit_bias": {"5": 1, "7": True}}, "logit_bias.7"),
+        ({"logit_bias": {"5": False}}, "logit_bias.5"),
+        ({"stop": 13}, "stop"),  # a token id is no text
+        ({"stop": ["a", 13]}, "stop"),
+        ({"extra_body": {"stop_regex": "(?:(?:(?:x?){100}){100}){100}y"}}, "stop_regex"),
         ({"extra_body": {"stop_token_ids": [128]}}, "stop_token_ids"),
         ({"extra_body": {"stop_token_ids": [True]}}, "stop_token_ids.0"),
         ({"n": 0}, "n"),
@@ -323,6 +328,7 @@ def test_mistakes_of_either_call_name_the_parameter(client, call, fields, param)
     ("fields", "param"),
     [
         ({"prompt": []}, "prompt"),
+        ({"prompt": 13}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt"),
         ({"prompt": [128]}, "prompt"),
         ({"prompt": [1] * (CONTEXT + 1)}, "prompt"),

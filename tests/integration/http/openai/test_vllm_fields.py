@@ -244,7 +244,9 @@ def test_a_model_that_is_not_served_is_not_found(url):
     for path in ("completions", "chat/completions"):
         refused = post(url, path, 404, model="gpt-4")["error"]
         assert (refused["code"], refused["param"]) == ("model_not_found", "model")
-        assert post(url, path, model=None) and post(url, path, model="")
+        assert post(url, path, model=None)["model"] == "small"  # as where it is left out
+        empty = post(url, path, 400, model="")["error"]  # a client whose setting is not set
+        assert empty["param"] == "model" and "'small'" in empty["message"]
     assert httpx.get(f"{url}/v1/models/small").status_code == 200
     assert httpx.get(f"{url}/v1/models/gpt-4").status_code == 404
 

@@ -179,6 +179,7 @@ def test_structured_outputs_stops_and_salts(url):
         ({"sampling_params": {"logprobs": "many"}}, 400, "sampling_params.logprobs"),
         ({"sampling_params": {"logprobs": 10**6}}, 400, "sampling_params.logprobs"),
         ({"sampling_params": {"logprob_token_ids": "x"}}, 400, "sampling_params.logprob_token_ids"),
+        ({"sampling_params": {"logprob_token_ids": False}}, 400, "sampling_params.logprob_token_ids"),
         ({"sampling_params": {"prompt_logprobs": 1}, "stream": True}, 400, "sampling_params.prompt_logprobs"),
         ({"sampling_params": {"n": 10**6}}, 400, "n"),
         ({"sampling_params": {"structured_outputs": 3}}, 400, "sampling_params.structured_outputs"),
