@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 
 from ..sampling_params import SamplingParams
-from .json_schema import check_schema, parse_json
+from .json_schema import check_schema, escape_fault, parse_json
 from .matcher import CompiledGrammar, Pieces, Vocabulary, pack_ids
 from .shortest_text import ENDLESS, ForcedBound, Rules
 from .token_text import WRONG_SECOND_BYTES, can_be_text
@@ -128,6 +128,8 @@ class GrammarCompiler:
     def _compiled(self, constraint: Constraint) -> Any:
         kind, text, compiler = constraint.kind, constraint.text, self._compiler
         if kind == "regex":
+            if (fault := escape_fault(text)) is not None:
+                raise ValueError(f"regex: {fault}")
             return compiler.compile_regex(text)
         if kind == "ebnf":
             return compiler.compile_grammar_from_strings(text, "root")

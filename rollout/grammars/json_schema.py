@@ -39,6 +39,12 @@ _NEGATED = re.compile(r"\[\^(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)", re.DOTALL)
 _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[nrtfv0xucb]|\\)")
 _LATE_START = re.compile(r"(?<![\\|\[])(?<!^)\^")
 _EARLY_END = re.compile(r"(?<!\\)\$(?!$|\|)")
+# What is left of a pattern without its escapes and character classes, which may be unclosed.
+_CLASSES_AND_ESCAPES = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)", re.DOTALL)
+_GROUP = re.compile(r"\(\?(?!:)[^a-zA-Z]?[a-zA-Z]?")
+_POSSESSIVE = re.compile(r"[*+?}]\+")
+_LETTER_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_KNOWN_ESCAPES = frozenset("dDsSwWbBnrtfvxupPkc")  # the compiler reads them, or refuses them by itself
 _TYPES: dict[str, type | tuple[type, ...]] = {
     "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "array": list,
     "object": dict,
@@ -167,6 +173,8 @@ def _not_enforced(schema: dict, at: str) -> Iterator[str]:
         yield f"{at}/format cannot stand beside minLength and maxLength"
     if isinstance(pattern := schema.get("pattern"), str):
         yield from (f"{at}/pattern {pattern!r} {why}" for why in _pattern_faults(pattern))
+    if isinstance(named := schema.get("patternProperties"), dict):
+        yield from (f"{at}/patternProperties {key!r} {why}" for key in named for why in _pattern_faults(key))
     is_open = schema.get("additionalProperties") not in (None, False) or "patternProperties" in schema
     if schema.get("minProperties", 0) > 1 and (is_open or "propertyNames" in schema):
         yield f"{at}/minProperties over 1 needs properties with names, as one name might come twice"
@@ -183,6 +191,17 @@ def _not_enforced(schema: dict, at: str) -> Iterator[str]:
         yield f"{at}/{patterned[0]} cannot stand beside {', '.join(mixed)}"
 
 
+def escape_fault(pattern: str) -> str | None:
+    r"""Return what is wrong with a regular expression's first escape that languages read differently, or None.
+
+    The compiler would take \A or \Z for the letter, as JavaScript does, where Python means an end of the text.
+    """
+    for letter in _LETTER_ESCAPE.findall(pattern):
+        if letter.isascii() and letter.isalpha() and letter not in _KNOWN_ESCAPES:
+            return f"has \\{letter}, which is not supported: languages read it differently"
+    return None
+
+
 def _pattern_faults(pattern: str) -> Iterator[str]:
     """Yield reasons why a text that matches from end to end may be no JSON string between quotes, or not match
     there."""
@@ -191,6 +210,13 @@ def _pattern_faults(pattern: str) -> Iterator[str]:
         yield "allows quotes, backslashes or control characters, which JSON writes in another way"
     if _LATE_START.search(outside) or _EARLY_END.search(outside):
         yield "has ^ or $ in its middle"
+    bare = _CLASSES_AND_ESCAPES.sub("_", pattern)
+    if (group := _GROUP.search(bare)) is not None:
+        yield f"has a group {group[0]}, which is not supported: of those that begin with (?, only (?: is"
+    if _POSSESSIVE.search(bare):
+        yield "has a possessive quantifier, which is not supported"
+    if (fault := escape_fault(pattern)) is not None:
+        yield fault
 
 
 def _shadowed(schema: dict, at: str) -> Iterator[str]:

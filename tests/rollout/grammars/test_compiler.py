@@ -103,6 +103,7 @@ WRONG = [
     ("regex", "a(b", "position 4"),
     ("regex", "[a", "position 3"),
     ("regex", "(?=a)b", "position 3"),
+    ("regex", r"\Aab\Z", r"has \\A, which is not supported"),
     ("ebnf", 'root ::= "a" foo', 'line 1, column 14.*"foo"'),
     ("ebnf", 'root = "a"', "root"),
     ("ebnf", 'root ::= "a', "column 12"),
