@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -97,10 +98,12 @@ def test_a_host_that_is_not_there_is_named() -> None:
 
 
 def test_a_rank_that_connects_to_itself_keeps_looking_for_the_host(monkeypatch) -> None:
-    port, sockets = free_port(), []
+    port, sockets, looked_again = free_port(), [], multiprocessing.get_context("fork").Event()
 
     def from_the_port_it_looks_for(address: tuple[str, int], timeout: float) -> socket.socket:
         """Connect as the system may let it happen where the port is one of those that it gives out."""
+        if sockets:
+            looked_again.set()
         sockets.append(connect(address, timeout, address if not sockets else None))
         return sockets[-1]
 
@@ -108,7 +111,7 @@ def test_a_rank_that_connects_to_itself_keeps_looking_for_the_host(monkeypatch) 
         if index == 1:
             monkeypatch.setattr(socket, "create_connection", from_the_port_it_looks_for)
         else:
-            threading.Event().wait(0.3)
+            assert looked_again.wait(10), "rank 1 has not given up the connection to itself"
         return broadcast(join_group(HOST, port, index, 2, "g", timeout_s=10), 3.0 + index)
 
     connect = socket.create_connection
