@@ -40,9 +40,9 @@ _ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[nrtfv0xucb]|\\)")
 _LATE_START = re.compile(r"(?<![\\|\[])(?<!^)\^")
 _EARLY_END = re.compile(r"(?<!\\)\$(?!$|\|)")
 # What is left of a pattern without its escapes and character classes, which may be unclosed.
-_CLASSES_AND_ESCAPES = re.compile(r"\\.|\[\^?\]?(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)", re.DOTALL)
-_GROUP = re.compile(r"\(\?(?!:)[^a-zA-Z]?[a-zA-Z]?")
-_POSSESSIVE = re.compile(r"[*+?}]\+")
+_CLASSES_AND_ESCAPES = re.compile(r"\\[pPu]\{[^}]*+\}|\\.|\[\^?\]?(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)", re.DOTALL)
+_GROUP = re.compile(r"\(\?(?!:|<[a-zA-Z])[^a-zA-Z]?[a-zA-Z]?")
+_POSSESSIVE = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})\+")
 _LETTER_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
 _KNOWN_ESCAPES = frozenset("dDsSwWbBnrtfvxupPkc")  # the compiler reads them, or refuses them by itself
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -212,7 +212,7 @@ def _pattern_faults(pattern: str) -> Iterator[str]:
         yield "has ^ or $ in its middle"
     bare = _CLASSES_AND_ESCAPES.sub("_", pattern)
     if (group := _GROUP.search(bare)) is not None:
-        yield f"has a group {group[0]}, which is not supported: of those that begin with (?, only (?: is"
+        yield f"has a group {group[0]}, which is not supported: of those that begin with (?, only (?: and (?<name> are"
     if _POSSESSIVE.search(bare):
         yield "has a possessive quantifier, which is not supported"
     if (fault := escape_fault(pattern)) is not None:

@@ -18,6 +18,8 @@ logger = logging.getLogger(__name__)
 
 _NUM_WARM_UPS = 2  # before a capture: compiles kernels and allocates the libraries' workspaces
 
+_aten = torch.ops.aten
+_WRITES = {_aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 _UNKNOWN_BEFORE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 Run = Callable[[], Sequence[Tensor]]
@@ -43,13 +45,13 @@ class PlainCalls:
 
 def depends_on_data(func: Any, args: Sequence[Any]) -> bool:
     """Return whether an operation of torch has results whose number, or effect on the host, depends on the data."""
-    return not _UNKNOWN_BEFORE.isdisjoint(func.tags) and not _takes_rows(func, args)
+    takes_rows = func is _aten.index.Tensor and not _has_mask(args[1])
+    return not _UNKNOWN_BEFORE.isdisjoint(func.tags) and not takes_rows
 
 
-def _takes_rows(func: Any, args: Sequence[Any]) -> bool:
-    """Return whether the operation indexes by numbers. With a mask, the result's size would depend on the data."""
-    masks = (torch.bool, torch.uint8)
-    return func is torch.ops.aten.index.Tensor and all(i is None or i.dtype not in masks for i in args[1])
+def _has_mask(indices: Sequence[Tensor | None]) -> bool:
+    """Return whether a mask is among the indices: then how many elements there are depends on the data."""
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 class _HostReads(TorchDispatchMode):
@@ -64,7 +66,8 @@ class _HostReads(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         came = isinstance(out, Tensor) and out.is_cpu and any(isinstance(a, Tensor) and a.is_cuda for a in args)
-        if came or depends_on_data(func, args):
+        counts_mask = func.overloadpacket in _WRITES and _has_mask(args[1])  # torch has no tag for these
+        if came or counts_mask or depends_on_data(func, args):
             self.first = self.first or str(func)
         return out
 

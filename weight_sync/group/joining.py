@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 
 import torch.distributed as dist
 
@@ -18,6 +19,16 @@ from .interface import host_store, listen_at, reach_store
 from .weight_group import WeightGroup
 
 _GRACE_S = 0.5  # for a thread that was cancelled, or is late, to report its end
+
+
+def check_arguments(rank: int, world_size: int, others: Mapping[str, bool]) -> None:
+    """Check a rank's place in its group, and that what each text denies holds. Raises ValueError listing all faults."""
+    places = {
+        f"world_size {world_size} is not positive": world_size >= 1,
+        f"rank {rank} is not in a group of {world_size}": 0 <= rank < world_size,
+    }
+    if wrong := [text for text, holds in {**places, **others}.items() if not holds]:
+        raise ValueError("; ".join(wrong))
 
 
 class Joining(ABC):

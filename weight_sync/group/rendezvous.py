@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..deadline import Deadline
 from .communicator import NcclLane, nccl_lane
 from .interface import gloo_group
-from .joining import Joining
+from .joining import Joining, check_arguments
 from .sealed_store import Keys, sealed
 from .shared_keys import SharedKeys, Stop
 from .weight_group import Backend, Lane, WeightGroup
@@ -103,24 +103,16 @@ class Rendezvous(Joining):
 
         Raises ValueError listing every bad argument, TransferFailed where rank 0 cannot listen at its address.
         """
-        wrong = [
-            text
-            for text, holds in {
-                f"world_size {world_size} is not positive": world_size >= 1,
-                f"rank {rank} is not in a group of {world_size}": 0 <= rank < world_size,
-                f"master_port {master_port} is not a port": (master_port > 0 or rank == 0) and master_port < 65536,
-                "group_name is empty": bool(group_name),
-                "the secret is empty": secret != "",
-                f"backend {backend!r} is not one of {', '.join(_DEVICE_OF)}": backend in _DEVICE_OF,
-                f"layout {layout!r} is not one of {', '.join(LAYOUTS)}": layout in LAYOUTS,
-                f"device {device} is not a CUDA device with an index, which nccl needs": backend != "nccl"
-                or (device is not None and device.type == "cuda" and device.index is not None),
-                "this build of torch has no NCCL": backend != "nccl" or dist.is_nccl_available(),
-            }.items()
-            if not holds
-        ]
-        if wrong:
-            raise ValueError("; ".join(wrong))
+        check_arguments(rank, world_size, {
+            f"master_port {master_port} is not a port": (master_port > 0 or rank == 0) and master_port < 65536,
+            "group_name is empty": bool(group_name),
+            "the secret is empty": secret != "",
+            f"backend {backend!r} is not one of {', '.join(_DEVICE_OF)}": backend in _DEVICE_OF,
+            f"layout {layout!r} is not one of {', '.join(LAYOUTS)}": layout in LAYOUTS,
+            f"device {device} is not a CUDA device with an index, which nccl needs": backend != "nccl"
+            or (device is not None and device.type == "cuda" and device.index is not None),
+            "this build of torch has no NCCL": backend != "nccl" or dist.is_nccl_available(),
+        })  # fmt: skip
         super().__init__(group_name, rank, world_size, (master_address, master_port), timeout_s)
         self._secret, self._backend, self._layout = secret, backend, layout
         self._device = torch.device("cpu") if backend == "gloo" or device is None else device

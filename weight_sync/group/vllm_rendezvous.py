@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..pickles.unique_id import read_unique_id, write_unique_id
 from .communicator import Communicators, Connected
-from .joining import Joining
+from .joining import Joining, check_arguments
 from .shared_keys import SharedKeys
 from .vllm_protocol import GROUP_NAME
 from .weight_group import Lane, WeightGroup
@@ -41,20 +41,12 @@ class VllmRendezvous(Joining):
 
         Raises ValueError listing every bad argument, TransferFailed where rank 0 cannot listen at its address.
         """
-        wrong = [
-            text
-            for text, holds in {
-                f"world_size {world_size} is not positive": world_size >= 1,
-                f"rank {rank} is not in a group of {world_size}": 0 <= rank < world_size,
-                "pass the address of the trainer's store or the unique id": (address is None) != (unique_id is None),
-                "rank 0 makes the unique id": rank != 0 or unique_id is None,
-                f"master_port {address and address[1]} is not a port": address is None
-                or (address[1] < 65536 and (address[1] > 0 or rank == 0)),
-            }.items()
-            if not holds
-        ]  # fmt: skip
-        if wrong:
-            raise ValueError("; ".join(wrong))
+        has_port = address is None or (address[1] < 65536 and (address[1] > 0 or rank == 0))
+        check_arguments(rank, world_size, {
+            "pass the address of the trainer's store or the unique id": (address is None) != (unique_id is None),
+            "rank 0 makes the unique id": rank != 0 or unique_id is None,
+            f"master_port {address and address[1]} is not a port": has_port,
+        })  # fmt: skip
         super().__init__(group_name, rank, world_size, address, timeout_s)
         self._communicators, self._id = communicators, unique_id
         self._keys: SharedKeys | None = None

@@ -377,6 +377,8 @@ def test_a_step_in_which_the_host_reads_data_is_told_before_a_capture():
     assert first_host_read(lambda: [torch.relu(x[places]).sum(0)]) is None
     assert first_host_read(lambda: [x * x.max().item()]) == "aten._local_scalar_dense.default"
     assert first_host_read(lambda: [x[x > 2]]) == "aten.index.Tensor"
+    assert first_host_read(lambda: [x.index_put((places, places), x[:, 0].sum())]) is None
+    assert first_host_read(lambda: [x.index_put((x > 2,), x.sum())]).startswith("aten.index_put")
     assert first_host_read(lambda: [torch.unique(x), torch.nonzero(x)]).startswith("aten._unique")
 
 
