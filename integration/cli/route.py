@@ -23,9 +23,10 @@ def run(arguments: Sequence[str]) -> int:
     given |= {"admin_api_key": options.admin_api_key}
     http = build(HttpConfig, {name: value for name, value in given.items() if value is not None})
     settings = read_settings("--setting", options.setting)
-    if twice := sorted(settings.keys() & {"http", "workers", "journal"}):
+    if twice := sorted(settings.keys() & {"http", "workers", "journal", "forget_served"}):
         raise ValueError(f"--setting: {', '.join(twice)} has a flag of its own")
     settings |= {"workers": tuple(options.worker), "http": http, "journal": options.journal}
+    settings["forget_served"] = options.forget_served
     config = named("route", lambda: build(RouterConfig, settings))
     logging.getLogger(PACKAGE).setLevel(logging.INFO)  # the router logs workers that appear and fail
 
@@ -61,8 +62,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--journal", type=Path, metavar="FILE",
         help="file about the update in progress; default: in ~/.local/state/lockstep, by port. Beside it, for a "
         "restart, FILE.workers.json keeps the workers that were added, removed or disabled at run time (delete it to "
-        "begin with the --worker list alone), FILE.served.json the weights that the fleet served last (delete it to "
-        "accept any); neither with --port 0 and no FILE",
+        "begin with the --worker list alone), FILE.served.json the weights that the fleet served last, which "
+        "workers that were restarted must have; neither with --port 0 and no FILE",
+    )  # fmt: skip
+    parser.add_argument(
+        "--forget-served", action="store_true",
+        help="remove FILE.served.json at the start, so that the workers serve with any weights: for a new job whose "
+        "workers have the addresses of the one before. (Of a fleet without any of those workers it is removed anyway.)",
     )  # fmt: skip
     parser.add_argument(
         "--setting", action="extend", nargs="+", default=[], metavar="KEY=VALUE",

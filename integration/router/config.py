@@ -29,6 +29,7 @@ class RouterConfig:
     workers: tuple[str, ...] = ()  # URLs of the workers; more may be added later
     http: HttpConfig = field(default_factory=lambda: HttpConfig(port=30080))  # address, keys and limits of its server
     journal: Path | None = None  # file of the update in progress, beside two more; None: in the state folder, by port
+    forget_served: bool = False  # at this start, forget which weights the fleet served last: workers serve with any
     health_interval_s: float = 2.0  # time between two probes of a worker
     health_timeout_s: float = 5.0  # longest wait for a probe
     dead_after: int = 3  # failed probes in a row after which a worker is dead; one refused connection is enough
@@ -90,7 +91,8 @@ class RouterConfig:
 
     @property
     def served_path(self) -> Path | None:
-        """The file of the weights that the fleet last served, beside the journal. None as `roster_path`."""
+        """The file of the weights that the fleet last served, beside the journal. It counts for a router with one of
+        the workers that served them. None as `roster_path`."""
         return self._beside("served")
 
     def _beside(self, name: str) -> Path | None:

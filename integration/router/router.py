@@ -40,7 +40,8 @@ class Router:
     def __init__(self, config: RouterConfig, journal: UpdateJournal, roster: Roster, served: ServedFile) -> None:
         self.config = config
         self.registry = WorkerRegistry()
-        self.registry.served, self.registry.on_served = served.first, served.keep
+        self.registry.served, self.registry.served_file = served.first, served.path
+        self.registry.on_served = served.keep
         self._served = served
         self.counters = RouterCounters()
         verify = httpx.create_ssl_context()

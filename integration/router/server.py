@@ -69,7 +69,8 @@ class RouterServer:
             raise
         try:
             roster = Roster(config.roster_path, config.workers)
-            served = ServedFile(config.served_path)
+            served = ServedFile(config.served_path, config.forget_served)
+            served.check(roster.changes.workers)
         except (ValueError, OSError):
             self._journal.close()
             self._socket.close()

@@ -113,12 +113,14 @@ class Admin:
                 503, f"the admin update lock was not free within {limit_s:g} s: {self._busy()}",
                 code="admin_update_lock", headers={"Retry-After": "5"}, extra=self._age(),
             ) from None  # fmt: skip
-        self._running = (what, time.monotonic())
+        self._running, self._registry.is_changing = (what, time.monotonic()), True
         try:
             yield
         finally:
-            self._running = None
+            self._running, self._registry.is_changing = None, False
+            self._registry.has_open_update = self.updates.journal.is_open
             self._lock.release()
+            self._registry.notify()  # a request may have waited for its end
 
     async def resolve(self, enable: bool) -> dict[str, object]:
         """Clear the journal's update for an operator that has repaired the workers. Raises HttpError 409 and 503."""

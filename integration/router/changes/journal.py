@@ -13,6 +13,7 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -53,6 +54,10 @@ class JournalEntry:
         """Return whether the update may have changed the worker at this URL."""
         return not self.targets or any(target.url == url for target in self.targets)
 
+    def and_of(self, others: Sequence[TargetRecord]) -> JournalEntry:
+        """Return the entry of an update that concerns these workers too."""
+        return replace(self, targets=self.targets and (*self.targets, *(o for o in others if not self.concerns(o.url))))
+
 
 class UpdateJournal:
     """A journal of at most one entry, in a file that only its owner can read. Its methods block on the disk: call them
@@ -82,6 +87,11 @@ class UpdateJournal:
     def is_unresolved(self) -> bool:
         """Whether there is an entry of an update that failed or was cut off."""
         return self.entry is not None and self.entry.failure is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an entry of an update in progress."""
+        return self.entry is not None and self.entry.failure is None
 
     def write(self, entry: JournalEntry) -> None:
         """Replace the entry, and sync it to the disk. Raises JournalUnwritable; then the old entry is kept."""

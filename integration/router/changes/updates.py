@@ -53,10 +53,12 @@ class Updates:
                 "then update all weights, and enable the workers",
                 code="journal_unresolved", extra={"journal": self.journal.report()},
             )  # fmt: skip
-        known = self.journal.entry
-        if known is None:
-            await self._write(_entry(verb, targets))
+        known, entry = self.journal.entry, _entry(verb, targets)
+        if known is None or (self.journal.is_unresolved and rule.journal != "mends"):
+            await self._write(entry if known is None else known.and_of(entry.targets))
             self._began = {worker.id: worker.num_deaths for worker in targets}
+        if rule.journal != "mends":
+            self._is_over = False  # until the workers have answered
         return known
 
     def _settles(self, rule: Rule, targets: Sequence[Worker]) -> bool:
@@ -69,15 +71,19 @@ class Updates:
         return not self._began or self._began.get(worker.id) == worker.num_deaths
 
     async def partakers(self, verb: str, rule: Rule, workers: Sequence[Worker]) -> list[Worker]:
-        """Choose the workers for a further call of an update. A process that began in the middle of it has no part of
-        it; only taking it back is asked of all. Raises HttpError 409 where none is left: the update is over."""
+        """Choose the workers for a call of an update. A process that began in the middle of it has no part of it; only
+        taking it back, or replacing all weights after a failed one, is asked of all. Where none is left, the update is
+        over: a call that begins another one goes on with all, a further one of a session raises HttpError 409."""
+        if self.journal.is_unresolved and self._settles(rule, workers):
+            return list(workers)
         partaking = [worker for worker in workers if self.partakes(worker)]
         if not partaking:
             logger.error("the update ended with its workers, all of which have other processes now")
             await self._clear()
-            if rule.journal != "mends":
+            if not (rule.is_whole or rule.journal in ("opens", "mends")):
                 message = f"{verb}: every worker of the update ended in the middle of it, which is over: begin again"
                 raise HttpError(409, message, code="update_lost")
+            return list(workers)
         return list(workers) if rule.journal == "mends" else partaking
 
     async def break_off(self, verb: str) -> None:
@@ -101,6 +107,8 @@ class Updates:
         lost = await self._lost(results)
         left = [result for result in results if result not in lost]
         targets = [result.worker for result in left]
+        if rule.is_whole or not self.journal.is_unresolved:
+            self._is_over = all(result.status is not None for result in left)
         if left and all(result.success for result in left):
             await self.read_versions(targets)
             goes_on = rule.journal == "opens" or (known is not None and rule.journal == "writes" and not rule.is_whole)
@@ -116,8 +124,9 @@ class Updates:
         if not self.journal.is_unresolved:
             failed = [f"{r.worker.url}: {r.message or r.status}" for r in results if not r.success]
             failed += [] if failed else ["a worker died that may return with other weights under the same version"]
-            self._is_over = all(result.status is not None for result in results)
             await self._keep(f"{verb} failed: {'; '.join(failed)}")
+        else:
+            self._hold_all()  # also those that had no part of the update that failed first
         return []
 
     async def _succeed(self, verb: str, rule: Rule, targets: Sequence[Worker], known: JournalEntry | None) -> None:
@@ -133,9 +142,7 @@ class Updates:
         ):
             await self._clear()
         if are_alike and self.journal.entry is None:
-            self._registry.accept(targets)
-            if not self._config.allow_mixed_versions:
-                self._registry.hold_others(targets)
+            self._registry.accept_update(targets, self._config.allow_mixed_versions)
             await self._served.written()  # before the trainer hears that the fleet has the new weights
         self._registry.check_versions(self._config.allow_mixed_versions)
 
@@ -208,8 +215,7 @@ class Updates:
         logger.error("a weight update is unresolved: %s", failure)
         # The workers are held before the disk is waited for, because requests go on meanwhile.
         self.journal.fail(failure)
-        for worker in self._registry:
-            self.hold_back(worker)
+        self._hold_all()
         await asyncio.shield(asyncio.to_thread(self.journal.save))
 
     async def resolve(self) -> tuple[JournalEntry | None, dict[str, str | None]]:
@@ -220,6 +226,10 @@ class Updates:
             await self._clear()
             await self.read_versions(self._registry.live())
         return entry, {worker.url: worker.weight_version for worker in self._registry.live()}
+
+    def _hold_all(self) -> None:
+        for worker in self._registry:
+            self.hold_back(worker)
 
     def hold_back(self, worker: Worker) -> None:
         """Hold a worker back if an unresolved update concerns it."""

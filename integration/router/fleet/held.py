@@ -45,7 +45,7 @@ class HeldRequests:
     async def worker(self, find: Callable[[], Worker | None], deadline: float) -> Worker:
         """Return the worker that `find` returns, as soon as it does and all earlier requests have theirs. A request
         that is cancelled leaves the queue. Raises HttpError 503 at `deadline` (time.monotonic), where too many wait,
-        and where only an operator can bring a worker back."""
+        and where only an operator, or an update of lost weights, can bring a worker back."""
         if not self._turns and (worker := find()) is not None:
             return worker
         self._check_room(why_none(self._registry))

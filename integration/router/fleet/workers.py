@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from ..config import worker_url
-from .served import Served, Weights
+from .served import Served
+from .versions import Comparison, served_by
 from .worker import Health, Hold, Worker
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,10 @@ class WorkerRegistry:
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
         self.served = Served()  # on which the workers last agreed; kept while all are dead
+        self.served_file: Path | None = None  # in which it is kept for a restarted router
         self.on_served: Callable[[Served], None] = lambda served: None  # called with it by each check
+        self.is_changing = False  # an administrative change is under way
+        self.has_open_update = False  # an update is in progress, also between the calls of a session
         self.on_change: list[Callable[[], None]] = []  # called after each change that may give a request a worker
 
     def __iter__(self) -> Iterator[Worker]:
@@ -76,9 +81,9 @@ class WorkerRegistry:
         worker.disabled = disabled
         if not disabled:
             worker.holds.pop(Hold.GROUP, None)
-            its, rest = worker.weights, self._agreed(without=worker)
+            its, compared = worker.weights, self._compared()
             is_held = worker.is_alive and Hold.VERSION in worker.holds
-            if is_held and its is not None and not any(its.are_other(one) for one in rest):
+            if is_held and its is not None and not compared.serves_other(worker):
                 worker.holds.pop(Hold.VERSION)
                 self.accept([worker], "an operator has enabled a worker that has it")
         self.notify()
@@ -145,15 +150,18 @@ class WorkerRegistry:
 
     def check_versions(self, allow_mixed: bool, returned: Worker | None = None) -> None:
         """Hold `returned` back if its weights, by version and digest, are others than all other workers' or, without
-        others, than those that the fleet last served. End this hold of the workers whose weights are the same again,
-        or that were all updated since they returned. Then remember the weights on which the workers without this hold
-        agree."""
+        others, than those that the fleet last served. Hold workers that serve beside others of their version as soon as
+        their digests are seen to differ. End this hold of the workers whose weights are the same again, or that were
+        all updated since they returned. Then remember the weights on which the workers without this hold agree."""
+        if returned is not None:
+            returned.weights_at_return = returned.weights
+        strays = [] if allow_mixed or self.is_changing else self._compared().strays()
+        for worker in strays:  # all of them before one is compared with the rest
+            worker.holds[Hold.VERSION] = ""
         for worker in self:
             if worker is not returned and (Hold.VERSION not in worker.holds or not worker.is_alive):
                 continue
-            if worker is returned:
-                worker.weights_at_return = worker.weights
-            why = None if allow_mixed else self._why_other(worker)
+            why = None if allow_mixed else self._compared().why_other(worker)
             if why is None:
                 self.unhold(worker, Hold.VERSION)
                 continue
@@ -166,71 +174,46 @@ class WorkerRegistry:
         if not any(Hold.BROADCAST in worker.holds for worker in self):
             self.accept(serving, "no update through this router brought it")
 
-    def accept(self, workers: Sequence[Worker], warning: str = "") -> None:
-        """Remember the weights of workers as those that the fleet serves, if all have one version. A digest is
-        remembered unless they differ. Logs the warning where another version was served before."""
-        named = {worker: worker.weights for worker in workers if worker.weights is not None}
-        versions = {weights.version for weights in named.values()}
-        if len(versions) != 1:
+    def accept(self, workers: Sequence[Worker], warning: str) -> None:
+        """Remember the weights of workers as those that the fleet serves, if all have one version, see `served_by`.
+        Logs the warning where others were served before."""
+        before, now = self.served.weights, served_by(workers, self.served)
+        if now is None or now.weights is None:
             return
-        [version] = versions
-        digests = {weights.digest for weights in named.values()} - {None}
-        before = self.served.weights
-        if not digests and before is not None and before.version == version:
-            digests = {before.digest}  # a worker's is not known for a moment after a call that failed
-        weights = Weights(version, digests.pop() if len(digests) == 1 else None)
-        if warning and before is not None and weights.are_other(before):
-            logger.warning("the fleet now serves weight version %s instead of %s: %s", weights, before, warning)
-        processes = {worker.url: worker.process for worker in named if worker.process is not None}
-        self._serve(Served(weights, processes))
+        if before is not None and now.weights.are_other(before):
+            logger.warning("the fleet now serves weight version %s instead of %s: %s", now.weights, before, warning)
+        self._serve(now)
 
-    def hold_others(self, updated: Collection[Worker]) -> None:
-        """Hold back the live workers that have other weights than those that an update has brought to `updated`."""
-        assert self.served.weights is not None
-        for worker in self.live():
-            if worker in updated or worker.is_draining or worker.weights is None:
+    def accept_update(self, workers: Sequence[Worker], allow_mixed: bool) -> None:
+        """Remember the weights that an update has brought to workers, and hold back the live workers that have others,
+        or that may have others under the same version."""
+        if (now := served_by(workers, self.served, is_update=True)) is None or now.weights is None:
+            return
+        self._serve(now)
+        for worker in () if allow_mixed else self.live():
+            its = worker.weights
+            if worker in workers or worker.is_draining or its is None:
                 continue
-            if worker.weights.are_other(self.served.weights):
-                worker.weights_at_return = worker.weights
-                why = f"it has weight version {worker.weights}, and an update brought the others {self.served.weights}"
-                self.hold(worker, Hold.VERSION, why)
+            if its.are_other(now.weights):
+                why = f"it has weight version {its}, and an update brought the others {now.weights}"
+            elif (unsure := self._compared().why_other(worker)) is not None:
+                why = unsure
+            else:
+                continue
+            worker.weights_at_return = its
+            self.hold(worker, Hold.VERSION, why)
+
+    def awaits_update(self, worker: Worker) -> bool:
+        """Return whether a worker gets requests only after an update, which is not under way, or by an operator, since
+        it has other weights than the fleet last served. Changes nothing."""
+        return not self.is_changing and not self.has_open_update and self._compared().awaits_update(worker)
+
+    def _compared(self) -> Comparison:
+        return Comparison(self.live(), self.served, self.served_file)
 
     def _serve(self, served: Served) -> None:
         self.served = served
         self.on_served(served)
-
-    def _agreed(self, without: Worker | None = None) -> list[Weights]:
-        """Return the weights of the live workers that are not held for theirs."""
-        return [
-            worker.weights for worker in self.live()
-            if worker is not without and Hold.VERSION not in worker.holds and worker.weights is not None
-        ]  # fmt: skip
-
-    def _why_other(self, worker: Worker) -> str | None:
-        """Return the reason to hold a worker for its weights; None: there is none. Changes nothing."""
-        its, rest, served = worker.weights, self._agreed(without=worker), self.served
-        if its is None:
-            return None
-        if rest:
-            alike = [one for one in rest if not its.are_other(one)]
-            if not alike:
-                listed = ", ".join(sorted(set(map(str, rest))))
-                return f"it has weight version {its}, the others {listed}"
-            return _why_unnamed(worker, alike)
-        if served.weights is None:
-            return None
-        if worker.process is not None and worker.process == served.processes.get(worker.url):
-            return None  # it served them: where it has others, a trainer has updated it since
-        if not its.are_other(served.weights):
-            return _why_unnamed(worker, [served.weights])
-        # None serves. Workers that a trainer has updated directly since they returned serve when all have the same.
-        is_updated = worker.weights_at_return is not None and its.are_other(worker.weights_at_return)
-        if is_updated and not any(one.weights is None or its.are_other(one.weights) for one in self.live()):
-            return None
-        return (
-            f"it has weight version {its}, and the fleet last served {served.weights}: update the "
-            "weights, or enable the worker to accept its version"
-        )
 
     def notify(self) -> None:
         """Call the functions that wait for a change."""
@@ -238,19 +221,14 @@ class WorkerRegistry:
             call()
 
 
-def _why_unnamed(worker: Worker, like: Sequence[Weights]) -> str | None:
-    """Return the reason to wait for the digest of a worker that will report one: equal versions are not enough."""
-    if worker.guarantee is None or worker.weight_digest is not None or any(one.digest is None for one in like):
-        return None
-    return f"the digest of its weights {worker.weights} is not known yet, to compare it with {like[0]}"
-
-
 def needs_operator(registry: WorkerRegistry) -> bool:
-    """Return whether no worker can take requests again without an operator. False where there are no workers: some may
-    be added."""
+    """Return whether no worker can take requests again without an operator, or an update that has yet to begin. False
+    where there are no workers: some may be added."""
     workers = list(registry)
     forbidding = {Hold.GROUP, Hold.JOURNAL}
-    return bool(workers) and all(worker.disabled or forbidding & worker.holds.keys() for worker in workers)
+    return bool(workers) and all(
+        worker.disabled or forbidding & worker.holds.keys() or registry.awaits_update(worker) for worker in workers
+    )
 
 
 def why_none(registry: WorkerRegistry) -> str:

@@ -180,6 +180,65 @@ def test_a_call_that_replaces_all_weights_settles_an_update_that_a_busy_worker_r
     assert fleet.report(idle)["routable"] and fleet.report(busy)["routable"]
 
 
+def test_a_call_that_replaces_all_weights_settles_an_update_also_at_a_worker_that_was_restarted_since(make_fleet):
+    named = {"weight_digest": "d1", "guarantee": {"invariant": True}}
+    fleet, new = make_fleet([FakeWorker(**named), FakeWorker(**named)]), FakeWorker(**named)
+    try:
+        done, restarted = fleet.workers
+        done.answers[ONE_CALL] = becomes(done, "2", weight_digest="d2")
+        restarted.answers[ONE_CALL] = refuse("1 requests are running", "NotIdle")
+        assert fleet.post(ONE_CALL).status_code == 502 and not is_resolved(fleet)
+        restarted.stop()
+        wait_until(lambda: fleet.report(restarted)["status"] == "dead", "it is dead")
+        come_back(fleet, restarted, "1")
+        fleet.post("/workers", {"url": new.url})
+        wait_until(lambda: fleet.report(new)["status"] == "alive", "it is there")
+        restarted.answers[ONE_CALL] = new.answers[ONE_CALL] = refuse("1 requests are running", "NotIdle")
+        assert fleet.post(ONE_CALL).status_code == 502 and not is_resolved(fleet)
+        assert "journal" in fleet.report(new)["held"] and "journal" in fleet.report(restarted)["held"]
+        for worker in (restarted, new):
+            worker.answers[ONE_CALL] = becomes(worker, "2", weight_digest="d2")
+        settled = fleet.post(ONE_CALL)
+        assert settled.status_code == 200 and is_resolved(fleet) and "lost_workers" not in settled.json()
+        assert {result["worker"] for result in settled.json()["results"]} == {done.url, restarted.url, new.url}
+        assert all(fleet.report(worker)["routable"] for worker in (done, restarted, new))
+    finally:
+        new.stop()
+
+
+def test_a_call_that_settles_and_is_not_answered_may_still_arrive_too(make_fleet):
+    named = {"weight_digest": "d1", "guarantee": {"invariant": True}}
+    fleet = make_fleet([FakeWorker(**named), FakeWorker(**named)])
+    done, mute = fleet.workers
+    done.answers[ONE_CALL] = becomes(done, "2", weight_digest="d2")
+    mute.answers[ONE_CALL] = refuse("1 requests are running", "NotIdle")
+    assert fleet.post(ONE_CALL).status_code == 502
+
+    def end(body: dict) -> tuple[int, object]:
+        raise ConnectionAbortedError  # it lives, and may have begun
+
+    mute.answers[ONE_CALL] = end
+    assert fleet.post(ONE_CALL).status_code == 502
+    assert fleet.post(ONE_CALL).status_code == 409 and not is_resolved(fleet)
+
+
+@pytest.mark.parametrize("verb", [SESSION[0], ONE_CALL])
+def test_an_update_that_begins_after_one_whose_workers_have_all_ended_goes_on_at_once(make_fleet, verb):
+    fleet = make_fleet(1)
+    [worker] = fleet.workers
+    assert fleet.post(SESSION[0]).status_code == 200
+    worker.stop()
+    wait_until(lambda: fleet.report(worker)["status"] == "dead", "it is dead")
+    come_back(fleet, worker, "1")
+    worker.calls.clear()
+    answer = fleet.post(verb)
+    assert answer.status_code == 200 and len(worker.asked(verb)) == 1, answer.text
+    assert fleet.http.get("/weight_update_journal").json()["unresolved"] is False
+    if verb == SESSION[0]:
+        assert fleet.post(SESSION[2]).status_code == 200
+    assert is_resolved(fleet)
+
+
 def test_workers_that_have_different_weights_after_an_update_of_one_version_serve_none(make_fleet):
     fleet = make_fleet(2)
     for worker, digest in zip(fleet.workers, ("a", "b"), strict=True):
