@@ -155,7 +155,7 @@ class RemoteEngine(RemoteTarget):
             why = f"not ready within {timeout_s:g} s" if not lines else "it ended before it was ready"
             self.process.kill()
             self.process.communicate()
-            tail = "".join(self._log.read_text().splitlines(keepends=True)[-20:])
+            tail = "".join(self._log.read_text().splitlines(keepends=True)[-40:])
             raise TargetError(self.name, "start", f"{why}; its log ends:\n{tail}")
 
 

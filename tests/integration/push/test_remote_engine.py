@@ -215,7 +215,7 @@ def test_pushes_over_every_transport_reach_a_separate_process_and_one_in_this(ma
 
 @pytest.mark.slow
 def test_an_engine_that_cannot_start_shows_the_end_of_its_log(folder):
-    with pytest.raises(TargetError, match=r"broken: start: it ended[\s\S]*no config\.json") as failed:
+    with pytest.raises(TargetError, match=r"broken: start: it ended[\s\S]*there is no model folder") as failed:
         RemoteEngine(folder / "nowhere", folder, "broken", SETTINGS, timeout_s=START_S)
     assert "Traceback" in str(failed.value)
 
