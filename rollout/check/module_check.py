@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...kernels.machine import kept_checks
@@ -138,7 +138,7 @@ def _check_whole(hosted: HostedModel) -> Verdict:
         raise ValueError(
             f"{name} cannot be hosted: with the engine's attention and operations its log-probabilities differ by up "
             f"to {_gap(whole, own):.2g} from its own ({num_tokens} tokens; a relative difference of {difference:.2g}, "
-            f"of which rounding explains {tolerance:g})"
+            f"of which rounding explains {tolerance:g}){_wrapper(module)}"
         )
     return Verdict(num_tokens, bits_gap, max(difference, _check_long_windows(hosted)), time.perf_counter() - started)
 
@@ -206,6 +206,20 @@ def _cause(hosted: HostedModel, ids: Tensor, other: Tensor, num_tokens: int) -> 
                 if is_invariant or _difference(its, mine) > TOLERANCE[hosted.dtype]:
                     return f"the code of {found.owner} computes other numbers at the {found.place}"
     return "its forward depends on the tokens of one call, not on their positions alone"
+
+
+def _wrapper(module: nn.Module) -> str:
+    """Say which function was put around the module's forward, as a possible cause; nothing where there is none."""
+    forward = vars(module).get("forward")
+    forward = getattr(forward, "__func__", forward)
+    if forward is None or forward is type(module).forward:
+        return ""
+    return (
+        f". Its forward was replaced by {getattr(forward, '__qualname__', repr(forward))} of "
+        f"{getattr(forward, '__module__', None)}, which may compute otherwise: accelerate's prepare wraps it in "
+        "autocast where mixed_precision is set. Give the engine the module with its own forward "
+        "(accelerator.unwrap_model(model, keep_fp32_wrapper=False))"
+    )
 
 
 def _gap(found: Tensor, expected: Tensor) -> float:

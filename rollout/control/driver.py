@@ -51,7 +51,7 @@ class Driver:
         self._turn_lock = threading.Lock()
         self._thread: threading.Thread | None = None  # runs the steps, once started
         self._failure: Exception | None = None  # the error that ended the thread
-        self.is_closed = False
+        self.is_closed = False  # no step runs any more; the inbox is closed before
         self._step_began: float | None = None  # of time.monotonic(); None while no step runs
         self._model.before_phase_ends = self.drain
         self._ranks.on_loss.append(self._on_loss)
@@ -60,8 +60,7 @@ class Driver:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the engine's: no thread of the engine runs here, and locks may be held for
-        ever."""
+        """Whether this process is a fork of the engine's: no thread of it runs here, and locks may stay held."""
         return os.getpid() != self._process
 
     def check_process(self) -> None:
@@ -73,9 +72,9 @@ class Driver:
             )
 
     def check_open(self) -> None:
-        """Raise EngineStopped after `close`, and ForkedProcess in a fork."""
+        """Raise EngineStopped from the begin of `Engine.close` on, and ForkedProcess in a fork."""
         self.check_process()
-        if self.is_closed:
+        if self.inbox.is_closed:
             raise EngineStopped("the engine is closed: make another one")
 
     # -- requests ---------------------------------------------------------------------------------------------------
@@ -148,6 +147,9 @@ class Driver:
         SamplingRefused where it cannot succeed yet.
         """
         self.check_open()
+        self._settle()
+
+    def _settle(self) -> None:
         if (call := self._unsettled()) is not None:
             with self._model.rollout_phase():
                 call()
@@ -163,7 +165,7 @@ class Driver:
 
     def run_step(self) -> None:
         """Run one step in this thread. Runs nothing while paused, or without requests."""
-        self.check_open()
+        self.check_process()
         with self._wake, self._model.rollout_phase(admits=False):
             self.take_inbox(SLICE)
             try:
@@ -191,8 +193,10 @@ class Driver:
             thread.join()
 
     def close(self) -> None:
-        """End the thread of coroutines' steps. No step runs and no request is taken afterwards."""
-        self.is_closed = True
+        """End the thread of coroutines' steps. No step runs afterwards."""
+        with self._wake, self._turn_lock:
+            self.is_closed = True
+            self._wake.notify_all()
         self._stepper.shutdown()
 
     def _on_loss(self) -> None:
@@ -259,17 +263,21 @@ class Driver:
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
         """Return when `is_done()`. Runs steps meanwhile if no thread does."""
-        self.check_open()
+        self.check_process()
         self._kick.set()  # the rollout phase may have begun with this call
-        self._settle_unless_driven()
-        while not self._wait_a_step(is_done):
-            self._settle_unless_driven()
+        while True:
+            if self._thread is None:
+                self._settle()
+            if self._wait_a_step(is_done):
+                return
 
     def _wait_a_step(self, is_done: Callable[[], bool]) -> bool:
         """Return True if `is_done()`; else run one step, or wait for a change where another thread runs them."""
         with self._wake:
             if is_done():
                 return True
+            if self.is_closed:
+                self.check_open()
             self._ranks.check()
             if self._failure is not None:
                 raise EngineStopped("the engine's loop has ended") from self._failure
@@ -287,23 +295,20 @@ class Driver:
 
         Coroutines that ask at the same time share a step; otherwise each would wait for the steps of all others.
         """
-        self.check_open()
-        if self._thread is not None:
-            await asyncio.to_thread(self.wait_until, is_done)
-            return
+        self.check_process()
         with self._turn_lock:
-            if self._turn is None or self._turn.done():
+            is_mine = self._thread is None and not self.is_closed
+            if is_mine and (self._turn is None or self._turn.done()):
                 self._turn = self._stepper.submit(self._settle_and_step)
-            turn = self._turn
-        await asyncio.shield(asyncio.wrap_future(turn))
-
-    def _settle_unless_driven(self) -> None:
-        if self._thread is None:
-            self.settle()
+            turn = self._turn if is_mine else None
+        if turn is None:
+            await asyncio.to_thread(self.wait_until, is_done)
+        else:
+            await asyncio.shield(asyncio.wrap_future(turn))
 
     def _settle_and_step(self) -> None:
-        self.settle()
-        self._wait_a_step(lambda: False)
+        self._settle()
+        self._wait_a_step(lambda: self.is_closed)  # then `progress` looks who has an answer
 
     # -- commands ---------------------------------------------------------------------------------------------------
 

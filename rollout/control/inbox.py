@@ -20,6 +20,7 @@ class Inbox:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
+        self.is_closed = False  # then no request is posted any more
         self.alarm = StepAlarm()  # guarded by the engine's lock
         self._requests: dict[str, Request] = {}
         self._claimed: set[str] = set()  # ids of requests that are being made
@@ -32,6 +33,11 @@ class Inbox:
     def __contains__(self, id: str) -> bool:
         """Return whether a request that the loop has not taken, or that is being made, has this id."""
         return id in self._requests or id in self._claimed
+
+    def close(self) -> None:
+        """Take no request any more. Those that are here are still handed over."""
+        with self.lock:
+            self.is_closed = True
 
     def claim(self, ids: Iterable[str]) -> None:
         """Keep ids for requests that will be posted. The caller holds `lock` and has checked that they are free."""

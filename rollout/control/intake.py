@@ -216,10 +216,12 @@ def as_params(params: Params) -> SamplingParams:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or several as a list. Raises ValueError for what is neither."""
+    """Return one prompt or several as a list. Raises ValueError for what is neither: a tensor, an array of numbers."""
     if isinstance(prompts, str | bytes | bytearray | memoryview | Mapping):
         return [prompts]
-    if isinstance(prompts, Set) or hasattr(prompts, "tolist"):  # a set has no order
+    dtype = getattr(prompts, "dtype", None)  # of a tensor, or of an array, whose objects and texts may be prompts
+    has_numbers = dtype is not None and getattr(dtype, "kind", None) not in ("O", "U")
+    if isinstance(prompts, Set) or has_numbers:  # a set has no order
         raise _no_prompt(prompts)
     try:
         given: list[Any] = list(prompts)

@@ -286,6 +286,7 @@ class RequestDesk:
                     request.base_id = option.base_id or name
                 requests += made
             with self._inbox.lock:
+                self._driver.check_open()  # again: the engine may have been closed while the requests were made
                 connect(ids)
                 self._inbox.post(requests)
         finally:

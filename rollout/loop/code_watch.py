@@ -30,9 +30,10 @@ class CodeWatch:
             return
         if self._parts.ledger.usage.num_cached or self._parts.scheduler.num_running:
             logger.warning(
-                "settings, forwards or hooks of %s are others than in the rollout phase before: cached KV is dropped",
-                type(self._parts.model.module).__name__,
-            )
+                "settings, forwards or hooks of %s are others than in the rollout phase before (%s): cached KV is "
+                "dropped",
+                type(self._parts.model.module).__name__, ", ".join(self._parts.model.phase.changed_code),
+            )  # fmt: skip
         drop_kv(self._parts, self._loop)
 
 

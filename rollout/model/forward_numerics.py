@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..errors import PhaseError
 from ..sharding.division import Division
 from .attention import ATTENTION_NAMES
 from .experts import EXPERTS
+from .module_code import ModuleCode
 from .numerics import Numerics
 from .tensors import first_weight
 
@@ -33,6 +34,7 @@ class ForwardNumerics:
     def __init__(self, module: PreTrainedModel, invariant: bool, division: Division) -> None:
         self.module = module
         self._tree = list(module.modules())
+        self.code = ModuleCode(self._tree)
         self.numerics = Numerics(module, invariant, division)
         # Ranks that share experts need the sums of their parts, and only our implementation computes them.
         self._own_experts = invariant or division.mesh.tp > 1
@@ -52,11 +54,13 @@ class ForwardNumerics:
                 self._refuse_other_tree()
                 with ExitStack() as entered:
                     entered.enter_context(self._held())
-                    entered.enter_context(_uncompiled(self.module))
+                    entered.enter_context(_uncompiled(self._tree))
+                    self.code.note_forwards()
                     entered.enter_context(restored_implementations(self.module))
                     self._use_implementations()
                     entered.enter_context(self.numerics.installed())
-                    for part in self.module.modules():
+                    self.code.note_installed()
+                    for part in self._tree:
                         if (own := vars(part).get(_CHECKPOINT)) is not None:
                             entered.callback(setattr, part, _CHECKPOINT, own)
                             setattr(part, _CHECKPOINT, self._checkpointing(own))
@@ -86,7 +90,7 @@ class ForwardNumerics:
         finally:
             with _holders_lock:
                 for model in models:
-                    del _holders[model]
+                    _holders.pop(model, None)  # at the end of a process it may be gone
 
     def _refuse_other_tree(self) -> None:
         now = list(self.module.modules())
@@ -102,7 +106,7 @@ class ForwardNumerics:
         path = guarantee.attention if guarantee else attention_path(parameter.device, parameter.dtype)
         self.module.set_attn_implementation(ATTENTION_NAMES[path])
         if self._own_experts:
-            for part in self.module.modules():
+            for part in self._tree:
                 if hasattr(part, "has_gate") and isinstance(config := getattr(part, "config", None), PretrainedConfig):
                     config._experts_implementation_internal = EXPERTS
 
@@ -125,10 +129,10 @@ class ForwardNumerics:
 
 
 @contextmanager
-def _uncompiled(module: nn.Module) -> Iterator[None]:
+def _uncompiled(parts: Iterable[nn.Module]) -> Iterator[None]:
     """Run parts that were compiled in place, or whose forward was, uncompiled; restores both when the context ends."""
     with ExitStack() as entered:
-        for part in module.modules():
+        for part in parts:
             own = vars(part)
             if (compiled := own.get(_COMPILED)) is not None:
                 entered.callback(setattr, part, _COMPILED, compiled)

@@ -12,9 +12,6 @@ from .forward_numerics import ForwardNumerics
 from .phase_gate import PhaseGate
 from .weight_forms import WeightForms
 
-_PLAIN = (bool, int, float, str)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # dictionaries of hooks, by ids that are given once
-
 
 class RolloutPhase:
     """The rollout phase of one module. Thread-safe; a phase may be entered while it is open.
@@ -26,8 +23,7 @@ class RolloutPhase:
         """Start outside the phase. owned: the module is the engine's own, so no caller waits for its phase."""
         self.before_end: Callable[[], None] = lambda: None
         self.num_begun = 0  # phases so far
-        self.code_version = 0  # grows when a phase finds the module's settings or forwards changed
-        self._code: int | None = None
+        self._replaced_versions = 0  # of the code of numerics that were replaced
         self._hosted, self._owned = hosted, owned
         self._forms = None if owned else WeightForms(hosted.module)
         self._lock = threading.RLock()
@@ -44,6 +40,16 @@ class RolloutPhase:
     def is_set_up(self) -> bool:
         """Whether the module has the engine's numerics and flags, which it keeps until the phase has ended."""
         return self._exit is not None
+
+    @property
+    def code_version(self) -> int:
+        """A number that grows when a phase finds the module's settings, forwards or hooks changed."""
+        return self._replaced_versions + self._hosted.code.version
+
+    @property
+    def changed_code(self) -> tuple[str, ...]:
+        """Names of the settings that changed last, or "forwards or hooks"."""
+        return self._hosted.code.changed
 
     @contextmanager
     def entered(self, *, admits: bool) -> Iterator[None]:
@@ -94,7 +100,8 @@ class RolloutPhase:
             if self._exit is not None:
                 self._exit.close()
             try:
-                self._hosted = make()
+                former, self._hosted = self._hosted, make()
+                self._replaced_versions += former.code.version
             finally:
                 if is_set_up:
                     self._set_up()
@@ -104,14 +111,13 @@ class RolloutPhase:
         module = self._hosted.module
         if self._forms is not None:
             self._forms.refuse_others()
-        self.num_begun += 1
-        if (code := _code_of(module)) != self._code:
-            self._code, self.code_version = code, self.code_version + 1
         with ExitStack() as entered:
             entered.callback(self._forget_exit)
             entered.enter_context(self._hosted.installed())
             entered.enter_context(evaluated(module))
+            self._hosted.code.look()  # last: a phase that is refused changes nothing
             self._exit = entered.pop_all()
+        self.num_begun += 1
 
     def _end(self) -> None:
         try:
@@ -124,17 +130,6 @@ class RolloutPhase:
 
     def _forget_exit(self) -> None:
         self._exit = None
-
-
-def _code_of(module: nn.Module) -> int:
-    """Return a number of the plain attributes of all parts, such as scales and windows, and of the forwards and hooks
-    that instances have of their own: a recorded step repeats what they were, and KV is of them."""
-    found: list[object] = []
-    for part in module.modules():
-        own = vars(part)
-        found += [(name, value) for name, value in own.items() if type(value) in _PLAIN and name != "training"]
-        found.append((id(own.get("forward")), *(tuple(own[name]) for name in _HOOKS)))
-    return hash(tuple(found))
 
 
 @contextmanager

@@ -103,6 +103,18 @@ def test_a_planted_fault_is_refused_by_name_when_the_engine_is_made(model, fault
     assert not any("forward" in vars(part) for part in model.modules())
 
 
+def test_a_forward_that_was_wrapped_is_named_where_numbers_differ(model):
+    own = model.forward
+
+    def in_autocast(*args: object, **kwargs: object) -> object:
+        with torch.autocast("cpu", torch.bfloat16):
+            return own(*args, **kwargs)
+
+    model.forward = in_autocast
+    with pytest.raises(ValueError, match=r"log-probabilities differ .* replaced by .*in_autocast of .*unwrap_model"):
+        host(model)
+
+
 def test_a_model_that_counts_other_positions_is_refused_without_invariance_too(make_model):
     model = make_model("qwen3", torch.bfloat16)
     plant(model, ShiftedModel)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+
+import numpy as np
 import pytest
+import torch
 
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.tests.rollout.engine.callers import assert_idle, sampled
@@ -33,6 +37,26 @@ def test_bad_prompt_is_named_and_nothing_is_queued(make_engine, prompt, message)
         engine.generate(prompt, sampled())
     assert_idle(engine)
     assert len(engine.mailboxes) == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [array("i", [1, 2, 3]), (1, 2, 3), np.array([[1, 2, 3], [4, 5]], dtype=object), [array("q", [1, 2, 3])]],
+    ids=str,
+)
+def test_arrays_of_integers_and_of_prompts_are_taken(make_engine, given):
+    engine = make_engine()
+    lists = [[1, 2, 3], [4, 5]] if isinstance(given, np.ndarray) else [[1, 2, 3]]
+    found, expected = engine.generate(given, sampled()), engine.generate(lists, sampled())
+    assert [one.prompt_ids for one in found] == [one.prompt_ids for one in expected] == [tuple(ids) for ids in lists]
+
+
+@pytest.mark.parametrize("given", [np.array([1, 2]), np.array([[1, 2], [3, 4]]), torch.tensor([1, 2])], ids=str)
+def test_tensors_and_arrays_of_numbers_are_refused_with_the_remedy(make_engine, given):
+    engine = make_engine()
+    with pytest.raises(ValueError, match=rf"(?s)not {type(given).__name__} .*tolist\(\) makes a list of it"):
+        engine.generate(given, sampled())
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize("prompts", ["a\ud800", ["a", "b\ud800"]], ids=ascii)

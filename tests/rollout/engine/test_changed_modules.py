@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -143,3 +145,22 @@ def test_a_closed_engine_takes_no_request_and_starts_no_thread(make_model):
             use()
     assert engine.kv_bytes == 0 and not engine.is_started and model.training
     assert make(model).generate([PROMPT], sampled())[0].token_ids
+
+
+UNCLOSED = """
+import sys
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+
+service = RolloutService(Engine(sys.argv[1], EngineConfig(kv_cache="16 blocks")))
+service.update_weights_from_disk(sys.argv[1])
+service.commit_implicit_update()
+"""
+
+
+def test_a_process_that_closes_no_engine_ends_without_an_error(make_model, tmp_path):
+    """The phase of an engine's own module ends with the interpreter, when the module may be gone already."""
+    make_model("qwen3").save_pretrained(tmp_path)
+    ended = subprocess.run([sys.executable, "-c", UNCLOSED, tmp_path], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "Exception ignored" not in ended.stderr, ended.stderr
