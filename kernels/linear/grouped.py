@@ -82,16 +82,24 @@ def _entry_point() -> Callable[..., int]:
 
 def _check(x: Tensor, experts: Tensor, weights: Tensor, biases: Tensor | None, gated: bool) -> None:
     wrong = []
-    dtypes = {x.dtype, weights.dtype, *(() if biases is None else (biases.dtype,))}
-    if len(dtypes) > 1 or x.dtype not in (torch.bfloat16, torch.float32) or not (x.is_cpu and weights.is_cpu):
+    if x.dtype not in (torch.bfloat16, torch.float32) or not (x.is_cpu and weights.is_cpu):
         wrong.append(f"x is {x.dtype} on {x.device}, the weights are {weights.dtype} on {weights.device}")
-    if x.dim() != 2 or weights.dim() != 3 or x.shape[-1] != weights.shape[-1]:
-        wrong.append(f"x is {list(x.shape)} and the weights are {list(weights.shape)}")
     if experts.dtype is not torch.int64 or experts.dim() != 1 or (len(x) and len(experts) % len(x)):
         wrong.append(f"experts are {experts.dtype} {list(experts.shape)} for {len(x)} rows")
+    if wrong := [*wrong, *faults_of_operands(x, weights, biases, gated)]:
+        raise ValueError("grouped_products: " + "; ".join(wrong))
+
+
+def faults_of_operands(x: Tensor, weights: Tensor, biases: Tensor | None, gated: bool) -> list[str]:
+    """List what does not fit of x [rows,K], weights [E,N,K] and biases [E,N], on any device."""
+    wrong = []
+    if {weights.dtype, x.dtype if biases is None else biases.dtype} != {x.dtype}:
+        of_biases = "" if biases is None else f", the biases {biases.dtype}"
+        wrong.append(f"x is {x.dtype}, the weights are {weights.dtype}{of_biases}")
+    if x.dim() != 2 or weights.dim() != 3 or x.shape[-1] != weights.shape[-1]:
+        wrong.append(f"x is {list(x.shape)} and the weights are {list(weights.shape)}")
     if biases is not None and biases.shape != weights.shape[:2]:
         wrong.append(f"biases are {list(biases.shape)} and the weights {list(weights.shape)}")
     if gated and weights.shape[1] % 2:
         wrong.append(f"gates and ups are {weights.shape[1]} columns together")
-    if wrong:
-        raise ValueError("grouped_products: " + "; ".join(wrong))
+    return wrong

@@ -23,6 +23,7 @@ from ..layers.triton_swiglu import gated as gate_values
 from ..machine import triton_numbers
 from ..machine.triton_launches import UNFUSED, early_launch, wait_for_inputs
 from ..machine.triton_numbers import INTERPRETED, dot_added, rounded, widened
+from .grouped import faults_of_operands
 from .tiles import Tile, choose_grouped_tile, grouped_tiles_of
 from .triton_kernels import INTERPRETED_STEP, SERVED, fixed_product
 
@@ -82,20 +83,13 @@ class Routes:
         return out
 
     def _check(self, x: Tensor, weights: Tensor, biases: Tensor | None, gated: bool) -> None:
-        wrong, count = [], len(self._experts)
-        dtypes = {x.dtype, weights.dtype, *(() if biases is None else (biases.dtype,))}
-        if len(dtypes) > 1 or x.dtype not in SERVED:
-            wrong.append(f"x is {x.dtype}, the weights are {weights.dtype}")
-        if x.dim() != 2 or weights.dim() != 3 or x.shape[-1] != weights.shape[-1]:
-            wrong.append(f"x is {list(x.shape)} and the weights are {list(weights.shape)}")
+        wrong, count = faults_of_operands(x, weights, biases, gated), len(self._experts)
+        if x.dtype not in SERVED:
+            wrong.append(f"x is {x.dtype}")
         if len(x) and count % len(x):
             wrong.append(f"{count} routes of {len(x)} rows")
         if len(weights) != len(self._starts) - 1:
             wrong.append(f"weights of {len(weights)} experts for routes to {len(self._starts) - 1}")
-        if biases is not None and biases.shape != weights.shape[:2]:
-            wrong.append(f"biases are {list(biases.shape)} and the weights {list(weights.shape)}")
-        if gated and weights.shape[1] % 2:
-            wrong.append(f"gates and ups are {weights.shape[1]} columns together")
         if wrong:
             raise ValueError("the grouped product: " + "; ".join(wrong))
 

@@ -40,7 +40,6 @@ class Routes:
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
         """Look on the host how many routes each expert has."""
-        self._experts = experts
         self._order = torch.argsort(experts, stable=True)
         self._places = torch.argsort(self._order)  # of the routes, in that order
         self._counts: list[int] = torch.bincount(experts, minlength=num_experts).tolist()
