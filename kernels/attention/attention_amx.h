@@ -38,6 +38,7 @@ inline void transpose_4_columns(__m512i v[4]) {
 class ByMatrix : public Paired {
  public:
   static constexpr bool MULTIPLIES_ALL_ROWS = true;
+  static constexpr int64_t ROWS_AT_ONCE = 128;  // several heads: each waits for its tiles while others go on
   static constexpr int64_t BLOCK = 16;  // keys in a tile register, and query rows at a time
 
   // Prepares for items of `rows` query rows for each of `heads` KV heads, until close().
@@ -51,7 +52,7 @@ class ByMatrix : public Paired {
     reserve(scores_, groups_ * (TILE / BLOCK));
     reserve(probs_, heads * groups_ * (TILE / amx::STEP));
     reserve(keys_, TILE / BLOCK * key_steps_);
-    reserve(values_, TILE / amx::STEP * value_tiles_);
+    reserve(values_, 2 * TILE / amx::STEP * value_tiles_);
     reserve(sums_, heads * groups_ * value_tiles_);
     configure();
   }
@@ -75,8 +76,14 @@ class ByMatrix : public Paired {
     }
   }
 
+  // The calls of `ahead`, which prefetches the next tile, for one head of a whole tile.
+  int64_t calls_ahead() const {
+    return TILE / BLOCK / 2 * key_steps_ * 4 * groups_ + TILE / 2 * ((value_tiles_ + 1) / 2);
+  }
+
   // Computes scores of all rows with positions [begin, at.count), in the layout of the tile unit; spread() makes rows.
-  void multiply_queries(const Problem& p, const Positions& at, int64_t head, int64_t begin) {
+  template <typename Ahead>
+  void multiply_queries(const Problem& p, const Positions& at, int64_t head, int64_t begin, const Ahead& ahead) {
     first_ = begin / BLOCK, last_ = (at.count + BLOCK - 1) / BLOCK;
     const bf16* keys[TILE / BLOCK];
     int64_t stride[TILE / BLOCK];
@@ -97,10 +104,14 @@ class ByMatrix : public Paired {
         _tile_zero(1);
         for (int64_t s = 0; s < key_steps_; s++) {
           _tile_loadd(2, queries[s].values, column_bytes);
+          ahead();
           _tile_loadd(3, keys[b] + s * amx::STEP, stride[b]);
+          ahead();
           _tile_dpbf16ps(0, 3, 2);
           if (!is_pair) continue;
+          ahead();
           _tile_loadd(4, keys[b + 1] + s * amx::STEP, stride[b + 1]);
+          ahead();
           _tile_dpbf16ps(1, 4, 2);
         }
         amx::Tile* raw = raw_of(head, g) + b;
@@ -128,8 +139,11 @@ class ByMatrix : public Paired {
     for (int r = 0; r < R; r++) found[r] = load((const float*)scores_.data() + (row + r) * TILE + j);
   }
 
-  // Interleaves the values at positions [begin, at.count); before and after them others are repeated.
-  void open_values(const Problem& p, const Positions& at, int64_t kv_head, int64_t begin) {
+  // Interleaves the values of a head, in the order of `head`, at positions [begin, at.count); before and after them others
+  // are repeated. They stay until the head after the next: a tile load of what was stored just before would wait for it.
+  template <typename Ahead>
+  void open_values(const Problem& p, const Positions& at, int64_t kv_head, int64_t head, int64_t begin,
+                   const Ahead& ahead) {
     Paired::open_values(p, at, kv_head);
     for (int64_t j = 0; j < begin; j++) row_[j] = row_[begin];
     first_step_ = begin / amx::STEP, last_step_ = (at.count + amx::STEP - 1) / amx::STEP;
@@ -137,13 +151,14 @@ class ByMatrix : public Paired {
       const bf16* const* rows = row_ + s * amx::STEP;
       for (int64_t c = 0; c < value_tiles_; c += 2) {
         const bool is_part = c * BLOCK + amx::STEP > width_;
-        bf16* to = values_[s * value_tiles_ + c].values;
+        bf16* to = values_of(head)[s * value_tiles_ + c].values;
         for (int64_t i = 0; i < BLOCK; i++, to += amx::STEP) {
           const bf16 *even = rows[2 * i] + c * BLOCK, *odd = rows[2 * i + 1] + c * BLOCK;
           const __m512i a = is_part ? _mm512_maskz_loadu_epi16(Paired::last_, even) : _mm512_loadu_si512(even);
           const __m512i b = is_part ? _mm512_maskz_loadu_epi16(Paired::last_, odd) : _mm512_loadu_si512(odd);
           _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
           _mm512_store_si512(to + BLOCK * amx::STEP, _mm512_unpackhi_epi16(a, b));
+          ahead();
         }
       }
     }
@@ -170,7 +185,7 @@ class ByMatrix : public Paired {
         _tile_zero(6);
         _tile_zero(7);
         for (int64_t s = first_step_; s < last_step_; s++) {
-          const amx::Tile* values = values_.data() + s * value_tiles_ + c;
+          const amx::Tile* values = values_of(head) + s * value_tiles_ + c;
           _tile_loadd(5, probs[s].values, 64);
           _tile_loadd(3, values[0].values, 64);
           _tile_dpbf16ps(6, 5, 3);
@@ -216,6 +231,7 @@ class ByMatrix : public Paired {
     return queries_.data() + (head * groups_ + group) * key_steps_;
   }
 
+  amx::Tile* values_of(int64_t head) { return values_.data() + head % 2 * (TILE / amx::STEP * value_tiles_); }
   amx::Tile* raw_of(int64_t head, int64_t group) { return raw_.data() + (head * groups_ + group) * (TILE / BLOCK); }
   amx::Tile* probs_of(int64_t head, int64_t group) {
     return probs_.data() + (head * groups_ + group) * (TILE / amx::STEP);

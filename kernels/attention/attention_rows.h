@@ -15,7 +15,7 @@ struct Scratch {
   typename Tile::Element* query;
   float *out, *probs, *total, *top;
   Tile tile;
-  Positions at, next;  // this tile, and the one to prefetch meanwhile
+  Positions tiles[2];  // this tile, and the one to prefetch meanwhile
   Fetch keys, values;  // of the next tile
   std::vector<char> memory;
   void reserve(int64_t rows, int64_t sharing, int64_t key_width, int64_t value_width) {
@@ -156,14 +156,13 @@ class Attending {
   void run() {
     if constexpr (Tile::MULTIPLIES_ALL_ROWS) scratch_.tile.open(p_, sharing_, item_.kv_end - item_.kv_begin);
     for (int64_t head = item_.kv_begin; head < item_.kv_end; head++) begin(head);
-    item_.open(p_, item_.begin, scratch_.next);
-    for (int64_t t = item_.begin; t < item_.end; t += TILE) {
-      std::swap(scratch_.at, scratch_.next);
-      scratch_.next.count = 0;
+    item_.open(p_, item_.begin, *at_);
+    for (int64_t t = item_.begin; t < item_.end; t += TILE, std::swap(at_, next_)) {
+      next_->count = 0;
       if (t + TILE < item_.end)
-        item_.open(p_, t + TILE, scratch_.next);
+        item_.open(p_, t + TILE, *next_);
       else if (following_)
-        following_->open(p_, following_->begin, scratch_.next);
+        following_->open(p_, following_->begin, *next_);
       fetch_next(t + TILE < item_.end || !following_ ? item_ : *following_);
       if constexpr (Tile::MULTIPLIES_ALL_ROWS)
         walk_together(t);
@@ -206,9 +205,9 @@ class Attending {
   }
 
   void walk(int64_t kv_head, int64_t t) {
-    scratch_.tile.open_keys(p_, scratch_.at, kv_head);
+    scratch_.tile.open_keys(p_, *at_, kv_head);
     update_rows(kv_head, t);
-    scratch_.tile.open_values(p_, scratch_.at, kv_head);
+    scratch_.tile.open_values(p_, *at_, kv_head);
     add_values(kv_head, t);
   }
 
@@ -216,37 +215,37 @@ class Attending {
   void walk_together(int64_t t) {
     Tile& tile = scratch_.tile;
     const int64_t first = item_.kv_begin, heads = item_.kv_end - first, begin = seen(0, t).begin;
+    const auto ahead = [this] { scratch_.keys.some() || scratch_.values.some(); };
     for (int64_t h = 0; h < heads; h++) {
-      scratch_.keys.some();
-      scratch_.values.some();
-      tile.open_keys(p_, scratch_.at, first + h);
-      tile.multiply_queries(p_, scratch_.at, h, begin);
+      tile.open_keys(p_, *at_, first + h);
+      tile.multiply_queries(p_, *at_, h, begin, ahead);
     }
     for (int64_t h = 0; h < heads; h++) {
       tile.spread(h);
       update_rows(first + h, t);
       tile.put_probs(scratch_.probs, h);
     }
-    for (int64_t h = 0; h < heads; h++) {
-      tile.open_values(p_, scratch_.at, first + h, begin);
-      tile.multiply_values(h);
+    for (int64_t h = 0; h <= heads; h++) {
+      if (h < heads) tile.open_values(p_, *at_, first + h, h, begin, ahead);
+      if (h > 0) tile.multiply_values(h - 1);
     }
     for (int64_t h = 0; h < heads; h++) tile.add_sums(h, scratch_.out + state(first + h, 0) * out_width_);
   }
 
   // Begins to prefetch the next tile, which is of this item or another.
   void fetch_next(const Item& item) {
-    const int64_t first = item.kv_begin, heads = item.kv_end - first, count = scratch_.next.count;
+    const int64_t first = item.kv_begin, heads = item.kv_end - first, count = next_->count;
     const int64_t walked = item_.kv_end - item_.kv_begin, parts = (sharing_ + FEW - 1) / FEW;
-    const int64_t key_calls = walked * (Tile::MULTIPLIES_ALL_ROWS ? 1 : parts * TILE / W);
-    const int64_t value_calls = walked * (Tile::MULTIPLIES_ALL_ROWS ? 1 : parts * TILE / VALUES_A_FETCH);
+    int64_t key_calls = walked * parts * TILE / W, value_calls = walked * parts * TILE / VALUES_A_FETCH;
+    if constexpr (Tile::MULTIPLIES_ALL_ROWS)  // all calls prefetch first keys and then values
+      key_calls = value_calls = std::max<int64_t>(1, walked * scratch_.tile.calls_ahead() / 2);
     // Between heads that lie apart, as in packed keys in the order of heads, is a whole tensor: then of the first alone.
     const auto bytes = [&](int64_t head, int64_t width) -> int64_t {
       return (head == width ? heads : 1) * width * sizeof(T);
     };
-    scratch_.keys.begin((const T*)p_.key + first * p_.key_head, scratch_.next.key, sizeof(T), count,
+    scratch_.keys.begin((const T*)p_.key + first * p_.key_head, next_->key, sizeof(T), count,
                         bytes(p_.key_head, p_.key_width), key_calls);
-    scratch_.values.begin((const T*)p_.value + first * p_.value_head, scratch_.next.value, sizeof(T), count,
+    scratch_.values.begin((const T*)p_.value + first * p_.value_head, next_->value, sizeof(T), count,
                           bytes(p_.value_head, p_.value_width), value_calls);
   }
 
@@ -309,6 +308,7 @@ class Attending {
   const Item& item_;
   const Item* following_;  // the item that this thread probably takes next, or null
   Scratch<Tile>& scratch_;
+  Positions *at_ = scratch_.tiles, *next_ = scratch_.tiles + 1;
   float* saved_;
   const int64_t group_, sharing_, query_width_, out_width_;
 };

@@ -62,28 +62,33 @@ struct Positions {
   }
 };
 
-// Prefetches the keys, or the values, of a tile that is read later, in the order of memory, a few positions at a time:
-// all at once would fill the processor's queue of misses, and it would wait. The stride between positions of a head is
-// one that the processor's own prefetcher does not follow.
+// Prefetches the keys, or the values, of a tile that is read later, in the order of memory, a few lines at a time: all at
+// once would fill the processor's queue of misses, and it would wait. The stride between positions of a head is one that
+// the processor's own prefetcher does not follow.
 class Fetch {
  public:
   // bytes: of all heads at a position. calls: how many calls of `some` there will be.
   void begin(const void* first, const int64_t* offsets, int64_t element_bytes, int64_t positions, int64_t bytes,
              int64_t calls) {
-    first_ = (const char*)first, offsets_ = offsets, element_bytes_ = element_bytes, bytes_ = bytes, left_ = positions;
-    share_ = (positions + calls - 1) / calls;
+    first_ = (const char*)first, offsets_ = offsets, element_bytes_ = element_bytes, bytes_ = bytes;
+    left_ = positions * ((bytes + 63) / 64), share_ = (left_ + calls - 1) / calls;
+    if (left_) open();
   }
-  // Prefetches its share of the positions.
-  void some() {
-    int64_t count = std::min(share_, left_);
-    left_ -= count;
-    for (; count > 0; count--, offsets_++)
-      for (int64_t byte = 0; byte < bytes_; byte += 64)
-        simd::prefetch(first_ + *offsets_ * element_bytes_ + byte);
+  // Prefetches its share of the lines; returns whether there were any.
+  bool some() {
+    const bool any = left_ > 0;
+    for (int64_t count = share_; count > 0 && left_ > 0; count--) {
+      simd::prefetch(at_);
+      at_ += 64, left_--;
+      if (at_ >= end_ && left_ > 0) offsets_++, open();
+    }
+    return any;
   }
 
  private:
-  const char* first_ = nullptr;
+  void open() { at_ = first_ + *offsets_ * element_bytes_, end_ = at_ + bytes_; }
+
+  const char *first_ = nullptr, *at_ = nullptr, *end_ = nullptr;
   const int64_t* offsets_ = nullptr;
   int64_t element_bytes_ = 0, bytes_ = 0, left_ = 0, share_ = 0;
 };
@@ -102,6 +107,7 @@ template <typename T>
 class Widened {
  public:
   static constexpr bool MULTIPLIES_ALL_ROWS = false;
+  static constexpr int64_t ROWS_AT_ONCE = 32;  // about as many rows, of one KV head or several, are an item
   using Element = float;  // type of a query row in the workspace
   static int64_t padded(int64_t width) { return round_up(width, W); }
 
@@ -184,6 +190,7 @@ class Widened {
 class Paired {
  public:
   static constexpr bool MULTIPLIES_ALL_ROWS = false;
+  static constexpr int64_t ROWS_AT_ONCE = 32;
   using Element = bf16;
   static int64_t padded(int64_t width) { return round_up(width, 32); }
 

@@ -18,7 +18,7 @@ using namespace attention;
 
 namespace {
 
-constexpr int QUERY_ROWS = 32;  // about as many rows (positions x heads of one group) share a tile
+constexpr int QUERY_ROWS = 32;  // about as many rows (positions x heads of one group) of a KV head share a tile
 constexpr int64_t SERIAL_WORK = 1 << 17;  // with fewer multiply-adds, starting threads costs more than it saves
 
 // Returns 0, or 1 + the first sequence whose rows, context or block ids do not fit the tensors.
@@ -102,14 +102,14 @@ std::vector<Item> rows_alone(const Problem& p, int64_t positions, const std::vec
   return items;
 }
 
-// Gives an item enough KV heads for QUERY_ROWS rows: the heads of a token are contiguous in the cache.
-std::vector<Item> with_heads(const Problem& p, const std::vector<Item>& rows, int threads) {
+// Gives an item enough KV heads for `most` rows: the heads of a token are contiguous in the cache.
+std::vector<Item> with_heads(const Problem& p, const std::vector<Item>& rows, int64_t most, int threads) {
   const int64_t group = p.num_heads / p.num_kv_heads, shares = (int64_t)rows.size();
   int64_t widest = p.num_kv_heads;
   while (widest > 1 && shares * (p.num_kv_heads / widest) < 4 * threads) widest = (widest + 1) / 2;
   std::vector<Item> items;
   for (Item item : rows) {
-    const int64_t heads = std::clamp<int64_t>(QUERY_ROWS / (item.count * group), 1, widest);
+    const int64_t heads = std::clamp<int64_t>(most / (item.count * group), 1, widest);
     for (int64_t head = 0; head < p.num_kv_heads; head += heads) {
       item.kv_begin = head, item.kv_end = std::min(head + heads, p.num_kv_heads);
       items.push_back(item);
@@ -120,15 +120,17 @@ std::vector<Item> with_heads(const Problem& p, const std::vector<Item>& rows, in
 
 template <typename T, typename Tile>
 void attend(const Problem& p, const std::vector<Item>& rows, int threads, float* saved) {
-  const std::vector<Item> items = with_heads(p, rows, threads);
+  const std::vector<Item> items = with_heads(p, rows, Tile::ROWS_AT_ONCE, threads);
   int64_t work = 0;
   for (const Item& item : rows) work += item.count * (item.end - item.begin);
   work *= p.num_heads * (p.key_width + p.value_width);
   const int64_t num_items = (int64_t)items.size(), run = std::max<int64_t>(1, num_items / (4 * threads));
 #pragma omp parallel for schedule(dynamic, run) num_threads(threads) if (threads > 1 && work > SERIAL_WORK)
   for (int64_t i = 0; i < num_items; i++) {
-    static thread_local Scratch<Tile> scratch;
-    Attending<T, Tile>(p, items[i], i + 1 < num_items ? &items[i + 1] : nullptr, scratch, saved).run();
+    static thread_local Scratch<Tile> memory;
+    Scratch<Tile>* scratch = &memory;
+    asm volatile("" : "+r"(scratch));  // else the thread's address is looked up again at every use
+    Attending<T, Tile>(p, items[i], i + 1 < num_items ? &items[i + 1] : nullptr, *scratch, saved).run();
   }
 }
 

@@ -11,7 +11,8 @@
 
 #include <vector>
 
-#include "layers/gated.h"
+#include "linear/linear_amx_many.h"
+#include "linear/linear_amx_sums.h"
 #include "linear/linear_call.h"
 #include "linear/linear_prefetch.h"
 #include "linear/linear_shares.h"
@@ -20,30 +21,10 @@ namespace amx {
 
 constexpr int64_t X_BYTES = 1 << 20;   // bytes of rearranged x that stay in the L2 cache while all weights are read
 constexpr int64_t SERIAL_TILES = 64;   // up to this many tiles of x are rearranged by one thread
-constexpr int64_t PAIR = 2 * TILE;     // the most rows or columns computed together: 2 x 2 tiles of sums
-
-// Tile registers: 0..3 sums (weights 0 and 1 by x 0, then by x 1), 4 and 5 weights, 6 and 7 x.
-inline void configure(int64_t first_rows, int64_t second_rows) {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {};
-  } config;
-  for (int tile : {0, 2, 4}) config.rows[tile] = (uint8_t)first_rows;
-  for (int tile : {1, 3, 5}) config.rows[tile] = (uint8_t)second_rows;
-  for (int tile : {6, 7}) config.rows[tile] = TILE;
-  asm volatile("" ::"r"(&config) : "memory");
-  _tile_loadconfig(&config);
-}
 
 // Weights of columns that are computed together: twice up to 16 columns, of one part or of a gate and its `up`.
 struct Columns {
-  struct Half {
-    const bf16 *weight, *bias;
-    int64_t stride, count;
-
-    MemoryRows rows(int64_t K) const { return {weight, K * 2, stride * 2, count}; }
-  } halves[2];
+  Half halves[2];
   const Tile* tail;  // [2] the last K % 32 values of each, zeros beyond
 
   static Half half(const Part& part, int64_t n, int64_t last) {
@@ -54,6 +35,10 @@ struct Columns {
       : halves{half(part, n, last), up ? half(*up, n, last) : half(part, n + TILE, last)}, tail(tail) {}
 
   int num() const { return halves[1].count ? 2 : 1; }
+  Ahead rows(int64_t K) const {
+    const auto its = [K](const Half& half) { return MemoryRows{half.weight, K * 2, half.stride * 2, half.count}; };
+    return {its(halves[0]), its(halves[1])};
+  }
   void copy_tail(int64_t K, Tile* to) const {
     const int64_t k = K / STEP * STEP;
     for (const Half& half : halves)
@@ -63,10 +48,11 @@ struct Columns {
   }
 };
 
-// Computes sums of NT tiles of columns by MT tiles of rows, [MT * NT][16 columns][16 rows].
+// Computes sums of NT tiles of columns by MT tiles of rows, and stores them at before.next(); meanwhile some of the sums
+// `before` these are written to y.
 template <int NT, int MT>
 void multiply_tiles(const Columns& columns, const Tile* x, int64_t x_tiles, int64_t K, Prefetch& next,
-                    float* sums) {
+                    Unwritten& before) {
   const int64_t full_steps = K / STEP, first_stride = columns.halves[0].stride, second_stride = columns.halves[1].stride;
   const bf16 *first = columns.halves[0].weight, *second = columns.halves[1].weight;
   const int lines = next.share(NT * (int)TILE, NT + MT + NT * MT);
@@ -99,9 +85,12 @@ void multiply_tiles(const Columns& columns, const Tile* x, int64_t x_tiles, int6
       }
     }
   };
-  for (int64_t s = 0; s < full_steps; s++)
+  for (int64_t s = 0; s < full_steps; s++) {
     add(first + s * STEP, first_stride, second + s * STEP, second_stride, s);
+    before.some();
+  }
   if (K % STEP) add(columns.tail[0].values, STEP, columns.tail[1].values, STEP, full_steps);
+  float* sums = before.next();
   _tile_stored(0, sums, 64);
   if (NT == 2) _tile_stored(1, sums + 256, 64);
   if (MT == 2) _tile_stored(2, sums + NT * 256, 64);
@@ -109,47 +98,19 @@ void multiply_tiles(const Columns& columns, const Tile* x, int64_t x_tiles, int6
   asm volatile("" ::: "memory");
 }
 
-inline simd::Floats widened(__m256i row) { return (simd::Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(row), 16); }
-
-// Stores a tile of sums as rows of up to 16 columns, with the bias, in bfloat16.
-inline void round_rows(const float* sums, const Columns::Half& half, __m256i rows[16]) {
-  const __mmask16 mask = (__mmask16)first_lanes(half.count);
-  __m512 bias = _mm512_setzero_ps();
-  if (half.bias) bias = (__m512)widened(_mm256_maskz_loadu_epi16(mask, half.bias));
-  __m512i v[16];
-  for (int i = 0; i < 16; i++) v[i] = _mm512_load_si512(sums + i * 16);
-  transpose(v);
-#pragma GCC unroll 16
-  for (int r = 0; r < 16; r++) rows[r] = (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps((__m512)v[r], bias));
-}
-
-// Computes rows [row, row + rows) of y, whose x is given as tiles, for the columns of a part from column n on.
+// Computes rows [row, row + rows) of y, whose x is given as tiles, for the columns of a part from column n on. The last
+// sums are left in `unwritten`.
 inline void multiply_columns(const Part& part, const Columns& columns, bool is_gated, int64_t n, const Tile* x,
-                             int64_t row, int64_t rows, int64_t K, Prefetch next) {
-  alignas(64) static thread_local float sums[4 * 256];
+                             int64_t row, int64_t rows, int64_t K, Prefetch next, Unwritten& unwritten) {
   const int64_t x_tiles = (K + STEP - 1) / STEP;
   const int num_n = columns.num();
   for (int64_t m = 0; m < rows; m += PAIR, x += 2 * x_tiles) {
-    const int64_t num_m = tiles_of(std::min(rows - m, PAIR));
+    const int64_t count = std::min(rows - m, PAIR);
     if (num_n == 2)
-      (num_m == 2 ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)(columns, x, x_tiles, K, next, sums);
+      (count > TILE ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)(columns, x, x_tiles, K, next, unwritten);
     else
-      (num_m == 2 ? multiply_tiles<1, 2> : multiply_tiles<1, 1>)(columns, x, x_tiles, K, next, sums);
-    for (int64_t j = 0; j < num_m; j++) {
-      const float* tile = sums + j * num_n * 256;
-      bf16* y = (bf16*)part.y + (row + m + j * TILE) * part.N + n;
-      const int64_t count = std::min(rows - m - j * TILE, TILE);
-      __m256i values[2][16];
-      for (int i = 0; i < num_n; i++) round_rows(tile + i * 256, columns.halves[i], values[i]);
-      for (int i = 0; i < (is_gated ? 1 : num_n); i++) {
-        const __mmask16 mask = (__mmask16)first_lanes(columns.halves[i].count);
-        for (int64_t r = 0; r < count; r++) {
-          __m256i out = values[i][r];
-          if (is_gated) out = (__m256i)simd::halves(gated::product<bf16>(widened(out), widened(values[1][r])));
-          _mm256_mask_storeu_epi16(y + r * part.N + i * TILE, mask, out);
-        }
-      }
-    }
+      (count > TILE ? multiply_tiles<1, 2> : multiply_tiles<1, 1>)(columns, x, x_tiles, K, next, unwritten);
+    unwritten.begin(part, columns.halves, is_gated, n, row + m, count);
   }
 }
 
@@ -166,8 +127,8 @@ class Worker {
     const ColumnTiles::Place place = tiles_[tile];
     return std::min(width_ - place.n / TILE % width_, tiles_of(place.part->N - place.n));
   }
-  // Computes rows [row, row + rows) of `num` tiles, at most num_together(tile). x: these rows, arranged. next: the tile
-  // that probably follows, or -1.
+  // Computes rows [row, row + rows) of `num` tiles, at most num_together(tile), of which the last are written by the next
+  // call or by finish(). x: these rows, arranged. next: the tile that probably follows, or -1.
   void multiply(int64_t tile, int64_t num, int64_t next, const Tile* x, int64_t row, int64_t rows) {
     const Columns columns = columns_of(tile, num);
     const int64_t K = call_.K, counts[2] = {columns.halves[0].count, std::max<int64_t>(columns.halves[1].count, 1)};
@@ -179,12 +140,13 @@ class Worker {
     asm volatile("" ::"r"(tail_) : "memory");  // the compiler does not know that tile instructions read it
     Prefetch ahead;
     if (next >= 0) {
-      const Columns after = columns_of(next, num_together(next));
-      ahead = Prefetch({after.halves[0].rows(K), after.halves[1].rows(K)}, (rows - 1) / PAIR + 1);
+      ahead = Prefetch(columns_of(next, num_together(next)).rows(K), (rows - 1) / PAIR + 1);
     }
     const ColumnTiles::Place place = tiles_[tile];
-    multiply_columns(*place.part, columns, call_.up != nullptr, place.n, x, row, rows, K, ahead);
+    multiply_columns(*place.part, columns, call_.up != nullptr, place.n, x, row, rows, K, ahead,
+                     unwritten_);
   }
+  void finish() { unwritten_.finish(); }
 
  private:
   Columns columns_of(int64_t tile, int64_t num) const {
@@ -197,9 +159,11 @@ class Worker {
   const int64_t width_;
   int64_t configured_[2] = {};  // columns of the two tiles of weights
   Tile tail_[2];
+  Unwritten unwritten_;
 };
 
 inline void multiply(const Call& call, int threads) {
+  if (call.M >= MANY_ROWS) return multiply_many(call, threads);
   static thread_local std::vector<Tile> arranged;
   const int64_t x_tiles = (call.K + STEP - 1) / STEP;
   const int64_t row_bytes = std::max<int64_t>(x_tiles, 1) * STEP * 2;
@@ -235,6 +199,7 @@ inline void multiply(const Call& call, int threads) {
           worker.multiply(tile, num, shares.has_more(share) ? tile + num : -1, x, row, rows);
       while (shares.take_last(&tile)) worker.multiply(tile, 1, tile - 1, x, row, rows);
     }
+    worker.finish();
     _tile_release();
   }
 }

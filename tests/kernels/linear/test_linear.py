@@ -156,6 +156,34 @@ def test_every_isa_level_gives_a_rank_the_bits_of_the_whole_layer(level: str) ->
 
 @needs_native
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("count", "width"), [(1024, 64), (1025, 97), (1047, 20), (1055, 33), (1030, 4100)])
+def test_many_rows_have_the_bits_of_few(level: str, count: int, width: int) -> None:
+    """Check parts, bias, a gate, remainders of rows, columns and K, operands amid NaN, and groups of columns."""
+    entry = entry_point(library_at(level))
+    amid = torch.full((count + 2, width + 40), float("nan"), dtype=torch.bfloat16)
+    amid[1:-1, 3 : width + 3] = random(count, width, dtype=torch.bfloat16)
+    x = amid[1:-1, 3 : width + 3]
+    layers = [
+        (random(n, width, dtype=torch.bfloat16, seed=n), random(n, dtype=torch.bfloat16) if n % 2 else None)
+        for n in (70, 33, 1, 16)
+    ]
+    gate = [layers[0], (random(70, width, dtype=torch.bfloat16, seed=1), random(70, dtype=torch.bfloat16, seed=2))]
+    x[5], x[6, 2], layers[0][0][9, 1] = 0.0, 3e38, float("inf")
+    layers[1][0][4], x[7] = -0.0, 1e-38  # sums that are zeros, and subnormal ones
+    pieces = [slice(0, 1), slice(1, 40), slice(40, count - 1), slice(count - 1, count)]
+    with num_threads(1):
+        few = [native_products(x[rows], layers, entry) for rows in pieces]
+        few_gated = [native_products(x[rows], gate, entry, gated=True)[0] for rows in pieces]
+    for threads in (1, 2, 3):
+        with num_threads(threads):
+            for found, parts in zip(native_products(x, layers, entry), zip(*few, strict=True), strict=True):
+                assert torch.equal(found.view(torch.int16), torch.cat(parts).view(torch.int16)), threads
+            (found,) = native_products(x, gate, entry, gated=True)
+            assert torch.equal(found.view(torch.int16), torch.cat(few_gated).view(torch.int16)), threads
+
+
+@needs_native
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_is_not_finite_stays_in_its_row_and_column(level: str, dtype: torch.dtype) -> None:
     product, nan = product_at(level), float("nan")
