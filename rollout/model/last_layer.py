@@ -21,35 +21,25 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ...kernels.attention.paged import PagedStep
 from .attention import NO_MASK, STEP_KEYWORD, KVWritten, StepContext
-from .layer_probe import KVShape
 from .memory import is_out_of_memory
 from .operations.fused_layers import has_hooks
-from .recurrent.states import StateShapes, StepStates
-from .step_pools import step_pools
+from .step_pools import Hosted as Steppable
+from .step_pools import trial_step
 
 logger = logging.getLogger(__name__)
 
 _MOST_WANTED = 0.25  # of a step's rows: attention over single rows costs more than over the rows of a sequence
 _BY_ROW = ("position_ids", "position_embeddings")  # arguments beside the hidden states that have a row for each token
-_TRIAL_ROWS = 8
 # Errors that code of another form raises in the trial. It then counts as not recognised.
 _UNLIKE = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 Forward = Callable[..., Any]
 
 
-class Hosted(Protocol):
+class Hosted(Steppable, Protocol):
     """A hosted model, as the trial needs it."""
 
-    kv_shapes: list[KVShape]
-    state_shapes: StateShapes
-
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def vocab_size(self) -> int: ...
     @property
     def call(self) -> Callable[..., Tensor]: ...
 
@@ -92,14 +82,8 @@ class LastLayer:
         """Return whether a step that leaves rows out gives the bits of one that leaves out none."""
         if self._index in hosted.state_shapes:  # later rows need its states as well
             return False
-        device = hosted.device
-        positions = torch.arange(_TRIAL_ROWS, device=device)
-        ids, wanted = positions % hosted.vocab_size, positions[-2:-1]
-        keys, values, slots = step_pools(hosted.kv_shapes, hosted.state_shapes, 1, _TRIAL_ROWS, 2, device)
-        num_rows = torch.tensor([_TRIAL_ROWS], dtype=torch.int32, device=device)
-        paged = PagedStep(torch.zeros_like(num_rows)[None], torch.cat([torch.zeros_like(num_rows), num_rows]), num_rows)
-        places = torch.tensor([[0], [1]], device=device)
-        step = StepContext(positions, paged, keys, values, states=StepStates(slots, *places) if slots else None)
+        ids, positions, step = trial_step(hosted)
+        wanted = positions[-2:-1]
         try:
             few = hosted.call(ids, positions, replace(step, wanted=wanted), None, None)
         except _UNLIKE as error:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ...kernels.attention.paged import PagedStep
+from .attention import StepContext
 from .layer_probe import KVShape
-from .recurrent.states import StateShapes
+from .recurrent.states import StateShapes, StepStates
+
+TRIAL_ROWS = 8
 
 Pools = tuple[list[Tensor], list[Tensor], dict[int, dict[str, Tensor]]]
 
@@ -30,3 +35,27 @@ def step_pools(
         for layer, named in states.items()
     }
     return keys, values, slots
+
+
+class Hosted(Protocol):
+    """A hosted model, as a trial step needs it."""
+
+    kv_shapes: list[KVShape]
+    state_shapes: StateShapes
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+
+def trial_step(hosted: Hosted) -> tuple[Tensor, Tensor, StepContext]:
+    """Return token ids and positions int64 [TRIAL_ROWS] of a sequence, and its step over pools of its own."""
+    device = hosted.device
+    positions = torch.arange(TRIAL_ROWS, device=device)
+    keys, values, slots = step_pools(hosted.kv_shapes, hosted.state_shapes, 1, TRIAL_ROWS, 2, device)
+    num_rows = torch.tensor([TRIAL_ROWS], dtype=torch.int32, device=device)
+    paged = PagedStep(torch.zeros_like(num_rows)[None], torch.cat([torch.zeros_like(num_rows), num_rows]), num_rows)
+    places = torch.tensor([[0], [1]], device=device)
+    step = StepContext(positions, paged, keys, values, states=StepStates(slots, *places) if slots else None)
+    return positions % hosted.vocab_size, positions, step

@@ -6,7 +6,7 @@ drawn is drawn again, whatever ran beside it. Letters: N rows of a forward, R ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -22,11 +22,12 @@ from ..kv.tensors import KVCache, KVPlan, usable_bytes
 from ..loop.parts import Parts
 from ..model.attention import KVWritten, StepContext
 from .claim import Drawn, Verdict
+from .head import HeadInParts
 from .layout import Batch, Rows, Task, batches, forwards, plan
 from .own_settings import OwnSettings, needs_own
 
 MOST_ROWS = 4096  # of a forward
-LOGITS_BYTES = 32 << 20  # of a forward's logits, in float32: a product that stays in a cache is faster
+LOGITS_BYTES = 32 << 20  # of logits at a time, in float32: a product that stays in a cache is faster
 KV_BYTES = 1 << 30  # of the KV of samples that are proven together
 BLOCK_SIZE = 16
 
@@ -42,7 +43,9 @@ class Prover:
             raise ValueError("prefills with draws need the whole model on one rank, without recurrent layers")
         self._parts, self._driver, self._model = parts, driver, parts.model
         self._most_rows = most_rows
-        self._most_drawn = max(LOGITS_BYTES // (4 * parts.model.vocab_size), 64)
+        self._most_drawn = max(LOGITS_BYTES // (4 * parts.model.vocab_size), 64)  # rows at a time
+        self._head = HeadInParts(parts.model)
+        self._has_parts: bool | None = None  # None until it was tried
         shapes = parts.model.kv_shapes
         self.last_layer = max(layer for layer, shape in enumerate(shapes) if shape.num_kv_heads)
         self._bytes_per_block = BLOCK_SIZE * sum(
@@ -75,8 +78,10 @@ class Prover:
         return KVCache(size, self._model.kv_shapes, BLOCK_SIZE, self._model.device)
 
     def forwards(self, rows: Sequence[Rows]) -> Any:
-        """Divide rows into forwards."""
-        return forwards(rows, self._most_rows, self._most_drawn)
+        """Divide rows into forwards of the resident weights."""
+        if self._has_parts is None:
+            self._call(self._try_parts)
+        return forwards(rows, self._most_rows, self._most_rows if self._has_parts else self._most_drawn)
 
     def run(self, digest: str, forward: Callable[[], None]) -> None:
         """Run a forward between two steps. Raises ValueError where the weights have changed meanwhile."""
@@ -86,12 +91,30 @@ class Prover:
                 raise ValueError(f"the weights changed during the proof: {digest} was wanted, {now} is there")
             self._parts.runner.call(forward)
 
-        with self._model.rollout_phase():
-            self._driver.command("prove", checked)
+        self._call(checked)
 
-    def logits(self, ids: Tensor, positions: Tensor, rows: Tensor, context: StepContext) -> Tensor:
-        """Run the model; returns the logits [R, V] of these rows."""
-        return self._model.forward(ids, positions, rows, context)
+    def logits(self, ids: Tensor, positions: Tensor, rows: Tensor, context: StepContext) -> Iterator[Tensor]:
+        """Run the model, and yield the logits [?, V] of these rows [R], some after the others."""
+        if self._has_parts:
+            yield from self._head.logits(ids, positions, rows, context, self._most_drawn)
+        else:
+            yield self._model.forward(ids, positions, rows, context)
+
+    def write(self, ids: Tensor, positions: Tensor, context: StepContext) -> None:
+        """Run the model up to the KV of its last attention."""
+        with suppress(KVWritten):
+            self._model.forward(ids, positions, positions[:1], context)
+            raise AssertionError("the last attention was not called")
+
+    def _call(self, function: Callable[[], None]) -> None:
+        with self._model.rollout_phase():
+            self._driver.command("prove", function)
+
+    def _try_parts(self) -> None:
+        def run() -> None:
+            self._has_parts = self._head.is_recognised()
+
+        self._parts.runner.call(run)
 
     @property
     def parts(self) -> Parts:
@@ -140,9 +163,7 @@ class _Proof:
     def _write(self, step: Sequence[Rows]) -> None:
         """Run rows for their KV alone: the forward ends with that of the last layer."""
         ids, positions, context = self._inputs(step, self._prover.last_layer)
-        with suppress(KVWritten):
-            self._prover.logits(ids, positions, positions[:1], context)
-            raise AssertionError("the last attention was not called")
+        self._prover.write(ids, positions, context)
 
     @torch.inference_mode()
     def _forward(self, step: Sequence[Rows]) -> None:
@@ -150,7 +171,13 @@ class _Proof:
         ids, positions, context = self._inputs(step)
         draws, wanted = _draws(step)
         rows = torch.from_numpy(wanted if len(wanted) else np.zeros(1, np.int64)).to(ids.device)
-        logits = self._prover.logits(ids, positions, rows, context)
+        begin = 0
+        for logits in self._prover.logits(ids, positions, rows, context):
+            self._draw(_within(draws, begin, begin + len(logits)), logits)
+            begin += len(logits)
+
+    def _draw(self, draws: Sequence[_Draw], logits: Tensor) -> None:
+        """Draw from logits [R, V], and compare with the claimed tokens."""
         plain = [draw for draw in draws if not needs_own(draw.task.claim)]
         if plain:
             self._compare(plain, *self._drawn(plain, logits))
@@ -223,6 +250,16 @@ class _Draw:
     def position(self) -> int:
         """The position of the first of these tokens in its sequence."""
         return self.task.claim.num_prompt_tokens + self.first
+
+
+def _within(draws: Sequence[_Draw], begin: int, end: int) -> list[_Draw]:
+    """Return the draws, or parts of draws, from logits begin .. end-1, which are 0 .. end-begin-1 then."""
+    found = []
+    for draw in draws:
+        first, last = max(draw.at, begin), min(draw.at + draw.num, end)
+        if first < last:
+            found.append(_Draw(draw.task, draw.first + first - draw.at, last - first, first - begin))
+    return found
 
 
 def _draws(step: Sequence[Rows]) -> tuple[list[_Draw], np.ndarray]:
