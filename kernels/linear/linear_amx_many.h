@@ -28,7 +28,8 @@ struct Panel {  // columns that are multiplied together: up to 32, or up to 16 o
   int num() const { return halves[1].count ? 2 : 1; }
 };
 
-// The sums of a block of up to 32 rows of a panel, which become rows of y while the next block is multiplied.
+// The sums of a block of up to 32 rows of a panel, which become rows of y while the next block is multiplied. Whole lines
+// of y are written past the caches: so many rows do not fit there, and a cache would read each line before it is written.
 class UnwrittenRows {
  public:
   float* next() { return sums_[1 - side_]; }  // where the sums of the next block are stored, [32 rows][32 columns]
@@ -40,6 +41,7 @@ class UnwrittenRows {
     const Half* halves = panel.halves;
     mask_ = first_lanes(is_gated_ ? halves[0].count : halves[0].count + halves[1].count);
     for (int i = 0; i < 2; i++) bias_[i] = bias_of(halves[i]);
+    is_line_ = !is_gated_ && mask_ == ~0u && !(((uintptr_t)y_ | (uintptr_t)(y_stride_ * 2)) & 63);
   }
   // Writes the rows before the given share of all.
   void until(int64_t share, int64_t shares) { write(rows_ * share / shares); }
@@ -57,6 +59,8 @@ class UnwrittenRows {
         const __m256i gate = _mm512_castsi512_si256(both), up = _mm512_extracti64x4_epi64(both, 1);
         const simd::Floats out = gated::product<bf16>(widened(gate), widened(up));
         _mm256_mask_storeu_epi16(y, (__mmask16)mask_, (__m256i)simd::halves(out));
+      } else if (is_line_) {
+        _mm512_stream_si512((__m512i*)y, both);
       } else {
         _mm512_mask_storeu_epi16(y, mask_, both);
       }
@@ -69,7 +73,7 @@ class UnwrittenRows {
   int64_t y_stride_ = 0, row_ = 0, rows_ = 0;
   __mmask32 mask_;
   int side_ = 0;
-  bool is_gated_;
+  bool is_gated_, is_line_;
 };
 
 struct RowPair {  // up to 32 rows of x
@@ -148,7 +152,10 @@ class ManyWorker {
     if (group != group_) arrange_group(group);
     for (int64_t row = begin; row < std::min(begin + CHUNK_ROWS, call_.M); row += PAIR) multiply_rows(row);
   }
-  void finish() { unwritten_.finish(); }
+  void finish() {
+    unwritten_.finish();
+    _mm_sfence();  // lines that were written past the caches
+  }
 
  private:
   void arrange_group(int64_t group) {
