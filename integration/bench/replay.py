@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--alone", type=positive, default=16, help="samples of b1")
     parser.add_argument("--batches", type=positive, default=2, help="of b32, with 32 samples each")
     parser.add_argument("--groups", type=positive, default=6, help="prompts of `group`")
-    parser.add_argument("--repeats", type=positive, default=1, help="the median counts")
+    parser.add_argument("--repeats", type=positive, default=3, help="the median counts")
     parser.add_argument("--threads", type=positive, default=2)
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     add_budget_argument(parser)

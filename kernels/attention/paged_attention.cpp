@@ -124,7 +124,8 @@ void attend(const Problem& p, const std::vector<Item>& rows, int threads, float*
   int64_t work = 0;
   for (const Item& item : rows) work += item.count * (item.end - item.begin);
   work *= p.num_heads * (p.key_width + p.value_width);
-  const int64_t num_items = (int64_t)items.size(), run = std::max<int64_t>(1, num_items / (4 * threads));
+  // A thread prefetches the next item of its run; long runs at the end would leave one thread alone with the last.
+  const int64_t num_items = (int64_t)items.size(), run = std::clamp<int64_t>(num_items / (4 * threads), 1, 8);
 #pragma omp parallel for schedule(dynamic, run) num_threads(threads) if (threads > 1 && work > SERIAL_WORK)
   for (int64_t i = 0; i < num_items; i++) {
     static thread_local Scratch<Tile> memory;

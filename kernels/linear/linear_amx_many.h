@@ -17,7 +17,7 @@ namespace amx {
 
 constexpr int64_t MANY_ROWS = 1024;       // from so many rows on, this is faster
 constexpr int64_t GROUP_BYTES = 1 << 20;  // arranged weights of a group, about half of the L2 cache
-constexpr int64_t CHUNK_ROWS = 8 * PAIR;  // rows of a piece of work: threads share a call by groups and rows
+constexpr int64_t CHUNK_ROWS = 2 * PAIR;  // rows of a piece of work: threads share a call by groups and rows
 
 struct Panel {  // columns that are multiplied together: up to 32, or up to 16 of a gate and of its `up`
   Half halves[2];
@@ -220,7 +220,7 @@ inline void multiply_many(const Call& call, int threads) {
   int64_t groups = (num * panel_bytes - 1) / GROUP_BYTES + 1;
   groups = std::min((groups + threads - 1) / threads * threads, num);  // each thread as many
   const int64_t chunks = ManyWorker::chunks(call);
-  Shares shares(groups * chunks, threads, chunks);
+  Shares shares(groups * chunks, threads, chunks, 0);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     static thread_local std::vector<Tile> arranged;

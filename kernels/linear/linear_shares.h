@@ -9,9 +9,11 @@
 class Shares {
  public:
   // pieces: fewer than 2^31. The shares are contiguous and begin at multiples of `align` pieces, if they are of several
-  // times as many: with more threads, each gets a piece. At most one `Shares` a thread is in use at a time, by the
-  // threads that it starts.
-  Shares(int64_t pieces, int count, int64_t align) : pieces_(pieces), align_(align), count_(count) {
+  // times as many: with more threads, each gets a piece. owners: the last pieces of a share that are left to its owner, who
+  // has prefetched them and is done sooner. At most one `Shares` a thread is in use at a time, by the threads that it
+  // starts.
+  Shares(int64_t pieces, int count, int64_t align, int64_t owners = 2)
+      : pieces_(pieces), align_(align), owners_(owners), count_(count) {
     static thread_local std::unique_ptr<Share[]> memory;
     static thread_local int size = 0;
     if (size < count) memory.reset(new Share[count]), size = count;
@@ -39,8 +41,8 @@ class Shares {
     return 0;
   }
   bool has_more(int share) const { return num_left(shares_[share].left.load(std::memory_order_relaxed)) > 0; }
-  // Takes the last piece of the share that has most left; returns whether it has taken one. A few are left to their
-  // owner, who has prefetched them and is done sooner: every share needs a thread that takes from it to its end.
+  // Takes the last piece of the share that has most left; returns whether it has taken one. Every share needs a thread that
+  // takes from it to its end.
   bool take_last(int64_t* piece) {
     for (;;) {
       int longest = 0;
@@ -48,7 +50,7 @@ class Shares {
         if (num_left(shares_[i].left) > num_left(shares_[longest].left)) longest = i;
       std::atomic<uint64_t>& left = shares_[longest].left;
       uint64_t now = left.load(std::memory_order_relaxed);
-      if (num_left(now) <= OWNERS) return false;
+      if (num_left(now) <= owners_) return false;
       if (left.compare_exchange_weak(now, now - 1, std::memory_order_relaxed)) {
         *piece = last_of(now) - 1;
         return true;
@@ -57,8 +59,6 @@ class Shares {
   }
 
  private:
-  static constexpr int64_t OWNERS = 2;  // pieces that are left to the owner
-
   struct alignas(64) Share {
     std::atomic<uint64_t> left;  // the first piece, and the one after the last
   };
@@ -67,7 +67,7 @@ class Shares {
   static int64_t last_of(uint64_t left) { return (int64_t)(uint32_t)left; }
   static int64_t num_left(uint64_t left) { return last_of(left) - first_of(left); }
 
-  int64_t pieces_, align_;
+  int64_t pieces_, align_, owners_;
   int count_;
   Share* shares_;
 };
