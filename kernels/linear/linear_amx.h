@@ -179,7 +179,7 @@ inline void multiply(const Call& call, int threads) {
   for (int64_t tile = 0; is_small && tile < tiles_of(call.M); tile++) arrange_rows(0, tile);
   threads = is_worth_threads(call) ? threads : 1;
   const ColumnTiles tiles(call);
-  Shares shares(tiles.count(), threads, Worker::width(call));
+  Shares shares(tiles.count(), threads, Worker::width(call), 0);  // a slow core's last tiles take long
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     Worker worker(call, tiles);

@@ -147,7 +147,7 @@ void multiply(const Call& call, int threads) {
   const int64_t x_stride = converts ? call.K : call.x_stride;
   const Pieces<Dot, T> pieces(call, x, x_stride);
   threads = is_worth_threads(call) ? threads : 1;
-  Shares shares(pieces.count(), threads, PANEL / TILE);
+  Shares shares(pieces.count(), threads, PANEL / TILE, 2);
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     if constexpr (!std::is_same_v<X, T>) {

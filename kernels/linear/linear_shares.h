@@ -9,10 +9,10 @@
 class Shares {
  public:
   // pieces: fewer than 2^31. The shares are contiguous and begin at multiples of `align` pieces, if they are of several
-  // times as many: with more threads, each gets a piece. owners: the last pieces of a share that are left to its owner, who
-  // has prefetched them and is done sooner. At most one `Shares` a thread is in use at a time, by the threads that it
+  // times as many: with more threads, each gets a piece. owners: the last pieces of a share that are left to its owner,
+  // who may have prefetched them. At most one `Shares` a thread is in use at a time, by the threads that it
   // starts.
-  Shares(int64_t pieces, int count, int64_t align, int64_t owners = 2)
+  Shares(int64_t pieces, int count, int64_t align, int64_t owners)
       : pieces_(pieces), align_(align), owners_(owners), count_(count) {
     static thread_local std::unique_ptr<Share[]> memory;
     static thread_local int size = 0;

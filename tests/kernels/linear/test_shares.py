@@ -15,15 +15,16 @@ SOURCE = """
 
 // Returns how many shares have pieces.
 extern "C" int64_t num_filled(int64_t pieces, int64_t threads, int64_t align) {
-  Shares shares(pieces, (int)threads, align);
+  Shares shares(pieces, (int)threads, align, 2);
   int64_t filled = 0, piece;
   for (int i = 0; i < threads; i++) filled += shares.take(i, [](int64_t) { return (int64_t)1; }, &piece);
   return filled;
 }
 
 // Counts how often each piece was taken. is_late: thread 0 begins when the others are done; returns what it had left.
-extern "C" int64_t take_all(int64_t pieces, int64_t threads, int64_t align, int64_t is_late, int64_t* taken) {
-  Shares shares(pieces, (int)threads, align);
+extern "C" int64_t take_all(int64_t pieces, int64_t threads, int64_t align, int64_t owners, int64_t is_late,
+                            int64_t* taken) {
+  Shares shares(pieces, (int)threads, align, owners);
   std::atomic<int64_t> done{0};
   int64_t left = 0;
 #pragma omp parallel num_threads((int)threads)
@@ -61,22 +62,23 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> native.NativeLibrary:
 
 @pytest.fixture
 def take_all(library: native.NativeLibrary):
-    return library.function("take_all", [*[ctypes.c_int64] * 4, ctypes.c_void_p], ctypes.c_int64)
+    return library.function("take_all", [*[ctypes.c_int64] * 5, ctypes.c_void_p], ctypes.c_int64)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("num_pieces", [0, 1, 2, 3, 7, 100, 10_000])
-@pytest.mark.parametrize("align", [1, 2])
-def test_every_piece_is_taken_once(take_all, num_pieces: int, num_threads: int, align: int) -> None:
+@pytest.mark.parametrize(("align", "owners"), [(1, 2), (2, 2), (2, 0)])
+def test_every_piece_is_taken_once(take_all, num_pieces: int, num_threads: int, align: int, owners: int) -> None:
     for is_late in (False, True):
         taken = torch.zeros(num_pieces, dtype=torch.int64)
-        take_all(num_pieces, num_threads, align, is_late, taken.data_ptr())
+        take_all(num_pieces, num_threads, align, owners, is_late, taken.data_ptr())
         assert taken.tolist() == [1] * num_pieces, is_late
 
 
-def test_a_thread_that_is_late_is_left_with_a_few_pieces(take_all) -> None:
+@pytest.mark.parametrize("owners", [0, 2])
+def test_a_thread_that_is_late_is_left_with_as_many_pieces_as_owners_are(take_all, owners: int) -> None:
     taken = torch.zeros(1000, dtype=torch.int64)
-    assert take_all(1000, 2, 1, True, taken.data_ptr()) == 2
+    assert take_all(1000, 2, 1, owners, True, taken.data_ptr()) == owners
 
 
 @pytest.mark.parametrize(("num_pieces", "num_threads", "expected"), [(48, 2, 2), (48, 32, 32), (48, 64, 48), (8, 2, 2)])
