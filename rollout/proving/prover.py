@@ -28,6 +28,7 @@ from .own_settings import OwnSettings, needs_own
 
 MOST_ROWS = 4096  # of a forward
 LOGITS_BYTES = 32 << 20  # of logits at a time, in float32: a product that stays in a cache is faster
+LEAST_LOGITS = 256  # rows of logits at a time, whatever the vocabulary: each time all weights of the head are read
 KV_BYTES = 1 << 30  # of the KV of samples that are proven together
 BLOCK_SIZE = 16
 
@@ -43,7 +44,7 @@ class Prover:
             raise ValueError("prefills with draws need the whole model on one rank, without recurrent layers")
         self._parts, self._driver, self._model = parts, driver, parts.model
         self._most_rows = most_rows
-        self._most_drawn = max(LOGITS_BYTES // (4 * parts.model.vocab_size), 64)  # rows at a time
+        self._most_drawn = max(LOGITS_BYTES // (4 * parts.model.vocab_size), LEAST_LOGITS)  # rows at a time
         self._head = HeadInParts(parts.model)
         self._has_parts: bool | None = None  # None until it was tried
         shapes = parts.model.kv_shapes

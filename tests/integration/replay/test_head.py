@@ -70,7 +70,8 @@ def test_draws_cross_the_ends_of_parts(make_model, restore_threads, monkeypatch)
     service = RolloutService(engine_of(module))
     service.commit_in_place("1", source=module.named_parameters())
     receipts = generated(service)
-    monkeypatch.setattr(prover, "LOGITS_BYTES", 1)  # 64 rows a part, of 2 x 3 x 30 that are drawn
+    monkeypatch.setattr(prover, "LOGITS_BYTES", 1)
+    monkeypatch.setattr(prover, "LEAST_LOGITS", 64)  # of 2 x 3 x 30 that are drawn
     sizes = []
     whole = HeadInParts.logits
 
