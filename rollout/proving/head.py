@@ -28,7 +28,7 @@ _UNLIKE = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, T
 
 
 class HeadInParts:
-    """Computes the logits of a hosted model's forward in parts."""
+    """The logits of a hosted model's forward, in parts."""
 
     def __init__(self, model: HostedModel) -> None:
         self._model = model
