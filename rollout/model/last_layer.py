@@ -16,23 +16,19 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .attention import NO_MASK, STEP_KEYWORD, KVWritten, StepContext
-from .memory import is_out_of_memory
 from .operations.fused_layers import has_hooks
 from .step_pools import Hosted as Steppable
-from .step_pools import trial_step
+from .step_pools import has_bits_of, trial_step
 
 logger = logging.getLogger(__name__)
 
 _MOST_WANTED = 0.25  # of a step's rows: attention over single rows costs more than over the rows of a sequence
 _BY_ROW = ("position_ids", "position_embeddings")  # arguments beside the hidden states that have a row for each token
-# Errors that code of another form raises in the trial. It then counts as not recognised.
-_UNLIKE = (AssertionError, AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 Forward = Callable[..., Any]
 
@@ -73,8 +69,7 @@ class LastLayer:
         if rows is None or len(rows) > num_rows * _MOST_WANTED or has_hooks(self._seeing):
             return False
         if self._is_recognised is None:
-            with torch.inference_mode():
-                self._is_recognised = self._try(hosted)
+            self._is_recognised = self._try(hosted)
             logger.info("prefills %s the last layer's unread rows", "leave out" if self._is_recognised else "compute")
         return self._is_recognised
 
@@ -84,13 +79,10 @@ class LastLayer:
             return False
         ids, positions, step = trial_step(hosted)
         wanted = positions[-2:-1]
-        try:
-            few = hosted.call(ids, positions, replace(step, wanted=wanted), None, None)
-        except _UNLIKE as error:
-            if is_out_of_memory(error):
-                raise
-            return False
-        return torch.equal(few, hosted.call(ids, positions, step, None, None)[wanted])
+        return has_bits_of(
+            lambda: hosted.call(ids, positions, replace(step, wanted=wanted), None, None),
+            lambda: hosted.call(ids, positions, step, None, None)[wanted],
+        )
 
     def narrowing(self, forward: Forward) -> Forward:
         """Return a forward of the layer that gives the hidden states of the step's `wanted` rows, where it has some.

@@ -1,8 +1,8 @@
-"""Pools of KV and states for steps outside the engine's loop: of a trial, and of the check."""
+"""Pools of KV and states for steps outside the engine's loop, and trials of a module's code over them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -11,9 +11,12 @@ from torch import Tensor
 from ...kernels.attention.paged import PagedStep
 from .attention import StepContext
 from .layer_probe import KVShape
+from .memory import is_out_of_memory
 from .recurrent.states import StateShapes, StepStates
 
 TRIAL_ROWS = 8
+# Errors that code of another form than a short way expects raises in a trial.
+_UNLIKE = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 Pools = tuple[list[Tensor], list[Tensor], dict[int, dict[str, Tensor]]]
 
@@ -59,3 +62,18 @@ def trial_step(hosted: Hosted) -> tuple[Tensor, Tensor, StepContext]:
     places = torch.tensor([[0], [1]], device=device)
     step = StepContext(positions, paged, keys, values, states=StepStates(slots, *places) if slots else None)
     return positions % hosted.vocab_size, positions, step
+
+
+def has_bits_of(short: Callable[[], Tensor], whole: Callable[[], Tensor]) -> bool:
+    """Return whether a module's code gives the same bits in a short way as in a whole step.
+
+    Code of another form, for which the short way raises an error, does not. Too little memory is raised.
+    """
+    with torch.inference_mode():
+        try:
+            found = short()
+        except _UNLIKE as error:
+            if is_out_of_memory(error):
+                raise
+            return False
+        return torch.equal(found, whole())

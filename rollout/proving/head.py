@@ -19,12 +19,8 @@ from torch import Tensor, nn
 
 from ..model.attention import StepContext
 from ..model.hosted_model import HostedModel
-from ..model.memory import is_out_of_memory
 from ..model.operations.fused_layers import has_hooks
-from ..model.step_pools import TRIAL_ROWS, trial_step
-
-# Errors that code of another form raises in the trial. It then counts as not recognised.
-_UNLIKE = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+from ..model.step_pools import TRIAL_ROWS, has_bits_of, trial_step
 
 
 class HeadInParts:
@@ -40,14 +36,10 @@ class HeadInParts:
             return False
         ids, positions, step = trial_step(self._model)
         rows = positions[1:]
-        with torch.inference_mode():
-            try:
-                parts = list(self.logits(ids, positions, rows, step, TRIAL_ROWS // 2))
-            except _UNLIKE as error:
-                if is_out_of_memory(error):
-                    raise
-                return False
-            return torch.equal(torch.cat(parts), self._model.forward(ids, positions, rows, step))
+        return has_bits_of(
+            lambda: torch.cat(list(self.logits(ids, positions, rows, step, TRIAL_ROWS // 2))),
+            lambda: self._model.forward(ids, positions, rows, step),
+        )
 
     def logits(self, ids: Tensor, positions: Tensor, rows: Tensor, step: StepContext, most: int) -> Iterator[Tensor]:
         """Run the model over ids and positions [N], and yield the logits [at most `most`, V] of rows [R], in order."""
