@@ -140,11 +140,11 @@ class _Load:
                f"{self.replay_seconds[-1]:.2f} s, {self.ratios[-1]:.2f} times as fast"  # fmt: skip
 
     def row(self, name: str) -> dict[str, object]:
-        """Return the load as a line of a table."""
+        """Return the load as a line of a table, with the seconds of each repeat."""
         return {
             "load": name, "samples": self.num_prompts * self.num_samples, "prompt_tokens": self.num_prompt_tokens,
-            "new_tokens": self.num_new_tokens, "generate_s": round(statistics.median(self.generate_seconds), 3),
-            "replay_s": round(statistics.median(self.replay_seconds), 3),
+            "new_tokens": self.num_new_tokens, "generate_s": [round(seconds, 6) for seconds in self.generate_seconds],
+            "replay_s": [round(seconds, 6) for seconds in self.replay_seconds],
             "ratio": round(statistics.median(self.ratios), 3),
         }  # fmt: skip
 
