@@ -4,12 +4,17 @@ A module's own code adds a residual and then calls a norm, or normalises the hea
 and then calls the attention. On a GPU the sum, the norms of heads and the rotated heads are deferred: the norm, or the
 attention, takes the operands and computes all in one launch. Any other operation that meets a deferred tensor gets its
 value, computed by the plain kernels, with the same bits. Only forwards without gradients defer.
+
+A forward that began with gradients defers nothing, not even where they are off inside it: a reentrant checkpoint runs a
+layer so and hands its result to autograd, which would mark a tensor that the next operation replaces by its value.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +27,7 @@ from ....kernels.machine.gpu import triton_serves
 
 IS_USED: set[str] = set()  # not empty once this process has deferred a tensor: never on a CPU
 _waiting: weakref.WeakValueDictionary[int, Deferred] = weakref.WeakValueDictionary()  # by id: without their value
+_forward = threading.local()  # .has_gradients: whether the forward that this thread is in began with gradients
 
 
 class Deferred(Tensor):
@@ -171,10 +177,26 @@ def is_any_waiting() -> bool:
     return bool(_waiting)
 
 
+@contextmanager
+def in_forward() -> Iterator[None]:
+    """Begin a forward of the whole module, in this thread: with gradients, as they are now, nothing in it waits."""
+    outer = getattr(_forward, "has_gradients", False)
+    _forward.has_gradients = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        _forward.has_gradients = outer
+
+
+def may_wait(*operands: Tensor) -> bool:
+    """Return whether an operation on the operands may wait: a kernel serves it, and autograd does not need it."""
+    needs_grad = torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+    return triton_serves(operands[0].device) and not needs_grad and not getattr(_forward, "has_gradients", False)
+
+
 def norm(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
     """Compute a norm; deferred where x is heads, and a kernel can compute it with the rotation that may follow."""
-    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if x.dim() == 4 and triton_serves(x.device) and not needs_grad:
+    if x.dim() == 4 and may_wait(x, weight):
         return DeferredNorm(x, weight, rule)
     return rms_norm(x, weight, rule)
 
@@ -189,5 +211,4 @@ def add(left: Any, right: Any, **options: Any) -> Tensor:
 
 def _may_defer(left: Tensor, right: Tensor) -> bool:
     same = left.shape == right.shape and left.dtype is right.dtype and left.device == right.device
-    needs_grad = torch.is_grad_enabled() and (left.requires_grad or right.requires_grad)
-    return same and left.dim() > 1 and left.is_floating_point() and triton_serves(left.device) and not needs_grad
+    return same and left.dim() > 1 and left.is_floating_point() and may_wait(left, right)

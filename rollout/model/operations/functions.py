@@ -74,7 +74,7 @@ class ReplacedFunctions(TorchFunctionMode):
                 return forward(*args, **kwargs)
             inside.now = True
             try:
-                with self, without_autocast(tells=True):
+                with self, without_autocast(tells=True), deferred.in_forward() if self._defers else _NOTHING:
                     result = forward(*args, **kwargs)
                 return deferred.plain(result) if self._defers else result
             finally:

@@ -22,7 +22,6 @@ from ....kernels.layers.rms_norm import NormRule, reference_rms_norm
 from ....kernels.layers.rotary import reference_rotary, rotary
 from ....kernels.layers.swiglu import swiglu
 from ....kernels.linear.linear import Layer
-from ....kernels.machine.gpu import triton_serves
 from . import deferred
 from .deferred import DeferredSum, Rotation, plain
 from .functions import outside_modes
@@ -207,7 +206,7 @@ def _rotary_of(function: Forward) -> Forward:
             # Some functions rotate a part of the head's width, or round to q's dtype at the end; no trial shows that.
             is_whole = not (others or named) and q.dim() == 4 and cos.dim() == 3 and not cos.requires_grad
             is_whole = is_whole and cos.shape[-1] == q.shape[-1] and cos.dtype is q.dtype
-            waits = triton_serves(q.device) and not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad))
+            waits = deferred.may_wait(q, k)
         if not is_whole:
             return function(q, k, cos, sin, *others, **named)
         if waits:

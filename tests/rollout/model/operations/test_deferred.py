@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.kernels.layers.rms_norm import NormRule, rms_norm
 from lockstep.kernels.layers.rotary import HeadNorms, rotary, rotary_into_cache
 from lockstep.rollout.model.operations import deferred
 from lockstep.rollout.model.operations.deferred import DeferredNorm, DeferredSum, Rotation
-from lockstep.rollout.model.operations.functions import ReplacedFunctions, outside_modes
+from lockstep.rollout.model.operations.functions import ReplacedFunctions, invariant_functions, outside_modes
 
 RULE = NormRule(1e-6)
 
@@ -72,6 +73,38 @@ def test_what_nobody_reads_is_forgotten(operands) -> None:
 def test_a_forward_under_the_mode_returns_plain_tensors(operands) -> None:
     forward = ReplacedFunctions({}, defers=True).around(lambda left, right: {"sum": DeferredSum(left, right)})
     assert type(forward(*operands)["sum"]) is Tensor
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_gradients_pass_through_checkpoints_of_layers(monkeypatch, use_reentrant) -> None:
+    # A reentrant checkpoint runs its function without gradients and makes autograd's node of what it returns.
+    monkeypatch.setattr(deferred, "triton_serves", lambda device: True)
+    torch.manual_seed(0)
+    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(4, 8, requires_grad=True)
+
+    def layer(x: Tensor) -> Tensor:
+        return x + x @ weight
+
+    def layers(x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(layer, x, use_reentrant=use_reentrant)
+        return x.square().sum()
+
+    expected = torch.autograd.grad(layer(layer(x)).square().sum(), (weight, x))
+    invariant_functions(F.linear, defers=True).around(layers)(x).backward()
+    for leaf, gradient in zip((weight, x), expected, strict=True):
+        torch.testing.assert_close(leaf.grad, gradient)
+
+
+def test_a_forward_without_gradients_defers_within_one_with_them(monkeypatch, operands) -> None:
+    monkeypatch.setattr(deferred, "triton_serves", lambda device: True)
+    found = []
+    inner = invariant_functions(F.linear, defers=True).around(lambda: found.append(torch.add(*operands)))
+    outer = invariant_functions(F.linear, defers=True).around(lambda: (torch.no_grad()(inner)(), torch.add(*operands)))
+    result = outer()
+    assert isinstance(found[0], DeferredSum) and type(result[1]) is Tensor
+    with torch.no_grad():
+        assert deferred.may_wait(operands[0])
 
 
 @pytest.fixture
