@@ -48,7 +48,8 @@ class Deferred(Tensor):
     def value(self) -> Tensor:
         """Return the plain tensor."""
         if self._value is None:
-            self._compute()
+            with torch._C.DisableTorchFunction():  # the mode around a forward would defer the operation again
+                self._compute()
         assert self._value is not None
         return self._value
 

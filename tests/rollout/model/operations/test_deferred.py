@@ -107,6 +107,16 @@ def test_a_forward_without_gradients_defers_within_one_with_them(monkeypatch, op
         assert deferred.may_wait(operands[0])
 
 
+def test_a_kernel_of_ours_gets_the_value_under_the_mode_too(monkeypatch, operands) -> None:
+    # Layers that norm their results hand a sum to the next product, with no norm between (OLMo2).
+    monkeypatch.setattr(deferred, "triton_serves", lambda device: True)
+    kernel = outside_modes(lambda x: (type(x), x.data_ptr()))
+    forward = invariant_functions(F.linear, defers=True).around(lambda: kernel(torch.add(*operands)))
+    with torch.no_grad():
+        kind, address = forward()
+    assert kind is Tensor and address != 0
+
+
 @pytest.fixture
 def heads() -> tuple[Tensor, ...]:
     torch.manual_seed(1)
