@@ -13,6 +13,8 @@ from transformers import PreTrainedModel
 
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.model import numerics
+from lockstep.rollout.model.operations import deferred
 from lockstep.rollout.running.decode_graphs import why_not_recorded
 from lockstep.tests.rollout.test_invariance_table import (
     PROMPTS,
@@ -22,7 +24,7 @@ from lockstep.tests.rollout.test_invariance_table import (
 )
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-FAMILIES = ("qwen3", "llama", "gemma2", "gpt_oss", "qwen3_moe")
+FAMILIES = ("qwen3", "llama", "gemma2", "olmo2", "gpt_oss", "qwen3_moe")
 WAYS: dict[str, dict[str, object]] = {
     "batch": {"prefix_cache": False}, "plain steps": {"cuda_graph_batch_sizes": ()},
     "chunks of 1": {"chunked_prefill_size": 1, "prefix_cache": False}, "chunks of 7": {"chunked_prefill_size": 7},
@@ -89,3 +91,16 @@ def test_the_columns_own_code_holds_on_a_cpu(make_model, restore_threads, dtype:
     torch.set_num_threads(1)
     model = make_model("qwen3", dtype, max_position_embeddings=1024, num_hidden_layers=1)
     check_column(model, WAYS, [[5], *[prompt[:70] for prompt in PROMPTS[1:]]])
+
+
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma2", "olmo_hybrid", "qwen3_moe"])
+def test_sums_and_norms_that_wait_as_on_a_gpu_change_no_bit(make_model, restore_threads, monkeypatch, family: str):
+    torch.set_num_threads(1)
+    model = make_model(family, torch.bfloat16)
+    expected = answers(make_engine(model), PROMPTS)
+    for module in (deferred, numerics):
+        monkeypatch.setattr(module, "triton_serves", lambda device: True)
+    engine = make_engine(model)
+    found = answers(engine, PROMPTS)
+    assert [(c.token_ids, c.logprobs) for c in found] == [(c.token_ids, c.logprobs) for c in expected]
+    assert_trainers_bits(engine, found)

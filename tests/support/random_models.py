@@ -83,6 +83,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "mistral": ("MistralConfig", {"sliding_window": 20}),
     "gemma2": ("Gemma2Config", {"sliding_window": 20, "query_pre_attn_scalar": 32}),
     "gemma3": ("Gemma3TextConfig", {"sliding_window": 20, "query_pre_attn_scalar": 32}),
+    "olmo2": ("Olmo2Config", {}),  # norms follow attention and MLP, whose inputs are residual sums
     "gpt_oss": ("GptOssConfig", {"sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("Qwen3MoeConfig", _EXPERTS),
     "qwen3_5": ("Qwen3_5TextConfig", _DELTA),
