@@ -48,7 +48,8 @@ class Deferred(Tensor):
     def value(self) -> Tensor:
         """Return the plain tensor."""
         if self._value is None:
-            with torch._C.DisableTorchFunction():  # the mode around a forward would defer the operation again
+            # As where it was deferred, without gradients; the mode around a forward would defer the operation again.
+            with torch.no_grad(), torch._C.DisableTorchFunction():
                 self._compute()
         assert self._value is not None
         return self._value
@@ -125,17 +126,20 @@ class DeferredNorm(Deferred):
 
 
 class DeferredRotation(Deferred):
-    """The rotated query, or the rotated key: two tensors of one `Rotation`."""
+    """One of the two tensors of a `Rotation`: the rotated query, part 0, or the rotated key, part 1."""
 
-    def __init__(self, _: Tensor, rotation: Rotation) -> None:
-        self.rotation = rotation
+    def __init__(self, _: Tensor, rotation: Rotation, part: int) -> None:
+        self.rotation, self.part = rotation, part
 
     def _compute(self) -> None:
-        self.rotation.compute()
+        self.set(self.rotation.values()[self.part])
 
 
 class Rotation:
-    """Queries [B,H,T,D] and keys [B,K,T,D] that cos and sin [1 or B,T,D] rotate, after their norms if these wait."""
+    """Queries [B,H,T,D] and keys [B,K,T,D] that cos and sin [1 or B,T,D] rotate, after their norms if these wait.
+
+    Its tensors hold it, and not the other way round: so they are freed, with their operands, where nothing reads them.
+    """
 
     def __init__(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
         self.norms = DeferredNorm.of(query, key)
@@ -146,20 +150,27 @@ class Rotation:
             query, key = plain((query, key))
             self._heads = query, key
         self.operands: tuple[Tensor, Tensor, Tensor, Tensor] = query, key, plain(cos), plain(sin)
-        self.query, self.key = (DeferredRotation(like, self) for like in (query, key))
+        self._values: tuple[Tensor, Tensor] | None = None
 
-    def compute(self) -> None:
-        """Compute both tensors."""
-        query, key = plain(self._heads)
-        for tensor, value in zip((self.query, self.key), rotary(query, key, *self.operands[2:]), strict=True):
-            tensor.set(value)
+    def deferred(self) -> tuple[DeferredRotation, DeferredRotation]:
+        """Return the rotated query and key, which wait."""
+        return DeferredRotation(self.operands[0], self, 0), DeferredRotation(self.operands[1], self, 1)
+
+    def values(self) -> tuple[Tensor, Tensor]:
+        """Return the rotated query and key; they are computed once."""
+        if self._values is None:
+            query, key = plain(self._heads)
+            self._values = rotary(query, key, *self.operands[2:])
+        return self._values
 
     @staticmethod
     def of(query: Tensor, key: Tensor) -> Rotation | None:
         """Return the rotation of which these are query and key, if neither has been read."""
-        found = query.rotation if isinstance(query, DeferredRotation) else None
-        is_it = found is not None and found.query is query and found.key is key
-        return found if is_it and query._value is None and key._value is None else None  # type: ignore[attr-defined]
+        if not (isinstance(query, DeferredRotation) and isinstance(key, DeferredRotation)):
+            return None
+        found = query.rotation
+        is_it = found is key.rotation and (query.part, key.part) == (0, 1)
+        return found if is_it and found._values is None else None
 
 
 def plain(value: Any) -> Any:

@@ -210,8 +210,7 @@ def _rotary_of(function: Forward) -> Forward:
         if not is_whole:
             return function(q, k, cos, sin, *others, **named)
         if waits:
-            rotation = Rotation(q, k, cos, sin)
-            return rotation.query, rotation.key
+            return Rotation(q, k, cos, sin).deferred()
         return _rotary(q, k, cos, sin)
 
     return apply_rotary_pos_emb

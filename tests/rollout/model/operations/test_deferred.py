@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -128,12 +129,36 @@ def heads() -> tuple[Tensor, ...]:
 def test_a_rotation_is_one_for_both_and_is_known_by_its_query_and_key_alone(heads) -> None:
     query, key, _, cos, sin = heads
     rotation = Rotation(query, key, cos, sin)
-    assert Rotation.of(rotation.query, rotation.key) is rotation
-    assert Rotation.of(rotation.key, rotation.query) is None
-    assert Rotation.of(rotation.query, key) is None
-    assert torch.equal(rotation.query * 1, rotary(query, key, cos, sin)[0])
-    assert Rotation.of(rotation.query, rotation.key) is None, "it has been read"
-    assert torch.equal(rotation.key.value(), rotary(query, key, cos, sin)[1])
+    turned, turned_key = rotation.deferred()
+    assert Rotation.of(turned, turned_key) is rotation
+    assert Rotation.of(turned_key, turned) is None
+    assert Rotation.of(turned, key) is None
+    assert Rotation.of(turned, Rotation(query, key, cos, sin).deferred()[1]) is None
+    assert torch.equal(turned * 1, rotary(query, key, cos, sin)[0])
+    assert Rotation.of(turned, turned_key) is None, "it has been read"
+    assert torch.equal(turned_key.value(), rotary(query, key, cos, sin)[1])
+
+
+def test_a_rotation_that_nothing_reads_is_freed_at_once(heads) -> None:
+    # The KV write takes its operands. A cycle of references would hold them until the collector runs.
+    query, key, _, cos, sin = heads
+    gc.disable()
+    try:
+        tensors = Rotation(query, key, cos, sin).deferred()
+        freed = [weakref.ref(tensor) for tensor in tensors] + [weakref.ref(tensors[0].rotation)]
+        del tensors
+        assert [each() for each in freed] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_value_that_is_read_later_belongs_to_no_graph(operands) -> None:
+    # What a hook keeps of an engine's step may be read while the trainer's forward runs.
+    weight = torch.rand(8).bfloat16().requires_grad_()
+    with torch.inference_mode():
+        waiting = DeferredNorm(operands[0] * 1, weight, RULE)
+    assert not waiting.value().requires_grad
+    assert torch.equal(waiting.value(), rms_norm(operands[0], weight.detach(), RULE))
 
 
 def test_a_rotation_into_a_cache_writes_what_the_two_steps_write(heads) -> None:
@@ -164,9 +189,10 @@ def test_the_norms_of_heads_wait_for_their_rotation(normed) -> None:
     rotation = Rotation(*turned, cos, sin)
     assert rotation.norms == HeadNorms(query.weight, key.weight, RULE)
     assert [type(operand) for operand in rotation.operands] == [Tensor] * 4
-    assert Rotation.of(rotation.query, rotation.key) is rotation
+    rotated = rotation.deferred()
+    assert Rotation.of(*rotated) is rotation
     heads = [rms_norm(each.x, each.weight, RULE).transpose(1, 2) for each in (query, key)]
-    for found, expected in zip((rotation.query, rotation.key), rotary(*heads, cos, sin), strict=True):
+    for found, expected in zip(rotated, rotary(*heads, cos, sin), strict=True):
         assert torch.equal(found.value(), expected)
     assert torch.equal(turned[0].value(), heads[0]) and turned[0].value().stride() == heads[0].stride()
 
@@ -180,7 +206,7 @@ def test_norms_that_have_been_read_or_differ_are_those_of_a_plain_rotation(norme
         rotation = Rotation(query.transpose(1, 2), its, cos, sin)
         assert rotation.norms is None
         heads = rms_norm(query.x, query.weight, RULE).transpose(1, 2), plain
-        assert all(map(torch.equal, (rotation.query.value(), rotation.key.value()), rotary(*heads, cos, sin)))
+        assert all(map(torch.equal, rotation.values(), rotary(*heads, cos, sin)))
     assert type(query.transpose(0, 1)) is Tensor and type(query.transpose(1, 2)) is Tensor, "it has been read"
 
 
@@ -191,6 +217,6 @@ def test_norms_and_rotation_into_a_cache_write_what_all_the_steps_write(heads, n
     caches = tuple(torch.zeros(2, 4, 2, 16) for _ in range(2))
     slots = torch.tensor([7, 0, 3, 5, 2])
     out = rotary_into_cache(*rotation.operands, value, caches, slots, rotation.norms)
-    assert torch.equal(out, rotation.query.value()[0].transpose(0, 1))
-    assert torch.equal(caches[0].flatten(0, 1)[slots], rotation.key.value()[0].transpose(0, 1))
+    assert torch.equal(out, rotation.values()[0][0].transpose(0, 1))
+    assert torch.equal(caches[0].flatten(0, 1)[slots], rotation.values()[1][0].transpose(0, 1))
     assert torch.equal(caches[1].flatten(0, 1)[slots], value[0].transpose(0, 1))
