@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...rollout.engine import Engine
+from ...rollout.loop.weight_samples import weight_samples
 from ...weight_sync.digests.model_digest import model_root, tensor_roots
 from ...weight_sync.digests.shard_digest import local_digests, merged_roots, require_whole_cells
 from ...weight_sync.layout.shard_bytes import Shard
@@ -67,7 +68,7 @@ class ReplicaWeights:
     def frozen_marks(self, *, of_owned: bool) -> dict[str, object]:
         """Return a mark of each parameter that a trainer keeps frozen beside trained ones, or, with `of_owned`, of an
         engine's own. Equal marks mean that no operation of torch has written the parameter in between. Of writes
-        through `.data` only merges of adapters are seen.
+        that torch does not count, as through `.data`, merges of adapters are seen and those that change a sample.
         """
         model = self._engine.model
         if not self._replica.is_alone or (model.owned and not of_owned):
@@ -76,10 +77,11 @@ class ReplicaWeights:
         if not model.owned and not any(tensor.requires_grad for _, tensor in tensors):
             return {}
         merged = model.adapters.merged()
+        marked = [(name, tensor) for name, tensor in tensors if not tensor.requires_grad and not tensor.is_inference()]
+        samples = weight_samples(marked)
         return {
-            name: (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), merged)
-            for name, tensor in tensors
-            if not tensor.requires_grad and not tensor.is_inference()
+            name: (tensor.data_ptr(), tensor._version, tensor.shape, tensor.stride(), merged, samples[name])
+            for name, tensor in marked
         }
 
     def first_entries(self, name: str, limit: int) -> Tensor:

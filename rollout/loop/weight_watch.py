@@ -1,4 +1,4 @@
-"""Weights that were written without a commit: found by torch's version counters when a phase begins."""
+"""Weights that were written without a commit: found when a phase begins, by torch's version counters and by samples."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import logging
 from .code_watch import drop_kv
 from .loop import Loop
 from .parts import Parts
+from .weight_samples import weight_samples
 
 logger = logging.getLogger(__name__)
 
 _MOST_NAMES = 3  # of a warning
-_Mark = tuple[int, int, int]  # identity, version counter and address of a tensor
+_Mark = tuple[int, int, int, bytes]  # identity, version counter and address of a tensor, and a sample of it
 
 
 class WeightWatch:
@@ -24,14 +25,14 @@ class WeightWatch:
 
     def accept(self) -> None:
         """Take the weights as they are: they were committed, or put back as they were."""
-        self._seen = None if self._seen is None else self._counters()
+        self._seen = None if self._seen is None else self._marks()
 
     def look(self) -> bool:
         """Compare once in a phase, from the first one with steps on."""
         if self._parts.model.phase.num_begun == self._phase:
             return False
         self._phase = self._parts.model.phase.num_begun
-        self._seen = self._counters() if self._seen is None else self._seen
+        self._seen = self._marks() if self._seen is None else self._seen
         return self.compare()
 
     def compare(self) -> bool:
@@ -40,12 +41,12 @@ class WeightWatch:
 
         The weight version stays, since it is the caller's label, but without a digest. A tensor that has moved counts
         as written, as after `parameter.data = tensor`. Writes to the same memory that torch does not count, such as
-        `parameter.data.copy_(tensor)`, are not found.
+        `parameter.data.copy_(tensor)` or a kernel's, are found where they change an element of the samples.
         """
         before = self._seen
         if before is None:
             return False
-        self._seen = now = self._counters()
+        self._seen = now = self._marks()
         written = sorted(name for name, count in now.items() if before.get(name) != count)
         if not written:
             return False
@@ -61,9 +62,11 @@ class WeightWatch:
         sequences.weight_digest = None
         return True
 
-    def _counters(self) -> dict[str, _Mark]:
+    def _marks(self) -> dict[str, _Mark]:
         """Mark the parameters, and the buffers that checkpoints hold: others are computed from the configuration."""
+        tensors = list(self._parts.model.stored_tensors())
+        samples = weight_samples(tensors)
         return {
-            name: (id(tensor), 0 if tensor.is_inference() else tensor._version, tensor.data_ptr())
-            for name, tensor in self._parts.model.stored_tensors()
+            name: (id(tensor), 0 if tensor.is_inference() else tensor._version, tensor.data_ptr(), samples[name])
+            for name, tensor in tensors
         }

@@ -69,18 +69,28 @@ def replace_data(model: torch.nn.Module) -> None:
         parameter.data = parameter.data * 1.1
 
 
+def write_uncounted(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)  # as optimizers with kernels of their own write: no version counter moves
+
+
+def write_one_uncounted(model: torch.nn.Module) -> None:
+    model.model.layers[0].mlp.up_proj.weight.data.add_(0.25)
+
+
 def write_stored_buffer(model: torch.nn.Module) -> None:
     model.scale.mul_(2)
 
 
-def test_a_parameter_with_other_data_and_a_stored_buffer_that_was_written_are_noticed(
+def test_other_data_writes_that_torch_does_not_count_and_written_buffers_are_noticed(
     make_model, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = make_model("qwen2")
     model.register_buffer("scale", torch.ones(1))
     model.register_buffer("table", torch.ones(1), persistent=False)
     service = make_service(model)
-    for version, change in (("one", replace_data), ("two", write_stored_buffer)):
+    changes = replace_data, write_uncounted, write_one_uncounted, write_stored_buffer
+    for version, change in zip(("one", "two", "three", "four"), changes, strict=True):
         commit(service, model, version)
         assert answer(service).weight_digest is not None
         with caplog.at_level(logging.WARNING):

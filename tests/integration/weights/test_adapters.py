@@ -86,10 +86,13 @@ def test_frozen_base_is_hashed_once(trained, hashed):
     add(model, "base")  # seen by the tensor's version counter
     second = service.commit_in_place("3", source=model.named_parameters()).digest
     assert len(hashed) == len(parts_of(model, "adapter")) + 1 and second == service.model_digest()
-    parts_of(model, "base")[0].data.zero_()  # not seen, so it is to be announced
-    service.weights_restored()
+    frozen = parts_of(model, "base")[0].data
+    frozen.mul_(1.1)  # not counted by torch, but seen by the sample
     third = service.commit_in_place("4", source=model.named_parameters()).digest
-    assert third == service.model_digest() and len({first, second, third}) == 3
+    frozen.view(-1)[1] += 1  # between the elements of the sample, so it is to be announced
+    service.weights_restored()
+    fourth = service.commit_in_place("5", source=model.named_parameters()).digest
+    assert fourth == service.model_digest() and len({first, second, third, fourth}) == 4
 
 
 def test_digest_of_a_switched_state_is_told_only_where_it_was_computed(trained):
