@@ -79,6 +79,7 @@ class EngineHost(SessionHost):
         self._in_flight: OnCommit | None = None  # of the next commit
         if replica.is_alone:  # several ranks would not forget together
             engine.weights.when_written(roots.forget)
+            engine.weights.when_moved(roots.have_digest)
 
     # -- callbacks of the manager -----------------------------------------------------------------------------------
 

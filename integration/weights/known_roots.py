@@ -80,6 +80,14 @@ class KnownRoots:
         digest = self._weights.model_digest(roots) if len(roots) == len(names) else None
         return digest, self._parts.differing(own, roots, self._committed)
 
+    def have_digest(self, names: Collection[str]) -> bool:
+        """Compute whether the weights have the digest of their version still, which covers these. Changes nothing. The
+        caller holds the engine's lock, so that no thread frees the bytes."""
+        wanted, covered = self._engine.weight_digest, self._weights.names()
+        if wanted is None or not set(names) <= set(covered):
+            return False
+        return self._weights.model_digest(self._weights.digests(covered)[1]) == wanted
+
     # -- a session --------------------------------------------------------------------------------------------------
 
     def forget_fresh(self) -> None:

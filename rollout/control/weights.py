@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -125,6 +125,11 @@ class EngineWeights:
     def when_written(self, call: Callable[[], None]) -> None:
         """Have `call` run, under the engine's lock, where weights are found that were written without a commit."""
         self._gate.on_written = call
+
+    def when_moved(self, have_digest: Callable[[Sequence[str]], bool]) -> None:
+        """Have this decide, under the engine's lock, whether weights of these names that were moved, or written and
+        restored, without a commit have the bytes of the committed digest. Digest and KV then stay."""
+        self._gate.weights.have_digest = have_digest
 
     # -- memory -----------------------------------------------------------------------------------------------------
 

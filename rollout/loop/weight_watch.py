@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 
 from .code_watch import drop_kv
 from .loop import Loop
@@ -22,6 +23,8 @@ class WeightWatch:
         self._parts, self._loop = parts, loop
         self._phase = 0  # number of the phase that was looked at
         self._seen: dict[str, _Mark] | None = None
+        # Whether weights of these names have the bytes of the committed digest; called under the engine's lock.
+        self.have_digest: Callable[[Sequence[str]], bool] = lambda names: False
 
     def accept(self) -> None:
         """Take the weights as they are: they were committed, or put back as they were."""
@@ -39,24 +42,27 @@ class WeightWatch:
         """Start a KV epoch if a parameter was written since the last commit; returns whether one was. Running sequences
         compute their KV again.
 
-        The weight version stays, since it is the caller's label, but without a digest. A tensor that has moved counts
-        as written, as after `parameter.data = tensor`. Writes to the same memory that torch does not count, such as
-        `parameter.data.copy_(tensor)` or a kernel's, are found where they change an element of the samples.
+        The weight version stays, since it is the caller's label, but without a digest. Writes that torch does not
+        count, such as `parameter.data.copy_(tensor)` or a kernel's, are found where they change an element of the
+        samples. Where counters or addresses alone are others, as after an offload, `have_digest` decides.
         """
         before = self._seen
         if before is None:
             return False
         self._seen = now = self._marks()
-        written = sorted(name for name, count in now.items() if before.get(name) != count)
-        if not written:
+        changed = sorted(name for name, mark in now.items() if before.get(name) != mark)
+        if not changed:
+            return False
+        has_same_samples = now.keys() == before.keys() and all(now[name][-1] == before[name][-1] for name in changed)
+        if has_same_samples and self.have_digest(changed):
+            logger.info("%s: moved or written since the last commit, and of the same digest", _listed(changed))
             return False
         sequences = self._parts.sequences
-        more = f" and {len(written) - _MOST_NAMES} more" if len(written) > _MOST_NAMES else ""
         logger.warning(
-            "weights were written or moved since version %r was committed (%s%s): cached KV is dropped, and tokens "
+            "weights were written or moved since version %r was committed (%s): cached KV is dropped, and tokens "
             "have no weight digest until the next commit. Commit each change: service.optimizer_step() and "
             "service.commit_in_place(), or engine.weights.commit_weights()",
-            *(sequences.weight_version, ", ".join(written[:_MOST_NAMES]), more),
+            *(sequences.weight_version, _listed(changed)),
         )  # fmt: skip
         drop_kv(self._parts, self._loop)
         sequences.weight_digest = None
@@ -70,3 +76,8 @@ class WeightWatch:
             name: (id(tensor), 0 if tensor.is_inference() else tensor._version, tensor.data_ptr(), samples[name])
             for name, tensor in tensors
         }
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more

@@ -169,3 +169,51 @@ def test_a_switched_adapter_brings_no_digest_of_former_weights_back(make_model) 
                 layer.enable_adapters(enabled)
         assert answer(service).weight_digest is None
     service.close()
+
+
+def move(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # as `model.to("cpu")` and back
+
+
+def write_and_restore(model: torch.nn.Module) -> None:
+    kept = [parameter.detach().clone() for parameter in model.parameters()]
+    write(model)
+    with torch.no_grad():
+        for parameter, before in zip(model.parameters(), kept, strict=True):
+            parameter.copy_(before)
+
+
+def change_between_samples(model: torch.nn.Module) -> None:
+    move(model)
+    model.model.layers[0].mlp.up_proj.weight.data.view(-1)[1] += 1
+
+
+@pytest.mark.parametrize("change", [move, write_and_restore])
+def test_moved_and_restored_weights_keep_digest_and_kv_where_their_digest_is_the_same(
+    make_model, caplog: pytest.LogCaptureFixture, change
+) -> None:
+    model = make_model("qwen2")
+    service = make_service(model)
+    commit(service, model, "one")
+    before = answer(service)
+    with caplog.at_level(logging.WARNING):
+        change(model)
+        found = answer(service)
+    assert not caplog.records and found.num_cached_tokens > 0
+    assert (found.token_ids, found.logprobs) == (before.token_ids, before.logprobs)
+    assert (found.weight_version, found.weight_digest) == ("one", before.weight_digest)
+    change_between_samples(model)
+    assert answer(service).weight_digest is None
+    service.close()
+
+
+def test_a_moved_stored_buffer_counts_as_written_since_no_digest_covers_it(make_model) -> None:
+    model = make_model("qwen2")
+    model.register_buffer("scale", torch.ones(1))
+    service = make_service(model)
+    commit(service, model, "one")
+    assert answer(service).weight_digest is not None
+    model.scale.data = model.scale.data.clone()
+    assert answer(service).weight_digest is None
+    service.close()
