@@ -13,6 +13,7 @@ from ..rollout.engine import Engine
 from ..rollout.errors import MemoryReleased
 from ..rollout.loop.commands import OnCommit, check_in_flight
 from ..rollout.model.adapters.layers import bare_names
+from ..rollout.one_process import OfOneProcess
 from ..weight_sync.errors import Poisoned, SessionError
 from ..weight_sync.group.registry import GroupRegistry
 from ..weight_sync.manifest import NamedTensors
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 _MEND = "complete one, or restore a checkpoint (weights_restored), and commit"
 
 
-class RolloutService(MemoryVerbs, LoraVerbs):
+class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
     """Connect an engine and the weight verbs. Methods with an HTTP verb have its name.
 
     Example, in a training rank whose `model` the engine was made from:

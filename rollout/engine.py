@@ -29,6 +29,7 @@ from .loop.gate import StepGate
 from .loop.loop import Loop
 from .loop.parts import MakeRunner
 from .loop.state import state_report, with_waiting
+from .one_process import OfOneProcess
 from .ranks.mesh import Mesh
 from .replica.calls import RankCalls
 from .replica.follower import End
@@ -39,21 +40,21 @@ from .request_options import RequestOptions
 T = TypeVar("T")
 
 
-class Engine:
+class Engine(OfOneProcess):
     """Generate with a hosted causal LM: a transformers module that the caller trains, or a folder of weights.
 
     Example:
         engine = Engine("path/to/model", EngineConfig(kv_cache="512MiB"))
         [completion] = engine.generate(["2 + 2 ="], SamplingParams(max_new_tokens=8))
 
-    A caller's module keeps its storage. It belongs to the engine only during a call that generates, or inside
-    `engine.model.rollout_phase()`. Every method may be called from any thread. A caller that waits for an answer runs
-    the steps itself, unless `start()` has begun a thread that runs them.
+    A caller's module keeps its storage, and is the engine's only during a call that generates, or inside
+    `engine.model.rollout_phase()`. Any thread may call every method. A caller that waits for an answer runs the steps
+    itself, unless `start()` has begun a thread for them. An engine cannot be pickled or copied.
 
     Commands run between two steps, with no step in flight, and their effect holds when they return. A command repeated
     under its `op_id` runs once (OpIdTaken for an id that names another call); `timeout_s` limits its wait to begin
-    (DeadlineExceeded). `drafts` has their sources and history. A service around the engine also uses `requests`,
-    `driver` and `weights`; metrics and benchmarks read `parts`. `gate` and `mailboxes` are internal.
+    (DeadlineExceeded). `drafts` has their sources and history. A service also uses `requests`, `driver` and `weights`,
+    metrics and benchmarks `parts`. `gate` and `mailboxes` are internal.
     """
 
     def __init__(
@@ -122,8 +123,8 @@ class Engine:
     def stream(
         self, prompt: Prompt, sampling_params: Params = None, *, options: RequestOptions | None = None
     ) -> Iterator[StreamChunk]:
-        """Complete one prompt, chunk by chunk as steps run; each sequence's last chunk carries its completion. The
-        request is aborted when the caller stops iterating."""
+        """Complete one prompt, chunk by chunk as steps run; a sequence's last chunk has its completion. Abort the
+        request when the caller stops iterating."""
         return self.requests.stream(prompt, sampling_params, options)
 
     def astream(
@@ -391,9 +392,8 @@ class Engine:
         """Return the running sequences, then the waiting ones, in order, at most `limit` of each. Changes nothing.
         num_newest: the number of last tokens in each view. Raises ValueError for a negative number."""
         parts, inbox = self.parts, self.driver.inbox
-        return self.driver.look(lambda: views(
-            parts.scheduler.running(), [*parts.scheduler.waiting(), *inbox.posted()], num_newest, limit,
-            parts.why_no_draft))  # fmt: skip
+        return self.driver.look(lambda: views(parts.scheduler.running(), [*parts.scheduler.waiting(), *inbox.posted()],
+                                              num_newest, limit, parts.why_no_draft))  # fmt: skip
 
     def check_integrity(self) -> None:
         """Check every block of the block ledger. Raises LedgerError naming each fault."""

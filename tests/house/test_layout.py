@@ -26,7 +26,7 @@ ROOMS = {  # room: the rooms that it may import
 PLACES = {
     "rollout.ahead": "completion control engine errors request_options sampling_params",
     "rollout.proving": ("control grammars kv loop model receipt request_options running sampling_params sequences"),
-    "rollout.engine": "completion config control kv loop ranks replica reports request_options",
+    "rollout.engine": "completion config control kv loop one_process ranks replica reports request_options",
     "rollout.control": (
         "completion errors giving_way grammars loop model replica request_options sampling_params sequences speculation"
     ),
@@ -56,6 +56,7 @@ PLACES = {
     "rollout.errors": "",
     "rollout.sampling_params": "stop_patterns",
     "rollout.giving_way": "",
+    "rollout.one_process": "",
     "rollout.stop_patterns": "",
     "weight_sync.transports": "delta disk errors group layout manifest same_host target",
     "weight_sync.delta": "deadline digests disk errors layout manifest workers",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
+import pickle
 import select
 import signal
 from collections.abc import Callable
@@ -131,3 +133,12 @@ def test_a_fork_that_closes_what_it_holds_leaves_the_parents_files_and_sockets(m
     sender.close()
     server.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_engine_and_service_refuse_to_be_pickled_or_copied(make_model, duplicate: Callable[[object], object]) -> None:
+    service = RolloutService(Engine(make_model("qwen2"), CONFIG))
+    for each in (service, service.engine):
+        with pytest.raises(TypeError, match=rf"{type(each).__name__} cannot be pickled or copied.*one in each process"):
+            duplicate({"closure": [each]} if duplicate is not copy.copy else each)
+    service.close()
