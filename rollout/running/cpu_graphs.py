@@ -20,14 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
-from torch.utils.hooks import RemovableHandle
 
 from ...kernels.collectives.exchange import SharedMemory
 from ...kernels.layers.rms_norm import with_sum
 from ...kernels.machine import native
-from ..model.operations.fused_layers import has_hooks
 from .cpu_record import Keeping, Record
-from .recorders import Run, depends_on_data
+from .recorders import HookWatch, Run, depends_on_data
 
 logger = logging.getLogger(__name__)
 
@@ -51,24 +49,7 @@ class CPUGraphs:
 
         `run` reads and writes fixed memory and returns its results.
         """
-        return _Step(run, _Hooks(list(self._module.modules())), self)
-
-
-class _Hooks:
-    """A watch for hooks on modules. It looks at all of them only after a hook was registered anywhere, or while it has
-    found one: a look at some hundred modules takes as long as planning a step."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self._modules = modules
-        self._num_registered = -1
-        self._has_some = True
-
-    def __call__(self) -> bool:
-        """Return whether there are any now."""
-        registered = RemovableHandle.next_id  # grows with every registration of a hook
-        if self._has_some or registered != self._num_registered:
-            self._num_registered, self._has_some = registered, has_hooks(self._modules)
-        return self._has_some
+        return _Step(run, HookWatch(list(self._module.modules())), self)
 
 
 class _Step:

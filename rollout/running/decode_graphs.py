@@ -27,7 +27,7 @@ from ..model.hosted_model import HostedModel
 from ..states.tensors import StatePool
 from .cpu_graphs import CPUGraphs
 from .decode_buffers import Buffers, DecodedStep, DecodeInputs, DecodeRows, HostViews, Staging
-from .recorders import CUDAGraphs, Recorder, Run
+from .recorders import CUDAGraphs, PlainWhileHooked, Recorder, Run
 
 _NUM_STAGINGS = 2  # steps that may be in the queue
 _LADDER = (1, 2, 4, *range(8, 257, 8))
@@ -62,6 +62,12 @@ def why_not_recorded(model: HostedModel) -> str | None:
     return "; ".join(wrong) or None
 
 
+def _recorder_for(model: HostedModel) -> Recorder:
+    if model.device.type == "cuda":
+        return PlainWhileHooked(CUDAGraphs(model.device), model.module)
+    return CPUGraphs(model.module)
+
+
 def padded_rows(inputs: DecodeInputs, size: int) -> np.ndarray:
     """Return the rows of a step that is padded to `size`, int64 [size]."""
     num_rows = len(inputs.positions)
@@ -88,7 +94,7 @@ class DecodeGraphs:
         """
         self._model, self._kv_cache, self._state_pool, self.sizes = model, kv_cache, state_pool, tuple(sizes)
         device = model.device
-        self._recorder = recorder or (CUDAGraphs(device) if device.type == "cuda" else CPUGraphs(model.module))
+        self._recorder = recorder or _recorder_for(model)
         self._buffers = Buffers.make(self.sizes[-1], width, device)
         self._stagings = [Staging.make(self.sizes[-1], width, device.type == "cuda") for _ in range(_NUM_STAGINGS)]
         self._tables = np.zeros((self.sizes[-1], width), np.int32)  # a copy of the device's tables

@@ -11,8 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from ..model.operations.fused_layers import has_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +44,44 @@ class PlainCalls:
 
     def record(self, run: Run) -> Run:
         return run
+
+
+class HookWatch:
+    """A watch for hooks on modules. It looks at all of them only after a hook was registered anywhere, or while it has
+    found one: a look at some hundred modules takes as long as planning a step."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = modules
+        self._num_registered = -1
+        self._has_some = True
+
+    def __call__(self) -> bool:
+        """Return whether there are any now."""
+        registered = RemovableHandle.next_id  # grows with every registration of a hook
+        if self._has_some or registered != self._num_registered:
+            self._num_registered, self._has_some = registered, has_hooks(self._modules)
+        return self._has_some
+
+
+class PlainWhileHooked:
+    """A recorder that uses another one, and makes plain calls while a module has hooks: a replay would call none."""
+
+    def __init__(self, recorder: Recorder, module: nn.Module) -> None:
+        self._recorder, self._module = recorder, module
+
+    def record(self, run: Run) -> Run:
+        has_hooks_now = HookWatch(list(self._module.modules()))
+        recorded = None if has_hooks_now() else self._recorder.record(run)
+
+        def step() -> Sequence[Tensor]:
+            nonlocal recorded
+            if has_hooks_now():
+                return run()
+            if recorded is None:
+                recorded = self._recorder.record(run)
+            return recorded()
+
+        return step
 
 
 def depends_on_data(func: Any, args: Sequence[Any]) -> bool:

@@ -26,14 +26,25 @@ from ....kernels.layers.rotary import HeadNorms, rotary
 from ....kernels.machine.gpu import triton_serves
 
 IS_USED: set[str] = set()  # not empty once this process has deferred a tensor: never on a CPU
-_waiting: weakref.WeakValueDictionary[int, Deferred] = weakref.WeakValueDictionary()  # by id: without their value
 _forward = threading.local()  # .has_gradients: whether the forward that this thread is in began with gradients
+
+
+class _Waiting(threading.local):
+    """The deferred tensors that a thread has made, without their value. Another thread may not compute them: it would
+    do so on its own stream, and outside of a capture that this thread may be in."""
+
+    def __init__(self) -> None:
+        self.by_id: weakref.WeakValueDictionary[int, Deferred] = weakref.WeakValueDictionary()
+
+
+_waiting = _Waiting()
 
 
 class Deferred(Tensor):
     """A tensor of a known shape without memory. `value()` computes it once, and every operation on it does so."""
 
     _value: Tensor | None
+    _waits_in: weakref.WeakValueDictionary[int, Deferred]  # of the thread that made it
 
     @staticmethod
     def __new__(cls, like: Tensor, *_: object) -> Deferred:
@@ -42,7 +53,8 @@ class Deferred(Tensor):
         )
         made._value = None
         IS_USED.add("yes")
-        _waiting[id(made)] = made
+        made._waits_in = _waiting.by_id
+        made._waits_in[id(made)] = made
         return made
 
     def value(self) -> Tensor:
@@ -57,7 +69,7 @@ class Deferred(Tensor):
     def set(self, value: Tensor) -> None:
         """Take the value that a kernel has computed."""
         self._value = value
-        _waiting.pop(id(self), None)
+        self._waits_in.pop(id(self), None)
 
     def _compute(self) -> None:
         raise NotImplementedError
@@ -180,13 +192,13 @@ def plain(value: Any) -> Any:
 
 def compute_all() -> None:
     """Compute all deferred tensors: before an operation that may change their operands in place."""
-    for tensor in list(_waiting.values()):
+    for tensor in list(_waiting.by_id.values()):
         tensor.value()
 
 
 def is_any_waiting() -> bool:
     """Return whether a deferred tensor has no value yet."""
-    return bool(_waiting)
+    return bool(_waiting.by_id)
 
 
 @contextmanager
@@ -213,9 +225,9 @@ def norm(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
     return rms_norm(x, weight, rule)
 
 
-def add(left: Any, right: Any, **options: Any) -> Tensor:
+def add(input: Any, other: Any, **options: Any) -> Tensor:
     """Compute torch.add, deferred where a kernel can compute it with the norm that may follow."""
-    left, right = plain(left), plain(right)
+    left, right = plain(input), plain(other)
     if options or not (isinstance(left, Tensor) and isinstance(right, Tensor) and _may_defer(left, right)):
         return torch.add(left, right, **options)
     return DeferredSum(left, right)

@@ -36,6 +36,7 @@ _RANDOM = (
     *(Tensor.exponential_, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_),
     *(F.rrelu, torch.rrelu),
 )
+_SETTERS = ("__setitem__", "__set__")
 _DROPOUTS = (
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
     *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
@@ -61,7 +62,7 @@ class ReplacedFunctions(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
-        if self._defers and deferred.is_any_waiting() and _changes_its_operand(func):
+        if self._defers and deferred.is_any_waiting() and _changes_its_operand(func, kwargs or {}):
             deferred.compute_all()
         return self._table.get(func, func)(*args, **(kwargs or {}))
 
@@ -76,7 +77,11 @@ class ReplacedFunctions(TorchFunctionMode):
             try:
                 with self, without_autocast(tells=True), deferred.in_forward() if self._defers else _NOTHING:
                     result = forward(*args, **kwargs)
-                return deferred.plain(result) if self._defers else result
+                if not self._defers:
+                    return result
+                result = deferred.plain(result)
+                deferred.compute_all()  # what a hook has kept: its operands, weights among them, may change from now on
+                return result
             finally:
                 inside.now = False
 
@@ -150,10 +155,15 @@ def outside_modes(function: Callable[..., Any], *, takes_deferred: bool = False)
     return run
 
 
-def _changes_its_operand(function: Callable[..., object]) -> bool:
-    """Return whether a function of torch writes to a tensor, by its name: add_, __iadd__, __setitem__, copy_."""
+def _changes_its_operand(function: Callable[..., object], named: Mapping[str, Any]) -> bool:
+    """Return whether a function of torch writes to a tensor: by its name (add_, __iadd__, __setitem__, copy_, the
+    setter of data), by an argument (out, inplace), or by the schema of an operator."""
+    if named.get("out") is not None or named.get("inplace"):
+        return True
+    if isinstance(function, torch._ops.OpOverload):
+        return bool(function._schema.is_mutable)
     name = _name(function)
-    return name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    return name.startswith("__i") or name in _SETTERS or (name.endswith("_") and not name.endswith("__"))
 
 
 def _refusing(function: Callable[..., object], is_training: Callable[[], bool]) -> Callable[..., NoReturn]:

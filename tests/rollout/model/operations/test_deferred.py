@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -60,6 +61,67 @@ def test_operands_that_change_in_place_change_no_sum(operands) -> None:
     with mode:
         left[1] = 0
     assert torch.equal(again.value(), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda x: F.relu(x, inplace=True), lambda x: torch.mul(x, 2, out=x), lambda x: setattr(x, "data", x * 2),
+     lambda x: torch.nn.LeakyReLU(0.1, inplace=True)(x), lambda x: torch._foreach_mul_([x], 2),
+     lambda x: torch.ops.aten.mul_.Scalar(x, 2), lambda x: x.view(-1).__setitem__(0, 7)],
+)  # fmt: skip
+def test_operands_that_change_by_argument_setter_or_operator_change_no_sum(monkeypatch, operands, change) -> None:
+    monkeypatch.setattr(deferred, "triton_serves", lambda device: True)
+    left, right = operands
+    left[0, 0] = -1
+    expected = left + right
+
+    def forward() -> Tensor:
+        total = left + right
+        change(left)
+        return total
+
+    with torch.no_grad():
+        found = invariant_functions(F.linear, defers=True).around(forward)()
+    assert torch.equal(found, expected)
+
+
+def test_a_sum_of_named_operands_is_deferred_too(monkeypatch, operands) -> None:
+    monkeypatch.setattr(deferred, "triton_serves", lambda device: True)
+    left, right = operands
+    sums = lambda: (torch.add(input=left, other=right), left.add(other=right))  # noqa: E731
+    with torch.no_grad():
+        found = invariant_functions(F.linear, defers=True).around(sums)()
+    assert all(torch.equal(each, left + right) for each in found)
+
+
+def test_what_a_hook_has_kept_is_computed_when_the_forward_ends(monkeypatch, operands) -> None:
+    # Its operands may be weights, which the next update writes.
+    monkeypatch.setattr(deferred, "triton_serves", lambda device: True)
+    left, right = operands
+    expected, kept = left + right, []
+    with torch.no_grad():
+        invariant_functions(F.linear, defers=True).around(lambda: kept.append(left + right))()
+        left.zero_()
+    assert isinstance(kept[0], DeferredSum) and torch.equal(kept[0].value(), expected)
+
+
+def test_an_operation_of_another_thread_computes_no_sum_of_this_one(operands) -> None:
+    # It would do so on its own stream, and outside of a capture that this thread may be in.
+    waiting = DeferredSum(*operands)
+    mode = ReplacedFunctions({}, defers=True)
+
+    def write() -> None:
+        with mode:
+            torch.zeros(4).add_(1)
+
+    other = threading.Thread(target=write)
+    other.start()
+    other.join()
+    assert waiting._value is None and deferred.is_any_waiting()
+    other = threading.Thread(target=waiting.value)
+    other.start()
+    other.join()
+    assert waiting._value is not None and torch.equal(waiting.value(), torch.add(*operands))
 
 
 def test_what_nobody_reads_is_forgotten(operands) -> None:
