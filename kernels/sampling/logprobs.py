@@ -31,19 +31,22 @@ def scaled_logprobs(logits: Tensor, temperature: Tensor | float) -> Tensor:
 
 
 def selected_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor | float = 1.0) -> Tensor:
-    """Compute the log-probability float32 [R] of one token per row: logits [R, V], token_ids int64 [R].
+    """Compute the log-probability float32 [R] of one token per row: logits [R, V], token_ids [R], of integers.
 
     The bits are those of `scaled_logprobs` at these tokens, and no more than a few of its rows are in memory at a time.
     Differentiable in the logits; the gradient is computed from the logits again, and has their dtype. Raises ValueError
-    for tokens beyond the vocabulary.
+    for tokens beyond the vocabulary, where a CPU holds them, and for others than integers.
     """
     num_rows, vocab_size = logits.shape
     if token_ids.shape != (num_rows,):
         raise ValueError(f"{num_rows} rows of logits, and token_ids of shape {list(token_ids.shape)}")
+    if token_ids.is_floating_point() or token_ids.is_complex() or token_ids.dtype is torch.bool:
+        raise ValueError(f"token_ids are {token_ids.dtype}, not integers")
     if token_ids.device.type == "cpu" and num_rows:
         first, last = (int(end) for end in token_ids.aminmax())
         if first < 0 or last >= vocab_size:
             raise ValueError(f"token_ids are from {first} to {last}, the vocabulary has {vocab_size}")
+    token_ids = token_ids.to(logits.device, torch.int64)  # the kernels read 8 bytes a token
     temperatures = _per_row(temperature, logits)
     if logits.requires_grad and torch.is_grad_enabled():
         return _SelectedLogprobs.apply(logits, token_ids, temperatures)

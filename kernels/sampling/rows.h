@@ -96,8 +96,7 @@ struct Row {
   float scaled_at(int64_t i) const { return (scalar(x[i]) - largest) * inverse; }
   float logprob(int64_t i) const { return scaled_at(i) - log_sum; }
 
-  void find_largest(std::vector<float>* groups) {  // groups: the largest logit of each, if wanted
-    if (groups) groups->clear();
+  void find_largest(std::vector<float>* groups) {  // groups: gets the largest logit of each, if wanted
     float found = -INFINITY;
     for (int64_t start = 0; start < V; start += SPAN) {
       Lanes top = lanes([](int) { return splat(-INFINITY); });

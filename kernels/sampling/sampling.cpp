@@ -47,6 +47,7 @@ template <typename T>
 void draw(Row<T>& row, const Limits& limits, const RowKey& key, int64_t* token, float* chance) {
   static thread_local std::vector<float> groups;
   static thread_local std::vector<std::pair<float, int64_t>> ranked;
+  groups.clear();  // those of a row before, which may have had a larger vocabulary, would decide this row's cut
   row.find_largest(limits.top_k < row.V ? &groups : nullptr);
   *token = 0;
   if (limits.top_k == 1) {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -183,7 +183,7 @@ class RequestDesk:
                 await self._driver.progress(lambda: self._mailboxes.all_done(ids))
             return self._mailboxes.completions(ids)
         finally:
-            await asyncio.to_thread(self._let_go, ids)
+            await _to_its_end(partial(self._let_go, ids))
 
     def stream(self, prompt: Prompt, params: Params, options: RequestOptions | None) -> Iterator[StreamChunk]:
         """Complete one prompt, chunk by chunk."""
@@ -212,7 +212,7 @@ class RequestDesk:
                     num_open -= chunk.completion is not None
                     yield chunk
         finally:
-            await asyncio.to_thread(self._let_go, ids)
+            await _to_its_end(partial(self._let_go, ids))
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
@@ -238,16 +238,26 @@ class RequestDesk:
     async def _add_all_async(
         self, prompts: Prompts, params: ManyParams, options: ManyOptions, *, streamed: bool = False
     ) -> list[str]:
-        # No task: the end of `asyncio.run` would cancel it as well, and what was queued would not be known.
-        adding = asyncio.get_running_loop().run_in_executor(
-            None, partial(copy_context().run, self._add_all, prompts, params, options, streamed=streamed)
-        )
+        added: list[str] = []
+        done = threading.Event()
+
+        def add() -> None:
+            try:
+                added.extend(self._add_all(prompts, params, options, streamed=streamed))
+            finally:
+                done.set()
+
+        def take_back() -> None:
+            done.wait()  # a thread cannot be stopped: its requests are aborted
+            if added:
+                self._let_go(added)
+
         try:
-            return await asyncio.shield(adding)
-        except asyncio.CancelledError:  # a thread cannot be stopped: its requests are aborted
-            with suppress(ValueError):
-                await asyncio.to_thread(self._let_go, await adding)
+            await _to_its_end(add)
+        except asyncio.CancelledError:
+            await _to_its_end(take_back)
             raise
+        return added
 
     def _post(
         self,
@@ -317,6 +327,13 @@ class RequestDesk:
     def _take_news(self, ids: Sequence[str]) -> list[StreamChunk]:
         with self._driver.lock:
             return self._mailboxes.take(ids)
+
+
+async def _to_its_end(function: Callable[[], None]) -> None:
+    """Run a function in a thread, and wait for it. It runs to its end however often the wait is cancelled."""
+    # No task: the end of `asyncio.run` would cancel it as well, and what was queued would stay.
+    run = partial(copy_context().run, function)
+    await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, run))
 
 
 def renewal_of(completion: Completion) -> tuple[tuple[int, ...], SamplingParams, RequestOptions]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_any, tree_map_only
 
 from ....kernels.layers.rms_norm import NormRule, rms_norm, rms_norm_of_sum
 from ....kernels.layers.rotary import HeadNorms, rotary
@@ -92,6 +92,10 @@ class DeferredSum(Deferred):
 
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self._operands = left, right
+
+    def set(self, value: Tensor) -> None:
+        super().set(value)
+        del self._operands  # a residual lives for a whole layer
 
     def _compute(self) -> None:
         self.set(torch.add(*self._operands))
@@ -186,7 +190,11 @@ class Rotation:
 
 
 def plain(value: Any) -> Any:
-    """Replace deferred tensors in a value, nested or not, by their values."""
+    """Replace deferred tensors in a value, nested or not, by their values. A value without any is returned itself."""
+    if isinstance(value, Tensor):
+        return value.value() if isinstance(value, Deferred) else value
+    if not tree_any(lambda part: isinstance(part, Deferred), value):
+        return value
     return tree_map_only(Deferred, Deferred.value, value)
 
 

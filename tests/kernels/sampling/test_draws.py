@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.kernels.sampling.draws import KEEP_ALL, RowSettings, draw_tokens
+from lockstep.kernels.sampling.draws import KEEP_ALL, RowSettings, draw_tokens, reference_draw
 from lockstep.kernels.sampling.logprobs import scaled_logprobs, selected_logprobs
 from lockstep.kernels.sampling.noise import gumbel_noise, row_keys
 
@@ -65,6 +65,35 @@ def test_selected_scaled_and_drawn_logprobs_are_the_same_bits(dtype, vocab_size)
     assert torch.equal(rows, selected_logprobs(logits, drawn.token_ids, temperatures))
     assert torch.equal(rows, selected_logprobs(logits.clone().requires_grad_(), drawn.token_ids, temperatures))
     torch.testing.assert_close(drawn.chances, rows.exp())
+
+
+@PATHS
+@pytest.mark.parametrize("vocab_size", [5, 33, 50])
+def test_a_rows_draw_does_not_depend_on_a_row_of_a_larger_vocabulary_before_it(dtype, vocab_size):
+    num_rows = 2000
+    logits = some_logits(num_rows, vocab_size, dtype)
+    settings = settings_of(num_rows, seed=torch.arange(num_rows), top_k=[vocab_size] * num_rows, top_p=0.5)
+    positions = torch.zeros(num_rows, dtype=torch.int64)
+    alone = draw_tokens(logits, settings, positions).token_ids
+    assert torch.equal(alone, reference_draw(logits, settings, positions).token_ids)
+    draw_tokens(some_logits(1, 4099, dtype) - 6, settings_of(1, top_k=[2]), positions[:1])
+    assert torch.equal(draw_tokens(logits, settings, positions).token_ids, alone)
+
+
+@PATHS
+@pytest.mark.parametrize("kind", [torch.int32, torch.int16, torch.uint8])
+def test_token_ids_of_any_integers_select_the_same_logprobs(dtype, kind):
+    logits, ids = some_logits(6, 257, dtype), torch.tensor([0, 3, 99, 100, 41, 7])
+    expected = selected_logprobs(logits, ids)
+    assert torch.equal(selected_logprobs(logits, ids.to(kind)), expected)
+    gradients = []
+    for its_ids in (ids, ids.to(kind)):
+        leaf = logits.clone().requires_grad_()
+        selected_logprobs(leaf, its_ids).sum().backward()
+        gradients.append(leaf.grad)
+    assert torch.equal(*gradients)
+    with pytest.raises(ValueError, match=r"token_ids are torch\.float32, not integers"):
+        selected_logprobs(logits, ids.float())
 
 
 @PATHS

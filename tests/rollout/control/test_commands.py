@@ -334,6 +334,26 @@ def test_client_that_goes_away_aborts_its_request(background, is_paused):
     assert_empty(background)
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.05], ids=["being added", "running"])
+def test_requests_of_coroutines_that_are_cancelled_twice_are_aborted(make_engine, after_s):
+    # As at the end of `asyncio.run`, which cancels whatever a Ctrl-C or an error has cancelled already.
+    engine = make_engine()
+
+    async def come_and_go() -> None:
+        tasks = [asyncio.create_task(engine.agenerate([3, 4], params(LONG))) for _ in range(20)]
+        await asyncio.sleep(after_s)
+        for _ in range(2):
+            for task in tasks:
+                task.cancel()
+            await asyncio.sleep(0)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+
+    soon(submit(asyncio.run, come_and_go()))
+    assert not engine.live_sequences()
+    assert_empty(engine)
+
+
 def test_async_stream_that_is_left_aborts_its_request(background):
     async def leave() -> None:
         async for _ in background.astream([1, 2], params(LONG)):

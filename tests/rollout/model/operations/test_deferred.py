@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lockstep.kernels.layers.rms_norm import NormRule, rms_norm
 from lockstep.kernels.layers.rotary import HeadNorms, rotary, rotary_into_cache
@@ -122,6 +123,20 @@ def test_an_operation_of_another_thread_computes_no_sum_of_this_one(operands) ->
     other.start()
     other.join()
     assert waiting._value is not None and torch.equal(waiting.value(), torch.add(*operands))
+
+
+def test_a_sum_that_was_computed_holds_its_operands_no_longer() -> None:
+    left, right = torch.randn(3, 8), torch.randn(3, 8)
+    waiting, held = DeferredSum(left, right), [weakref.ref(left), weakref.ref(right)]
+    del left, right
+    waiting.normed(torch.ones(8), RULE)
+    assert [each() for each in held] == [None, None]
+
+
+def test_an_output_without_deferred_tensors_is_returned_itself(operands) -> None:
+    # Code that comes with a checkpoint may have put attributes on it, which a copy would lack.
+    output = CausalLMOutputWithPast(logits=operands[0])
+    assert ReplacedFunctions({}, defers=True).around(lambda: output)() is output
 
 
 def test_what_nobody_reads_is_forgotten(operands) -> None:
