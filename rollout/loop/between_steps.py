@@ -180,7 +180,7 @@ class BetweenSteps:
             self._gate.refuse(key, why)
         self._metrics.num_weight_commits += 1
         self._gate.adapters.committed(digest)
-        self._gate.weights.accept()
+        self._gate.weights.committed()
         report = CommitReport(*self._ledger.start_epoch(), lifted, num_verified)
         self._scheduler.forget_under_way()
         return report

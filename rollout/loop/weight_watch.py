@@ -30,6 +30,10 @@ class WeightWatch:
         """Take the weights as they are: they were committed, or put back as they were."""
         self._seen = None if self._seen is None else self._marks()
 
+    def committed(self) -> None:
+        """Take the weights as they are, whose digest tokens are going to bear: also before the first phase."""
+        self._seen = self._marks()
+
     def look(self) -> bool:
         """Compare once in a phase, from the first one with steps on."""
         if self._parts.model.phase.num_begun == self._phase:

@@ -64,6 +64,15 @@ def test_weights_written_without_a_commit_get_kv_of_their_own_and_no_digest(
     service.close()
 
 
+def test_a_write_between_the_first_commit_and_the_first_phase_is_noticed(make_model) -> None:
+    model = make_model("qwen2")
+    service = make_service(model)
+    commit(service, model, "one")
+    write(model)
+    assert answer(service).weight_digest is None
+    service.close()
+
+
 def replace_data(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data = parameter.data * 1.1
