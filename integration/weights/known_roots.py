@@ -49,7 +49,8 @@ class KnownRoots:
         known = {name: root for name, (mark, root) in self._frozen.items() if marks.get(name) == mark}
         self._committed = known | self._committed
         self._committed |= self._missing(self._committed)
-        self._frozen |= {name: (mark, self._committed[name]) for name, mark in marks.items()}
+        # Of no others: what is trained meanwhile may be frozen again, with a mark from before.
+        self._frozen = {name: (mark, self._committed[name]) for name, mark in marks.items()}
         return self._weights.model_digest(self._committed)
 
     def model_digest(self) -> str:

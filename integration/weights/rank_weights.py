@@ -14,6 +14,7 @@ from ...weight_sync.digests.model_digest import model_root, tensor_roots
 from ...weight_sync.digests.shard_digest import local_digests, merged_roots, require_whole_cells
 from ...weight_sync.layout.shard_bytes import Shard
 from ...weight_sync.manifest import TensorSpec
+from ...weight_sync.same_host.handover import listed
 from ...weight_sync.transaction.transaction import Coverage, Undo, WeightTransaction
 from .all_ranks import Replica
 
@@ -43,6 +44,18 @@ class ReplicaWeights:
     def resident_name(self, name: str) -> str:
         """Return the name under which a tied parameter is resident."""
         return self._tied.get(name, name)
+
+    def require_all(self, specs: Sequence[TensorSpec], source: str) -> None:
+        """Raise ValueError naming the model's parameters that are not among these tensors. Does nothing for a model with
+        adapters: a folder holds its base alone, or an adapter."""
+        if self._engine.model.adapters.roots():
+            return
+        given = {self.resident_name(spec.name) for spec in specs}
+        if missing := [name for name in self.names() if name not in given]:
+            raise ValueError(
+                f"{source} lacks {len(missing)} parameters of the model: {listed(missing)}; to write a part of the "
+                'weights, begin a session of coverage "partial" first'
+            )
 
     def digests(self, names: Sequence[str]) -> tuple[Mapping[str, object], dict[str, bytes]]:
         """Return this rank's digests of its resident tensors, and the tensor roots over all ranks. A root covers the

@@ -5,7 +5,7 @@ Reading begins when the session calls it, while the engine's sampling is stopped
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from ...weight_sync.delta.apply import Check, apply_delta
 from ...weight_sync.delta.packed import BufferSink, apply_stream
 from ...weight_sync.delta.stream import DELTA_MANIFEST_FILE, load_delta
-from ...weight_sync.disk.folder import load_folder
+from ...weight_sync.disk.folder import load_folder, read_folder
 from ...weight_sync.group.framework_protocol import receive_flattened_bucket, receive_tensors
 from ...weight_sync.group.protocol import receive_update
 from ...weight_sync.group.weight_group import WeightGroup
@@ -131,9 +131,15 @@ def from_named_tensors(named_tensors: NamedTensors, to_the_end: bool) -> Receive
     return receive
 
 
-def from_folder(path: Path, digests: dict[str, str] | None, check: Check, timeout_s: float) -> Receive:
+def from_folder(
+    path: Path,
+    digests: dict[str, str] | None,
+    check: Check,
+    timeout_s: float,
+    refuse_part: Callable[[Sequence[TensorSpec]], None],
+) -> Receive:
     """Read a folder in Hugging Face layout, or a delta folder. digests, if given, is filled with the folder's
-    digests."""
+    digests. refuse_part: called with the tensors of the former before anything is written; may raise ValueError."""
 
     def receive(sink: Sink) -> Sequence[TensorSpec]:
         if (path / DELTA_MANIFEST_FILE).is_file():
@@ -142,7 +148,9 @@ def from_folder(path: Path, digests: dict[str, str] | None, check: Check, timeou
             manifest: Manifest | None = delta.manifest.manifest
             specs = delta.specs
         else:
-            plan = load_folder(path, sink, timeout_s=timeout_s)
+            plan = read_folder(path)
+            refuse_part(plan.specs)
+            load_folder(plan, sink, timeout_s=timeout_s)
             manifest, specs = plan.manifest, plan.specs
         if digests is not None and manifest is not None:
             digests.update(manifest.digests)

@@ -311,12 +311,17 @@ class WeightVerbs(VllmGroupVerbs):
     ) -> UpdateRecord:
         """Read a folder of safetensors in Hugging Face layout, or a delta folder against the present weights.
 
-        Everything is checked before anything is written. verify True: compare with the folder's own digests, if it has
-        any. keep_pause: generation stays paused afterwards, also if it was not paused before.
+        Everything is checked before anything is written. Outside of a session the folder must hold every parameter of
+        the model, adapters' aside: raises ValueError naming those that are missing. verify True: compare with the
+        folder's own digests, if it has any. keep_pause: generation stays paused afterwards, also if it was not paused
+        before.
         """
         path, timeout_s = Path(model_path), self.config.wait_s(timeout_s)
         digests: dict[str, str] = {}  # filled while reading; compared after the tensors have arrived
-        receive = from_folder(path, digests if verify is True else None, delta_check, timeout_s)
+        receive = from_folder(
+            path, digests if verify is True else None, delta_check, timeout_s,
+            lambda specs: None if self.sessions.is_open else self.sessions.weights.require_all(specs, f"folder {path}"),
+        )  # fmt: skip
         given = digests if isinstance(verify, bool) else verify
         options = UpdateOptions(weight_version, timeout_s, given, abort_all_requests, keep_running, in_flight)
         record = self._update(f"folder {path}", receive, options)

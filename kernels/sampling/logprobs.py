@@ -37,6 +37,8 @@ def selected_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor | f
     Differentiable in the logits; the gradient is computed from the logits again, and has their dtype. Raises ValueError
     for tokens beyond the vocabulary, where a CPU holds them, and for others than integers.
     """
+    if logits.dim() != 2:
+        raise ValueError(f"logits of shape {list(logits.shape)}, not [rows, vocabulary]: flatten them and token_ids")
     num_rows, vocab_size = logits.shape
     if token_ids.shape != (num_rows,):
         raise ValueError(f"{num_rows} rows of logits, and token_ids of shape {list(token_ids.shape)}")
@@ -56,7 +58,9 @@ def selected_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor | f
 def _per_row(temperature: Tensor | float, logits: Tensor) -> Tensor:
     """Return the temperature as float32 [R] or [1]: dividing by a number would multiply by its inverse on a GPU."""
     if isinstance(temperature, Tensor):
-        return temperature.to(logits.device, torch.float32)
+        if temperature.shape not in ((), (1,), (len(logits),)):
+            raise ValueError(f"temperatures of shape {list(temperature.shape)} for {len(logits)} rows of logits")
+        return temperature.to(logits.device, torch.float32).reshape(-1)
     return torch.full((1,), temperature, dtype=torch.float32, device=logits.device)
 
 

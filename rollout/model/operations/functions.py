@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
 from typing import Any, NoReturn
@@ -37,6 +37,14 @@ _RANDOM = (
     *(F.rrelu, torch.rrelu),
 )
 _SETTERS = ("__setitem__", "__set__")
+_OPERANDS: Mapping[object, tuple[str, ...]] = {  # names of operands in their order, where not "input" and "other"
+    F.linear: ("input", "weight", "bias"),
+    F.embedding: ("input", "weight"),
+    **dict.fromkeys((torch.mm, torch.bmm, Tensor.mm, Tensor.bmm), ("input", "mat2")),
+    **dict.fromkeys((torch.addmm, Tensor.addmm), ("input", "mat1", "mat2")),
+    **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), ("input", "batch1", "batch2")),
+    torch.einsum: (),
+}
 _DROPOUTS = (
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
     *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
@@ -64,7 +72,10 @@ class ReplacedFunctions(TorchFunctionMode):
     ) -> object:
         if self._defers and deferred.is_any_waiting() and _changes_its_operand(func, kwargs or {}):
             deferred.compute_all()
-        return self._table.get(func, func)(*args, **(kwargs or {}))
+        replacement = self._table.get(func)
+        if replacement is None:
+            return func(*args, **(kwargs or {}))
+        return _called(replacement, func, args, kwargs) if kwargs else replacement(*args)
 
     def around(self, forward: Callable[..., object]) -> Callable[..., object]:
         """Return the function under the mode, which is entered once however such functions are nested."""
@@ -153,6 +164,16 @@ def outside_modes(function: Callable[..., Any], *, takes_deferred: bool = False)
             return function(*args, **kwargs)
 
     return run
+
+
+def _called(replacement: Callable[..., object], func: object, args: Sequence[Any], named: Mapping[str, Any]) -> object:
+    """Call a replacement, with the operands that the caller has named in their places."""
+    args, named = list(args), dict(named)
+    for name in _OPERANDS.get(func, ("input", "other"))[len(args) :]:
+        if name not in named:
+            break
+        args.append(named.pop(name))
+    return replacement(*args, **named)
 
 
 def _changes_its_operand(function: Callable[..., object], named: Mapping[str, Any]) -> bool:

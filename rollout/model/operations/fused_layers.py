@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
@@ -60,7 +61,8 @@ def _norm_forward(module: nn.Module) -> Forward | None:
     parameters = dict(module.named_parameters(recurse=False))
     if list(parameters) != ["weight"] or parameters["weight"].dim() != 1 or any(True for _ in module.children()):
         return None
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    name = "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps"
+    eps = getattr(module, name, None)
     if not isinstance(eps, float):
         return None
     rule = _norm_rule(cast(Hashable, type(module)), eps)
@@ -69,12 +71,13 @@ def _norm_forward(module: nn.Module) -> Forward | None:
     own = module.forward
 
     def forward(hidden_states: Tensor) -> Tensor:
-        weight = module.weight
+        weight, eps_now = module.weight, getattr(module, name)
         if weight.dtype is not hidden_states.dtype:
             return own(plain(hidden_states))
+        its_rule = rule if eps_now == rule.eps else replace(rule, eps=eps_now)
         if isinstance(hidden_states, DeferredSum):
-            return hidden_states.normed(weight, rule)
-        return deferred.norm(plain(hidden_states), weight, rule)
+            return hidden_states.normed(weight, its_rule)
+        return deferred.norm(plain(hidden_states), weight, its_rule)
 
     return outside_modes(forward, takes_deferred=True)
 
@@ -112,6 +115,7 @@ def _gated_mlp_forward(module: nn.Module, is_plain: Callable[[nn.Module], bool],
     if type(children["act_fn"]) not in _SILU or not _is_gated_mlp(cast(Hashable, type(module))):
         return None
     mlp: Any = module  # its children are looked up at every call
+    own = module.forward
 
     @outside_modes
     def in_one_product(hidden_states: Tensor, layers: tuple[Any, ...]) -> Tensor | None:
@@ -121,6 +125,8 @@ def _gated_mlp_forward(module: nn.Module, is_plain: Callable[[nn.Module], bool],
         return gated(hidden_states, (gate.weight, gate.bias), (up.weight, up.bias))
 
     def forward(hidden_states: Tensor) -> Tensor:
+        if has_hooks((mlp.act_fn,)):
+            return cast(Tensor, own(hidden_states))
         layers = mlp.gate_proj, mlp.up_proj
         hidden = in_one_product(hidden_states, layers)
         if hidden is None:

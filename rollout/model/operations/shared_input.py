@@ -54,7 +54,9 @@ class SharedInput:
 
     def _forward(self, index: int, x: Tensor) -> Tensor:
         layer = self._layers[index]
-        if self._is_shared is False or needs_grad(x, self._layers):
+        # A hook before a layer may compute its weight, or another input.
+        is_hooked = any(each._forward_pre_hooks for each in self._layers)
+        if self._is_shared is False or is_hooked or needs_grad(x, self._layers):
             return self._alone(x, layer.weight, layer.bias)
         if self._is_shared is None:
             if x.is_cpu or not torch.cuda.is_current_stream_capturing():  # the comparison is read on the host

@@ -95,6 +95,18 @@ def test_frozen_base_is_hashed_once(trained, hashed):
     assert fourth == service.model_digest() and len({first, second, third, fourth}) == 4
 
 
+def test_a_parameter_that_was_trained_and_frozen_again_is_hashed_anew(trained):
+    model, service = trained
+    weight = parts_of(model, "base")[0]
+    service.commit_in_place("1", source=model.named_parameters())
+    weight.requires_grad_(True)
+    with service.optimizer_step():
+        weight.data.view(-1)[1] += 1  # a write that torch does not count
+    service.commit_in_place("2", source=model.named_parameters())
+    weight.requires_grad_(False)
+    assert service.commit_in_place("3", source=model.named_parameters()).digest == service.model_digest()
+
+
 def test_digest_of_a_switched_state_is_told_only_where_it_was_computed(trained):
     model, service = trained
     service.commit_in_place("1", source=model.named_parameters())

@@ -303,6 +303,19 @@ def test_a_folder_is_read_and_verified(service, newer, folder):
     assert standing(service) == ("5", digest_of(newer), 1, digest_of(newer))
 
 
+def test_a_folder_of_a_part_of_the_model_needs_a_session_of_partial_coverage(service, model, folder):
+    tensors = [(name, tensor) for name, tensor in model.state_dict().items() if "layers.1." not in name]
+    save_folder(folder / "part", tensors)
+    before = service.model_digest()
+    with pytest.raises(ValueError, match=r"folder .*part lacks \d+ parameters of the model: .*layers\.1\..*partial"):
+        service.update_weights_from_disk(folder / "part", weight_version="7")
+    assert service.engine.weight_version != "7" and service.model_digest() == before
+    service.begin_weight_update(weight_version="7", coverage="partial")
+    service.update_weights_from_disk(folder / "part")
+    service.end_weight_update()
+    assert service.engine.weight_version == "7"
+
+
 def test_a_checkpoint_of_transformers_is_read_without_digests(service, newer, folder):
     newer.save_pretrained(folder / "hf")
     assert not service.update_weights_from_disk(folder / "hf", weight_version="5").verified

@@ -97,6 +97,17 @@ def test_token_ids_of_any_integers_select_the_same_logprobs(dtype, kind):
 
 
 @PATHS
+def test_temperatures_and_shapes_that_do_not_fit_are_refused(dtype):
+    logits, ids = some_logits(6, 257, dtype), torch.arange(6)
+    assert torch.equal(selected_logprobs(logits, ids, torch.tensor(0.7)), selected_logprobs(logits, ids, 0.7))
+    for function in (scaled_logprobs, lambda *given: selected_logprobs(given[0], ids, given[1])):
+        with pytest.raises(ValueError, match=r"temperatures of shape \[3\] for 6 rows"):
+            function(logits, torch.ones(3))
+    with pytest.raises(ValueError, match=r"logits of shape \[2, 3, 257\], not \[rows, vocabulary\]"):
+        selected_logprobs(logits.view(2, 3, 257), ids.view(2, 3))
+
+
+@PATHS
 def test_a_rows_results_do_not_depend_on_batch_threads_or_place_in_memory(dtype):
     num_rows, vocab_size = 12, 4099
     logits = some_logits(num_rows, vocab_size, dtype)

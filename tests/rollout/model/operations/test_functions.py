@@ -51,6 +51,32 @@ BY_ROW = {  # computed for each row of [9, 48] alone
 }
 
 
+BY_KEYWORD = {  # as peft writes some of them
+    "linear": (lambda x: F.linear(input=x, weight=WEIGHT.t(), bias=BIAS), lambda x: F.linear(x, WEIGHT.t(), BIAS)),
+    "matmul": (lambda x: torch.matmul(input=x, other=WEIGHT), lambda x: torch.matmul(x, WEIGHT)),
+    "mm": (lambda x: torch.mm(x, mat2=WEIGHT), lambda x: torch.mm(x, WEIGHT)),
+    "bmm": (lambda x: torch.bmm(input=x[None], mat2=WEIGHT[None]), lambda x: torch.bmm(x[None], WEIGHT[None])),
+    "addmm": (lambda x: torch.addmm(input=BIAS, mat1=x, mat2=WEIGHT), lambda x: torch.addmm(BIAS, x, WEIGHT)),
+    "baddbmm": (
+        lambda x: torch.baddbmm(input=BIAS, batch1=x[None], batch2=WEIGHT[None]),
+        lambda x: torch.baddbmm(BIAS, x[None], WEIGHT[None]),
+    ),
+    "sigmoid": (lambda x: torch.sigmoid(input=x), torch.sigmoid),
+    "gelu": (lambda x: F.gelu(input=x, approximate="tanh"), lambda x: F.gelu(x, approximate="tanh")),
+    "softplus": (lambda x: F.softplus(input=x, beta=2.0), lambda x: F.softplus(x, 2.0)),
+    "rsqrt": (lambda x: torch.rsqrt(input=x.abs()), lambda x: torch.rsqrt(x.abs())),
+    "silu": (lambda x: F.silu(input=x), F.silu),
+}
+
+
+@pytest.mark.parametrize("name", BY_KEYWORD)
+def test_operands_may_be_named(functions, name):
+    named, plain = BY_KEYWORD[name]
+    x = torch.randn(9, 48)
+    with functions:
+        assert torch.equal(named(x), plain(x))
+
+
 @pytest.mark.parametrize("name", BY_ROW)
 def test_a_row_has_its_own_bits_in_any_batch_and_torchs_numbers_and_gradients(functions, name):
     function = BY_ROW[name]
