@@ -46,8 +46,8 @@ class ReplicaWeights:
         return self._tied.get(name, name)
 
     def require_all(self, specs: Sequence[TensorSpec], source: str) -> None:
-        """Raise ValueError naming the model's parameters that are not among these tensors. Does nothing for a model with
-        adapters: a folder holds its base alone, or an adapter."""
+        """Raise ValueError naming the model's parameters that are not among these tensors. Does nothing for a model
+        with adapters: a folder holds its base alone, or an adapter."""
         if self._engine.model.adapters.roots():
             return
         given = {self.resident_name(spec.name) for spec in specs}
