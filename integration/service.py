@@ -14,7 +14,7 @@ from ..rollout.errors import MemoryReleased
 from ..rollout.loop.commands import OnCommit, check_in_flight
 from ..rollout.model.adapters.layers import bare_names
 from ..rollout.one_process import OfOneProcess
-from ..weight_sync.errors import Poisoned, SessionError
+from ..weight_sync.errors import DigestMismatch, Poisoned, SessionError
 from ..weight_sync.group.registry import GroupRegistry
 from ..weight_sync.manifest import NamedTensors
 from ..weight_sync.same_host.shared_memory import TensorReceiver
@@ -36,6 +36,7 @@ from .weights.sources import SharedMemory
 
 logger = logging.getLogger(__name__)
 
+_AGREE = "give every rank the same weights, and commit"
 _MEND = "complete one, or restore a checkpoint (weights_restored), and commit"
 
 
@@ -191,7 +192,8 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
         `digest="later"` the digest is None until `finish_digest`, which `optimizer_step` calls before the next write.
         in_flight "verify": requests that have begun are drawn again under the new weights, see `WeightVerbs`.
         Raises ValueError naming a version that is none, or tensors that are not shared, Poisoned after a step that
-        failed, SessionError while a weight-update session is open; then nothing is committed.
+        failed, SessionError while a weight-update session is open; then nothing is committed. Raises DigestMismatch
+        where ranks do not agree about their bytes: nothing is sampled then before a commit or update that is whole.
 
         Ranks that share the model call this together. Where a rank's source is sharded as its engine is, the engine
         uses that storage; where it is whole, as it is for data-parallel trainers, each rank copies its part.
@@ -206,6 +208,7 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
             check_required_version(version)
             if self._torn is not None:
                 raise Poisoned(f"{self._torn}: {_MEND}")
+            self.sessions.let_write("commit_in_place")
             model = self.engine.model
             return None if self.replica.is_alone else plan_shard_sync(model.resident_tensors(), model.shards, source)
 
@@ -217,6 +220,10 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
             record = self.engine.between_steps("commit_in_place", planned.run)
         try:
             return self.sessions.commit_in_place(version, digest, record.bytes_copied, in_flight)
+        except DigestMismatch as error:  # the bytes are there already, on every rank its own
+            self.engine.weights.set_weight_digest(None)
+            self.engine.weights.refuse_sampling(f"version {version!r} was written and not committed: {error}: {_AGREE}")
+            raise
         finally:
             self.replica.stands()
 

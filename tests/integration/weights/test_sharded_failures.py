@@ -19,12 +19,16 @@ from lockstep.integration.service import RolloutService
 from lockstep.integration.service_config import ServiceConfig
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.errors import RankFailure
+from lockstep.rollout.errors import RankFailure, SamplingRefused
+from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.forked_ranks import run_survivors
+from lockstep.weight_sync.digests.model_digest import model_digest
 from lockstep.weight_sync.digests.shard_digest import local_digests
+from lockstep.weight_sync.errors import DigestMismatch
 from lockstep.weight_sync.transports.same_host import TensorTransport
 
 MakeModel = Callable[..., PreTrainedModel]
+RunWorld = Callable[..., list[object]]
 TIMEOUT_S = 8.0  # of a wait for a rank
 PATIENCE = 120.0
 
@@ -117,3 +121,32 @@ def test_a_follower_killed_in_a_push_is_named_and_the_controller_has_the_old_wei
     [(said, is_old, keeps_version)] = run_survivors(2, tmp_path, rank, 1).values()
     assert "rank 1 (stage 0, tp 1)" in said
     assert is_old and keeps_version
+
+
+def test_ranks_whose_trainers_differ_sample_nothing_before_a_commit_that_is_whole(
+    make_model: MakeModel, run_world: RunWorld
+) -> None:
+    model = make_model("qwen3")
+    params = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
+
+    def rank(rank: int) -> object:
+        service = make_service(model, 2, 1)
+        engine = service.engine
+        prompts = [[5, 6, 7]] if engine.is_controller else None
+        service.commit_in_place("0", source=model.named_parameters())
+        with torch.no_grad():
+            model.model.norm.weight.mul_(2 + rank)  # which both ranks hold
+        with pytest.raises(DigestMismatch):
+            service.commit_in_place("1", source=model.named_parameters())
+        assert (engine.weight_version, engine.weight_digest) == ("0", None)
+        with service.rollout(), pytest.raises(SamplingRefused, match="version '1' was written and not committed"):
+            engine.generate(prompts, params)
+        with torch.no_grad():
+            model.model.norm.weight.fill_(0.5)
+        committed = service.commit_in_place("2", source=model.named_parameters())
+        with service.rollout():
+            [completion] = engine.generate(prompts, params)
+        service.close()
+        return committed.digest == completion.weight_digest == model_digest(model.named_parameters())
+
+    assert run_world(2, rank) == [True, True]
