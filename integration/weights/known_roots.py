@@ -29,6 +29,7 @@ class KnownRoots:
         self._committed: dict[str, bytes] = {}  # by resident name
         self._fresh: dict[str, bytes] = {}  # by resident name
         self._frozen: dict[str, tuple[object, bytes]] = {}  # by resident name: mark and root
+        self._num_forgotten = 0  # times that the committed roots were forgotten
         self._parts = PublishedParts()
 
     # -- digests ----------------------------------------------------------------------------------------------------
@@ -38,8 +39,11 @@ class KnownRoots:
         weights."""
         with self._digesting:
             if self.owes_digest and not self.undefined:
-                self._engine.weights.set_weight_digest(self.complete())
-                self.owes_digest = False
+                owed_by = self._num_forgotten
+                digest = self.complete()
+                # Not that of bytes which a trainer has begun to write meanwhile.
+                if self._engine.weights.set_weight_digest(digest, still=lambda: owed_by == self._num_forgotten):
+                    self.owes_digest = False
         return self._engine.weight_digest
 
     def complete(self, *, trusts_marks: bool = False) -> str:
@@ -47,11 +51,14 @@ class KnownRoots:
         parameters are computed once. trusts_marks: so are those of an engine's own ones, which only updates write."""
         marks = self._weights.frozen_marks(of_owned=trusts_marks)
         known = {name: root for name, (mark, root) in self._frozen.items() if marks.get(name) == mark}
-        self._committed = known | self._committed
-        self._committed |= self._missing(self._committed)
-        # Of no others: what is trained meanwhile may be frozen again, with a mark from before.
-        self._frozen = {name: (mark, self._committed[name]) for name, mark in marks.items()}
-        return self._weights.model_digest(self._committed)
+        began = self._num_forgotten
+        roots = known | self._committed
+        roots |= self._missing(roots)
+        if began == self._num_forgotten:
+            self._committed = roots
+            # Of no others: what is trained meanwhile may be frozen again, with a mark from before.
+            self._frozen = {name: (mark, roots[name]) for name, mark in marks.items()}
+        return self._weights.model_digest(roots)
 
     def model_digest(self) -> str:
         """Compute the digest of the weights as they are now, over all ranks. Changes nothing. Raises MemoryReleased
@@ -133,6 +140,7 @@ class KnownRoots:
     def forget(self, *, but_frozen: bool = False) -> None:
         """Forget the committed roots: the bytes have changed. but_frozen: a trainer's step changed them, which leaves
         its frozen parameters as they are."""
+        self._num_forgotten += 1
         self._committed = {}
         if not but_frozen:
             self._frozen = {}

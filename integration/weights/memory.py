@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...rollout.engine import Engine
 from ...rollout.errors import LockstepError
-from ...weight_sync.errors import DigestMismatch, WeightSyncError
+from ...weight_sync.errors import DigestMismatch, SessionError, WeightSyncError
 from ..service_config import ServiceConfig, known_tags
 from .all_ranks import Replica, on_all_ranks
 from .sessions import WeightSessions
@@ -38,14 +38,17 @@ class MemoryVerbs(WeightVerbs):
         """Free the memory behind each tag, all tags by default. Memory that is free already, or the trainer's, is left
         as it is.
 
-        Raises ValueError for an unknown tag and NotIdle while sequences hold blocks, then nothing was released; and
-        SessionError for weights that an open session writes. Bytes are those of all ranks.
+        Raises ValueError for an unknown tag, NotIdle while sequences hold blocks, and SessionError for weights that an
+        open session writes; then nothing was released. Bytes are those of all ranks.
         """
         free = {"kv_cache": self.engine.weights.release_kv, "weights": self.sessions.release_weights}
         if not self.replica.is_alone:  # only the controller knows the running sequences
             self.replica.require_idle("release_memory_occupation")
+        known = known_tags(tags)
+        if "weights" in known and self.sessions.is_open and self.engine.model.owned:
+            raise SessionError("release_memory_occupation: a weight-update session is open: end it or give it up first")
         # The pool first: running sequences are noticed before the weights are released.
-        return self._memory_reports(known_tags(tags), free)
+        return self._memory_reports(known, free)
 
     def resume_memory_occupation(self, tags: Iterable[str] | None = None) -> dict[str, MemoryReport]:
         """Allocate released memory again. Memory that was not released is left as it is.

@@ -5,7 +5,7 @@ Letters: R rows, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -116,6 +116,18 @@ def _blocks(logits: Tensor, temperatures: Tensor) -> Iterator[tuple[slice, Tenso
         yield rows, temperatures[rows] if len(temperatures) > 1 else temperatures
 
 
+def _refusing_a_graph(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse a backward that is to be differentiated again: `once_differentiable` alone returns constants where the
+    incoming gradient is one, as that of a mean, and a penalty on gradients would be without effect."""
+
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("these log-probabilities are differentiable once: create_graph=True has no use here")
+        return backward(ctx, *grads)
+
+    return checked
+
+
 class _ScaledLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, temperatures: Tensor) -> Tensor:
@@ -125,6 +137,7 @@ class _ScaledLogprobs(torch.autograd.Function):
         return out
 
     @staticmethod
+    @_refusing_a_graph
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         out, temperatures = ctx.saved_tensors
@@ -140,6 +153,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         return out
 
     @staticmethod
+    @_refusing_a_graph
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         logits, token_ids, temperatures, stats = ctx.saved_tensors

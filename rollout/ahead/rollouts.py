@@ -19,6 +19,7 @@ from typing import Literal
 from ..completion import Completion
 from ..control.intake import Params, Prompt, as_params, prompt_ids
 from ..engine import Engine
+from ..errors import EngineStopped
 from ..request_options import RequestOptions
 from .group import Group, ReplayedGroup, Spans
 
@@ -222,7 +223,11 @@ class RolloutsAhead:
                 if group.begun_in is None:
                     if num_open and num_open + group.params.n > self._width and not isinstance(group, ReplayedGroup):
                         return
-                    group.submit()
+                    try:
+                        group.submit()
+                    except EngineStopped as error:  # it is being closed, which ends the answers that call this
+                        self._fail(error)
+                        return
                 num_open += group.num_open
                 if self.verifies and not group.is_taken and group.begun_in != now:
                     num_open += sum(epoch != now for epoch in group.epochs.values())

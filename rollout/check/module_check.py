@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from ...kernels.machine import kept_checks
 from ..model.hosted_model import HostedModel
+from ..model.operations.fused_layers import has_hooks
 from ..model.supported import refused_if_it_fails
 from . import forwards
 from .checked_code import describe_module
@@ -70,6 +71,8 @@ def check_hosted(hosted: HostedModel, *, anew: bool = False) -> Verdict | None:
         hosted = HostedModel.adopt(trained, dtype=None, device=None, invariant=invariant, k_blocks=hosted.k_blocks)
     if hosted.mesh.num_ranks > 1:
         return _check_part(hosted)
+    if has_hooks(hosted.module.modules()):  # which compute what no key names
+        return _kept_or_checked(hosted, anew)
     key = _key(hosted)
     if anew or key not in _known:
         _known[key] = _kept_or_checked(hosted, anew)
@@ -93,7 +96,9 @@ def _kept_or_checked(hosted: HostedModel, anew: bool) -> Verdict:
 
 def _key(hosted: HostedModel) -> tuple[Any, ...]:
     module, guarantee = hosted.module, hosted.numerics.guarantee
-    parts = [(type(part), part.training, id(vars(part).get("forward"))) for part in module.modules()]
+    parts = [
+        (type(part), type(part).forward, part.training, id(vars(part).get("forward"))) for part in module.modules()
+    ]
     kind = (hosted.dtype, str(hosted.device), torch.get_num_threads(), hosted.k_blocks, guarantee and guarantee.choices)
     return repr(module.config.to_dict()), tuple(parts), *kind
 

@@ -340,7 +340,8 @@ class Driver:
 
         reply, is_new = self.once_per_id.claim(op_id, name, arguments)
         if is_new:
-            self._run_command(Command(name, drained, reply, timeout_s))
+            with self.once_per_id.running(op_id, name, reply):
+                self._run_command(Command(name, drained, reply, timeout_s))
         return reply.result()
 
     def control(
@@ -364,8 +365,7 @@ class Driver:
         """Set the callback that runs between two steps once `metrics.num_steps` (since the engine was made) is reached.
 
         It replaces an earlier callback and must not raise. num_steps: None for no callback. The thread that runs the
-        steps calls it, soon where so many steps have run already; without such a thread this call does, or the caller
-        that runs the step.
+        steps calls it, soon where they have run already; without one this call does, or the caller that runs the step.
         """
 
         def set_alarm() -> None:

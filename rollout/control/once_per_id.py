@@ -6,11 +6,13 @@ import hashlib
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import OpIdTaken
+from ..errors import LockstepError, OpIdTaken
 
 _NUM_REMEMBERED = 1024  # ids whose answers are kept
 
@@ -55,3 +57,15 @@ class OncePerId:
             what = f"{known.name} with other arguments" if known.name == name else known.name
             raise OpIdTaken(f"op_id {op_id!r} stands for another operation: {what}")
         return known.answer, False
+
+    @contextmanager
+    def running(self, op_id: str | None, name: str, answer: Future[Any]) -> Iterator[None]:
+        """Run a call in the block. Where that ends without its answer, as by Ctrl-C, those who wait for the answer get
+        an error, and the next call under its id runs."""
+        try:
+            yield
+        finally:
+            if not answer.done():
+                with self._lock:
+                    self._calls.pop(op_id or "", None)
+                answer.set_exception(LockstepError(f"{name} was interrupted before it ended: call it again"))

@@ -64,12 +64,14 @@ class EngineWeights:
         """Give the same weights another version, which new tokens bear. KV stays valid."""
         self._driver.command("relabel_weights", lambda: self._between_steps.relabel_weights(version))
 
-    def set_weight_digest(self, digest: str | None) -> None:
+    def set_weight_digest(self, digest: str | None, *, still: Callable[[], bool] = lambda: True) -> bool:
         """Set the digest of the committed version, which was computed after the commit; None: the weights are lost.
-        Starts no epoch."""
+        Starts no epoch. still: asked under the engine's lock whether it is that version's; returns the answer."""
         with self._driver.lock:
-            self._sequences.weight_digest = digest
-            self._gate.adapters.digested(digest)
+            if is_its := still():
+                self._sequences.weight_digest = digest
+                self._gate.adapters.digested(digest)
+        return is_its
 
     # -- whether steps may run --------------------------------------------------------------------------------------
 

@@ -23,6 +23,11 @@ class AdapterWatch:
         self._state: State = parts.model.adapters.state()
         self._digests: dict[State, str] = {}  # of the committed weights, by the states in which they were computed
 
+    def has_merged(self) -> bool:
+        """Return whether adapters were merged, or separated again, since the last look: that writes weights."""
+        adapters = self._parts.model.adapters
+        return bool(adapters) and _are_merged_otherwise(self._state, adapters.state())
+
     def look(self) -> bool:
         """Start a KV epoch if the adapters' state has changed; returns whether it has. Running sequences compute their
         KV again.
@@ -36,7 +41,7 @@ class AdapterWatch:
         logger.info("the adapters were switched: their KV starts anew")
         drop_kv(self._parts, self._loop)
         self._forget_records()
-        if any(old[2] != new[2] for old, new in zip(self._state, state, strict=True)):
+        if _are_merged_otherwise(self._state, state):
             self._digests.clear()  # merged weights are other bytes, and separated ones may be rounded
         self._state = state
         self._parts.sequences.weight_digest = self._digests.get(state)
@@ -60,3 +65,7 @@ class AdapterWatch:
     def _forget_records(self) -> None:
         # A recorded decode step replays the layers that were active when it was recorded.
         self._parts.runner.release_memory()
+
+
+def _are_merged_otherwise(before: State, now: State) -> bool:
+    return any(old[2] != new[2] for old, new in zip(before, now, strict=True))

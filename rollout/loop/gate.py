@@ -58,11 +58,12 @@ class StepGate:
         if self._refusals:
             raise SamplingRefused(self.refusal)
         try:
-            if self.adapters.look():
+            if self.adapters.has_merged():
                 self.weights.accept()  # merging adapters writes weights
+            self._find_written(self.weights.look)  # before a switch, which brings the digest of another state back
+            if self.adapters.look():
                 self.code.accept()
             self.code.look()
-            self._find_written(self.weights.look)
             self.loop.step()
         finally:
             self._events.flush()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -225,4 +226,46 @@ def test_a_moved_stored_buffer_counts_as_written_since_no_digest_covers_it(make_
     assert answer(service).weight_digest is not None
     model.scale.data = model.scale.data.clone()
     assert answer(service).weight_digest is None
+    service.close()
+
+
+def test_a_write_before_adapters_are_switched_brings_no_digest_back(make_model) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(make_model("qwen2"), peft.LoraConfig(target_modules=["q_proj"]))
+    base = model.base_model.model
+    service = make_service(base)
+    commit(service, base, "one")
+    assert answer(service).weight_digest is not None
+    with model.disable_adapter():
+        assert answer(service).weight_digest is None
+        write(model)
+    assert answer(service).weight_digest is None
+    service.close()
+
+
+def test_a_digest_that_is_computed_later_is_not_that_of_a_version_after_it(make_model) -> None:
+    model = make_model("qwen2")
+    service = make_service(model)
+    service.commit_in_place("one", source=model.named_parameters(), digest="later")
+    digests, computed, go_on = service.sessions.weights.digests, threading.Event(), threading.Event()
+
+    def slow(names):
+        found = digests(names)
+        computed.set()
+        assert go_on.wait(20)
+        return found
+
+    service.sessions.weights.digests = slow
+    finishing = threading.Thread(target=service.finish_digest)
+    finishing.start()
+    assert computed.wait(20)
+    service.sessions.weights.digests = digests
+    write(model)
+    commit(service, model, "two")
+    go_on.set()
+    finishing.join()
+    expected = model_digest(model.named_parameters())
+    assert answer(service).weight_digest == expected == service.model_digest()
+    commit(service, model, "three")
+    assert service.engine.weight_digest == expected
     service.close()

@@ -451,6 +451,14 @@ def test_weights_stay_under_a_session_that_is_being_opened(owned, newer, how):
     assert standing(owned)[:2] == ("2", digest_of(newer))
 
 
+def test_an_open_session_keeps_all_memory(owned):
+    owned.begin_weight_update(coverage="partial")
+    with pytest.raises(SessionError, match="session is open"):
+        owned.release_memory_occupation()
+    assert owned.engine.kv_bytes and owned.engine.model.holds_weights
+    owned.abort_weight_update()
+
+
 def test_the_engines_own_weights_are_released_come_back_empty_and_have_to_be_written(owned, model, newer):
     num_bytes = sum(tensor.nbytes for _, tensor in named(model))
     reports = owned.release_memory_occupation(["weights"])

@@ -97,6 +97,14 @@ def test_token_ids_of_any_integers_select_the_same_logprobs(dtype, kind):
 
 
 @PATHS
+def test_a_gradient_that_is_to_be_differentiated_again_is_refused(dtype):
+    logits = some_logits(6, 257, dtype).requires_grad_()
+    for function in (lambda: selected_logprobs(logits, torch.arange(6)), lambda: scaled_logprobs(logits, 1.0)):
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            torch.autograd.grad(function().mean(), [logits], create_graph=True)
+
+
+@PATHS
 def test_temperatures_and_shapes_that_do_not_fit_are_refused(dtype):
     logits, ids = some_logits(6, 257, dtype), torch.arange(6)
     assert torch.equal(selected_logprobs(logits, ids, torch.tensor(0.7)), selected_logprobs(logits, ids, 0.7))

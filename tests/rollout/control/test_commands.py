@@ -306,6 +306,22 @@ def test_broken_forward_reaches_whoever_waits_and_nobody_hangs(make_engine):
     assert_empty(engine)
 
 
+def test_a_command_that_was_interrupted_runs_again_under_its_id(make_engine, monkeypatch):
+    engine = make_engine()
+    drain = engine.driver._loop.drain
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.driver._loop, "drain", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.pause_generation("retract", op_id="a")
+    monkeypatch.setattr(engine.driver._loop, "drain", drain)
+    soon(submit(engine.pause_generation, "retract", op_id="a"))
+    assert engine.is_paused
+    engine.continue_generation()
+
+
 def test_has_work_until_step_has_returned_the_answers_that_no_call_waits_for(make_engine):
     engine = make_engine()
     [id] = engine.add([1, 2], params())

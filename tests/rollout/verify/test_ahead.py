@@ -13,6 +13,8 @@ import torch
 from lockstep.rollout.ahead.group import Group, ReplayDiverged
 from lockstep.rollout.ahead.rollouts import RolloutsAhead
 from lockstep.rollout.completion import Completion
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import EngineStopped
 from lockstep.rollout.request_options import Begun, RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
@@ -416,3 +418,15 @@ def test_a_loop_that_ends_with_an_error_ends_the_wait_for_a_batch(make_engine, w
             ahead.finish(0)
     monkeypatch.undo()
     engine.close()
+
+
+def test_an_engine_is_closed_while_its_rollouts_wait_for_their_turn(weights) -> None:
+    engine = Engine(weights(), EngineConfig(kv_cache="64 blocks", max_num_seqs=2))
+    ahead = RolloutsAhead(engine)
+    params = SamplingParams(max_new_tokens=40, n=2, sampling_seed=1, ignore_eos=True)
+    for key in range(3):
+        ahead.begin(key, [[1, 2, 3], [4, 5, 6]], [params, params])
+    engine.close()
+    assert engine.driver.is_closed
+    with pytest.raises(EngineStopped):
+        ahead.finish(0)

@@ -87,3 +87,23 @@ def test_a_weight_that_a_pre_hook_computes_is_the_new_one_in_the_first_forward_a
     torch.testing.assert_close(found, by_itself(engine), atol=1e-4, rtol=1e-4)
     assert (found - before).abs().max() > 0.01
     engine.close()
+
+
+def test_the_verdict_of_a_module_is_not_that_of_one_with_hooks_or_a_patched_class(make_model, monkeypatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_KEPT_CHECKS", "0")
+    plain = make_model("llama").eval()
+    engine_of(plain).close()
+    kind = type(plain.model.layers[0].self_attn)
+    forward = kind.forward
+
+    def draws(self, *args, **kwargs):
+        out, weights = forward(self, *args, **kwargs)
+        return out + out.flatten()[0], weights  # of another row
+
+    hooked = make_model("llama").eval()
+    hooked.model.layers[0].self_attn.register_forward_hook(lambda m, a, out: (out[0] + out[0].flatten()[0], out[1]))
+    with pytest.raises(ValueError, match=r"differ|other log-prob"):
+        engine_of(hooked)
+    monkeypatch.setattr(kind, "forward", draws)
+    with pytest.raises(ValueError, match=r"differ|other log-prob"):
+        engine_of(make_model("llama").eval())
