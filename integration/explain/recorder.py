@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ...rollout.model.operations.fused_layers import observing
 from ...rollout.sharding.division import Division
 from ...rollout.sharding.pp_cut import PassedLayer
 from .recording import Operation, Recording, Rows
@@ -88,11 +89,13 @@ class Recorder:
 
     # -- modules ------------------------------------------------------------------------------------------------------
 
+    @observing
     def _before(self, part: nn.Module, inputs: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         kept = self._kept if part is self._head else None
         for tensor in (inputs or tuple(named.values()))[:1]:
             self._add(self._operation(part, "input"), tensor, kept)
 
+    @observing
     def _after(self, part: nn.Module, inputs: object, out: object) -> None:
         kept = self._kept if part is self._head else None
         for index, tensor in enumerate(out if isinstance(out, tuple | list) else (out,)):

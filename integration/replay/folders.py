@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from ...rollout.engine import Engine
+from ...weight_sync.errors import WeightSyncError
 from .digest_index import FILE, IndexedWeights, add_to_index, read_index
 from .present import PresentWeights
 
@@ -136,7 +137,7 @@ class FolderWeights:
             on_folder(folder.path)
             try:
                 self._load(folder.path, None)
-            except ValueError as error:
+            except (ValueError, WeightSyncError, OSError) as error:
                 logger.warning("%s is passed over: %s", folder.path, error)
                 continue
             entry = IndexedWeights(folder.name, self._present, self._dtype, folder.version)

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from ...rollout.engine import Engine
 from ...rollout.errors import SamplingRefused
 from ...rollout.loop.commands import HoldReport, OnCommit
-from ...weight_sync.errors import Poisoned, SessionError
+from ...weight_sync.errors import WeightSyncError
 from ...weight_sync.transaction.host import SessionHost
-from ...weight_sync.transaction.peers import PeerFailed
 from ...weight_sync.transaction.records import SessionRecord
 from ...weight_sync.transaction.transaction import Coverage, Undo, WeightTransaction
 from .all_ranks import Replica
@@ -243,7 +242,7 @@ class EngineHost(SessionHost):
     def _commit_before_sampling(self) -> None:
         try:
             self._commit_everywhere()
-        except (SessionError, Poisoned, PeerFailed, ValueError) as error:
+        except (WeightSyncError, ValueError) as error:
             raise SamplingRefused(f"the weight update under way cannot be committed yet: {error}") from error
 
 

@@ -71,6 +71,8 @@ class EngineWeights:
             if is_its := still():
                 self._sequences.weight_digest = digest
                 self._gate.adapters.digested(digest)
+                if digest is not None:
+                    self._gate.weights.digested()
         return is_its
 
     # -- whether steps may run --------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +28,6 @@ class Receipts:
         self._parts, self._metrics = parts, parts.reports.metrics
         self._engine = fresh_ids(1)[0][:16]
         self._number, self._previous = 0, ""
-        self._digests: dict[str, str] = {}  # of versions: some digests are computed after the first tokens are drawn
         self._known: tuple[object, Guarantee] | None = None  # the numerics, and the guarantee that they give
 
     def with_receipt(self, request: Request, completion: Completion) -> Completion:
@@ -43,8 +41,6 @@ class Receipts:
         if asked in (False, "off") or request.params.max_new_tokens == 0:
             return completion
         started = time.thread_time()
-        if completion.weight_digest is not None:
-            self._digests[completion.weight_version] = completion.weight_digest
         try:
             receipt = self._receipt(request, completion, in_full=asked != "digests")
         except _FAULTS as error:
@@ -72,7 +68,7 @@ class Receipts:
                 "finish": {"type": reason.type, "matched": reason.matched},
                 "eos": sorted(parts.eos_token_ids),
                 "max_model_len": parts.max_model_len,
-                "spans": spans_of(request.record, self._digests),
+                "spans": spans_of(request.record),
                 **({"grammar": self._grammar(request)} if request.grammar is not None else {}),
                 "guarantee": self._guarantee(),
             }
@@ -92,10 +88,11 @@ class Receipts:
         return self._known[1]
 
 
-def spans_of(record: OutputRecord, digests: Mapping[str, str]) -> list[dict[str, Any]]:
+def spans_of(record: OutputRecord) -> list[dict[str, Any]]:
     """Return the runs of output tokens of one weight version and one origin of their KV, as a receipt has them.
 
-    digests: of versions, for tokens that were drawn before the digest of theirs was known.
+    A digest is that which was known when the tokens were drawn, or None. A later one may be of other weights, since a
+    version is the caller's label.
     """
     kept_from = dict(record.kv_starts)
     spans: list[dict[str, Any]] = []
@@ -105,10 +102,8 @@ def spans_of(record: OutputRecord, digests: Mapping[str, str]) -> list[dict[str,
     for start, end in zip(starts, ends, strict=False):  # without output there are no starts
         kept = kept_from.get(start, kept)
         span = next(span for span in reversed(record.spans) if span.start <= start)
-        weights = {"version": span.version, "digest": span.digest or digests.get(span.version)}
-        runs = [
-            {"version": run.version, "digest": run.digest or digests.get(run.version), "end": run.end} for run in kept
-        ]
+        weights = {"version": span.version, "digest": span.digest}
+        runs = [{"version": run.version, "digest": run.digest, "end": run.end} for run in kept]
         if spans and (spans[-1]["version"], spans[-1]["digest"], spans[-1]["kept_kv"]) == (*weights.values(), runs):
             spans[-1]["end"] = end
         else:

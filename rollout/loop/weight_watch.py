@@ -34,6 +34,11 @@ class WeightWatch:
         """Take the weights as they are, whose digest tokens are going to bear: also before the first phase."""
         self._seen = self._marks()
 
+    def digested(self) -> None:
+        """Note that the weights have got a digest, which was computed after their commit."""
+        if self._seen is None:
+            self.committed()
+
     def look(self) -> bool:
         """Compare once in a phase, from the first one with steps on."""
         if self._parts.model.phase.num_begun == self._phase:
@@ -53,13 +58,15 @@ class WeightWatch:
         before = self._seen
         if before is None:
             return False
-        self._seen = now = self._marks()
+        now = self._marks()
         changed = sorted(name for name, mark in now.items() if before.get(name) != mark)
         if not changed:
+            self._seen = now
             return False
         has_same_samples = now.keys() == before.keys() and all(now[name][-1] == before[name][-1] for name in changed)
         if has_same_samples and self.have_digest(changed):
             logger.info("%s: moved or written since the last commit, and of the same digest", _listed(changed))
+            self._seen = now
             return False
         sequences = self._parts.sequences
         logger.warning(
@@ -70,6 +77,7 @@ class WeightWatch:
         )  # fmt: skip
         drop_kv(self._parts, self._loop)
         sequences.weight_digest = None
+        self._seen = now  # last: an interrupt before this leaves the change to be found again
         return True
 
     def _marks(self) -> dict[str, _Mark]:

@@ -269,3 +269,40 @@ def test_a_digest_that_is_computed_later_is_not_that_of_a_version_after_it(make_
     commit(service, model, "three")
     assert service.engine.weight_digest == expected
     service.close()
+
+
+@pytest.mark.parametrize("label", ["one", "two"])
+def test_a_receipt_claims_the_digest_that_was_known_when_its_tokens_were_drawn(make_model, label: str) -> None:
+    model = make_model("qwen2")
+    service = RolloutService(Engine(model, EngineConfig(kv_cache="64 blocks", max_num_seqs=4, receipts="tokens")))
+    commit(service, model, "one")
+    before = answer(service)
+    assert before.receipt["spans"][0]["digest"] == before.weight_digest is not None
+    write(model)
+    assert answer(service).receipt["spans"][0]["digest"] is None, "an uncommitted write under the same version"
+    service.commit_in_place(label, source=model.named_parameters(), digest="later")
+    assert answer(service).receipt["spans"][0]["digest"] is None
+    assert answer(service).receipt["spans"][0]["digest"] == service.engine.weight_digest
+    digest = service.finish_digest()
+    assert answer(service).receipt["spans"][0]["digest"] == digest == service.model_digest()
+    service.close()
+
+
+def test_an_interrupted_look_finds_the_write_again(make_model, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("qwen2")
+    service = make_service(model)
+    commit(service, model, "one")
+    answer(service)
+    change_between_samples(model)
+    watch = service.engine.gate.weights
+    have_digest = watch.have_digest
+
+    def interrupted(names) -> bool:
+        raise KeyboardInterrupt
+
+    watch.have_digest = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        answer(service)
+    watch.have_digest = have_digest
+    assert answer(service).weight_digest is None
+    service.close()

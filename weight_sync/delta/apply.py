@@ -99,11 +99,7 @@ class PreparedChunk:
     digest: str | None  # of the resident chunk
 
     def elements(self) -> tuple[Tensor, np.ndarray]:
-        """Decode a chunk and hash the resident bytes that it replaces. Changes nothing.
-
-        Raises ValueError where the chunk does not fit the resident tensor, does not decode, or lacks the digests that
-        `check` needs; DigestMismatch where it is damaged.
-        """
+        """Return the positions of the changed elements and the words to combine them with, of a chunk of elements."""
         assert self.positions is not None and self.xors is not None
         return self.positions, self.xors
 

@@ -58,7 +58,7 @@ class FolderSink:
         return ShardBytes(name, self.resident(name))
 
     def leave_unchecked(self, name: str, why: str) -> None:
-        """Do nothing: files hold whole tensors, so everything can be checked."""
+        """Raise ValueError: files hold whole tensors, so everything can be checked."""
         raise ValueError(f"{name}: {why}")
 
     def flush(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 _UNLIKE = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
 
 
+Hook = TypeVar("Hook", bound=Callable[..., object])
 Gated = Callable[[Tensor, Layer, Layer], Tensor]  # x [...,K], gate, up -> silu(gate) * up [...,N]
 
 
@@ -125,7 +126,7 @@ def _gated_mlp_forward(module: nn.Module, is_plain: Callable[[nn.Module], bool],
         return gated(hidden_states, (gate.weight, gate.bias), (up.weight, up.bias))
 
     def forward(hidden_states: Tensor) -> Tensor:
-        if has_hooks((mlp.act_fn,)):
+        if may_change((mlp.act_fn,)):
             return cast(Tensor, own(hidden_states))
         layers = mlp.gate_proj, mlp.up_proj
         hidden = in_one_product(hidden_states, layers)
@@ -160,6 +161,18 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
     if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
         return True
     return any(module._forward_pre_hooks or any(map(_sees, module._forward_hooks.values())) for module in modules)
+
+
+def observing(hook: Hook) -> Hook:
+    """Mark a hook that changes nothing and wants no result that is not computed without it."""
+    hook.only_observes = True  # type: ignore[attr-defined]
+    return hook
+
+
+def may_change(modules: Iterable[nn.Module]) -> bool:
+    """Return whether any of the modules has forward hooks that may change a weight, an input or a result."""
+    hooks = (hook for m in modules for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))
+    return any(_sees(hook) and not getattr(hook, "only_observes", False) for hook in hooks)
 
 
 def _sees(hook: object) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ....kernels.linear.linear import Layer
-from .fused_layers import needs_grad
+from .fused_layers import may_change, needs_grad
 
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -55,8 +55,7 @@ class SharedInput:
     def _forward(self, index: int, x: Tensor) -> Tensor:
         layer = self._layers[index]
         # A hook before a layer may compute its weight, or another input.
-        is_hooked = any(each._forward_pre_hooks for each in self._layers)
-        if self._is_shared is False or is_hooked or needs_grad(x, self._layers):
+        if self._is_shared is False or may_change(self._layers) or needs_grad(x, self._layers):
             return self._alone(x, layer.weight, layer.bias)
         if self._is_shared is None:
             if x.is_cpu or not torch.cuda.is_current_stream_capturing():  # the comparison is read on the host
