@@ -20,6 +20,7 @@ from ...kernels.attention.step import PagedStep
 from ..model.attention import StepContext
 from ..model.forward_numerics import restored_implementations
 from ..model.hosted_model import HostedModel
+from ..model.operations.fused_layers import observing
 from ..model.recurrent.states import StepStates
 from ..model.rollout_phase import evaluated
 from ..model.step_pools import step_pools
@@ -208,9 +209,11 @@ def watched(module: nn.Module) -> Iterator[list[Seen]]:
             if part not in parents:
                 continue
 
+            @observing
             def before(part: nn.Module, inputs: Any, named: Any, name: str = name) -> None:
                 note(f"input of {name}", parents[part], inputs or tuple(named.values()))
 
+            @observing
             def after(part: nn.Module, inputs: Any, out: Any, name: str = name) -> None:
                 note(f"result of {name}", part, out)
 
