@@ -161,8 +161,8 @@ class Engine(OfOneProcess):
 
     @property
     def has_work(self) -> bool:
-        """Whether requests wait or run, or an answer is left that no call waits for: what `step` returns."""
-        return self.driver.has_work or self.mailboxes.has_unclaimed
+        """Whether requests wait or run, or a step's output is not delivered yet; `step` may have answers even so."""
+        return self.driver.has_work
 
     def step(self) -> list[Completion]:
         """Run one step, if not paused; returns the new completions (aborted ones too) that no other call waits for."""

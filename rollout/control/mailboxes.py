@@ -93,11 +93,6 @@ class Mailboxes:
             self._boxes[id].chunks.clear()
         return chunks
 
-    @property
-    def has_unclaimed(self) -> bool:
-        """Whether there are answers that no call waited for."""
-        return bool(self._unclaimed)
-
     def take_unclaimed(self) -> list[Completion]:
         """Return and clear the answers that no call waited for."""
         answers, self._unclaimed = self._unclaimed, []

@@ -322,16 +322,6 @@ def test_a_command_that_was_interrupted_runs_again_under_its_id(make_engine, mon
     engine.continue_generation()
 
 
-def test_has_work_until_step_has_returned_the_answers_that_no_call_waits_for(make_engine):
-    engine = make_engine()
-    [id] = engine.add([1, 2], params())
-    engine.generate([3, 4], params())  # its steps finish both
-    answers = []
-    while engine.has_work:
-        answers += engine.step()
-    assert [answer.id for answer in answers] == [id]
-
-
 # -- a client that goes away -----------------------------------------------------------------------
 
 
