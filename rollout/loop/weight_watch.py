@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from ..model.given_module import listed
 from .code_watch import drop_kv
 from .loop import Loop
 from .parts import Parts
@@ -12,7 +13,6 @@ from .weight_samples import weight_samples
 
 logger = logging.getLogger(__name__)
 
-_MOST_NAMES = 3  # of a warning
 _Mark = tuple[int, int, int, bytes]  # identity, version counter and address of a tensor, and a sample of it
 
 
@@ -65,7 +65,7 @@ class WeightWatch:
             return False
         has_same_samples = now.keys() == before.keys() and all(now[name][-1] == before[name][-1] for name in changed)
         if has_same_samples and self.have_digest(changed):
-            logger.info("%s: moved or written since the last commit, and of the same digest", _listed(changed))
+            logger.info("%s: moved or written since the last commit, and of the same digest", listed(changed))
             self._seen = now
             return False
         sequences = self._parts.sequences
@@ -73,7 +73,7 @@ class WeightWatch:
             "weights were written or moved since version %r was committed (%s): cached KV is dropped, and tokens "
             "have no weight digest until the next commit. Commit each change: service.optimizer_step() and "
             "service.commit_in_place(), or engine.weights.commit_weights()",
-            *(sequences.weight_version, _listed(changed)),
+            *(sequences.weight_version, listed(changed)),
         )  # fmt: skip
         drop_kv(self._parts, self._loop)
         sequences.weight_digest = None
@@ -88,8 +88,3 @@ class WeightWatch:
             name: (id(tensor), 0 if tensor.is_inference() else tensor._version, tensor.data_ptr(), samples[name])
             for name, tensor in tensors
         }
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
