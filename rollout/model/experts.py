@@ -23,7 +23,7 @@ from ...kernels.linear.grouped import grouped_products
 from ...kernels.self_test import Guarantee
 from ..sharding.collectives import RowReduction
 from .operations.functions import outside_modes
-from .operations.fused_layers import gates_by_halves, hosted_swiglu, needs_grad
+from .operations.fused_layers import gates_by_halves, hosted_swiglu, may_change, needs_grad
 
 logger = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ def hosted_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
 def _activated(module: nn.Module, rows: Tensor, routes: Routes) -> Tensor:
     """Return the inputs of the down projections [R, K], one of each route."""
     weights, biases = _up_weights(module), _biases(module, "gate_up_proj" if module.has_gate else "up_proj")
-    if module.has_gate and gates_by_halves(module):
+    if module.has_gate and gates_by_halves(module) and not may_change((cast(nn.Module, module.act_fn),)):
         if routes.can_gate and not module.is_transposed:
             return routes.product(rows, weights, biases, gated=True)
         return hosted_swiglu(*routes.product(rows, weights, biases).chunk(2, dim=-1))

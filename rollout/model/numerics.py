@@ -31,7 +31,7 @@ from ..sharding.tp_plan import SUMS
 from .experts import GROUPED, REDUCTION, grouped_routes, is_experts
 from .last_layer import LastLayer
 from .operations.functions import ReplacedFunctions, invariant_functions, outside_modes
-from .operations.fused_layers import fused_forward
+from .operations.fused_layers import fused_forward, gates_by_halves, is_gated_mlp, silu_as_gated
 from .operations.shared_input import SharedInput, siblings_of
 from .recurrent.heads import HeadDivision
 from .recurrent.layers import recurrent_forward
@@ -190,12 +190,15 @@ class Numerics:
         grouped = [(module, grouped_routes(module, guarantee)) for module in root.modules() if is_experts(module)]
         self.groups_experts = all(routes is not None for _, routes in grouped)
         self._patches += [(module, GROUPED, routes) for module, routes in grouped if routes is not None]
+        gating = {id(part.act_fn) for part in root.modules() if is_gated_mlp(part) or gates_by_halves(part)}
         for module in root.modules():
             if id(module) in planned:
                 continue
             forward: object = None
             if type(module) is nn.Linear:
                 forward = _linear_forward(module, self._linear())
+            elif id(module) in gating:
+                forward = outside_modes(silu_as_gated)
             elif type(module) in _ACTIVATIONS:
                 forward = outside_modes(_ACTIVATIONS[type(module)])
             elif (fused := fused_forward(module, is_plain, together.gated if together else None)) is not None:

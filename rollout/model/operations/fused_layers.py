@@ -110,10 +110,7 @@ def _norm_rule(kind: type[nn.Module], eps: float) -> NormRule | None:
 
 
 def _gated_mlp_forward(module: nn.Module, is_plain: Callable[[nn.Module], bool], gated: Gated | None) -> Forward | None:
-    children = dict(module.named_children())
-    if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or list(module.parameters(recurse=False)):
-        return None
-    if type(children["act_fn"]) not in _SILU or not _is_gated_mlp(cast(Hashable, type(module))):
+    if not is_gated_mlp(module):
         return None
     mlp: Any = module  # its children are looked up at every call
     own = module.forward
@@ -127,7 +124,7 @@ def _gated_mlp_forward(module: nn.Module, is_plain: Callable[[nn.Module], bool],
 
     def forward(hidden_states: Tensor) -> Tensor:
         if may_change((mlp.act_fn,)):
-            return cast(Tensor, own(hidden_states))
+            return cast(Tensor, own(hidden_states))  # the same bits: see `silu_as_gated`
         layers = mlp.gate_proj, mlp.up_proj
         hidden = in_one_product(hidden_states, layers)
         if hidden is None:
@@ -135,6 +132,20 @@ def _gated_mlp_forward(module: nn.Module, is_plain: Callable[[nn.Module], bool],
         return mlp.down_proj(hidden)
 
     return forward
+
+
+def silu_as_gated(x: Tensor) -> Tensor:
+    """Compute silu with the bits that it has within `swiglu`: for activations that are called because of a hook. The
+    trainer's model may have hooks that the engine's has not, as DeepSpeed's stage 3 has on every module."""
+    return swiglu(x, torch.ones_like(x))
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """Return whether the module's forward is down_proj(silu(gate_proj(x)) * up_proj(x)), whatever its products are."""
+    children = dict(module.named_children())
+    if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or list(module.parameters(recurse=False)):
+        return False
+    return type(children["act_fn"]) in _SILU and _is_gated_mlp(cast(Hashable, type(module)))
 
 
 def gates_by_halves(experts: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 
 IDS = torch.arange(5, 29)[None]
+UNCALLED = {nn.ModuleList}  # never called itself
 
 
 @pytest.fixture(autouse=True)
@@ -107,3 +108,30 @@ def test_the_verdict_of_a_module_is_not_that_of_one_with_hooks_or_a_patched_clas
     monkeypatch.setattr(kind, "forward", draws)
     with pytest.raises(ValueError, match=r"differ|other log-prob"):
         engine_of(make_model("llama").eval())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe"])
+def test_hooks_that_change_nothing_change_no_bit(make_model, family: str, dtype: torch.dtype) -> None:
+    """DeepSpeed's stage 3 has such hooks on every module of the trainer, and the engine's copy has none."""
+    model = make_model(family, dtype=dtype).eval()
+    engine = engine_of(model)
+    for _ in range(2):
+        before = under_numerics(engine)
+    calls = []
+    for part in model.modules():
+        part.register_forward_pre_hook(lambda module, args: calls.append(module))
+        part.register_forward_hook(lambda module, args, out: None)
+    assert torch.equal(under_numerics(engine), before)
+    assert {type(part) for part in calls} >= {type(part) for part in model.model.layers[0].modules()} - UNCALLED
+    engine.close()
+
+
+def test_a_hook_on_the_activation_of_experts_is_computed_with(make_model) -> None:
+    model = make_model("qwen3_moe").eval()
+    engine = engine_of(model)
+    before = under_numerics(engine)
+    for layer in model.model.layers:
+        layer.mlp.experts.act_fn.register_forward_hook(lambda module, args, out: out * 0.5)
+    assert_is_its_own(engine, before)
+    engine.close()
