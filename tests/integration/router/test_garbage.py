@@ -286,7 +286,7 @@ def test_large_bodies_do_not_keep_reports_waiting(make_fleet):
     body = b'{"input_ids": [' + b"[1]," * (31 * MIB // 4) + b"[1]]}"
     num_reports = 0
     with ThreadPoolExecutor(12) as pool, httpx.Client(base_url=fleet.router.url, timeout=3 * WAIT_S) as reports:
-        sending = [pool.submit(fleet.http.post, "/generate", content=body) for _ in range(12)]
+        sending = [pool.submit(fleet.http.post, "/generate", content=body, timeout=3 * WAIT_S) for _ in range(12)]
         while not all(one.done() for one in sending):
             assert reports.get("/workers").status_code == 200
             assert reports.get("/health").status_code == 200
