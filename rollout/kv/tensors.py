@@ -84,6 +84,7 @@ class KVCache:
         self._plan, self._shapes, self.block_size, self._device = plan, shapes, block_size, device
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.num_releases = 0  # between two of them the tensors stay where they are
         self.allocate()
 
     @property
@@ -119,4 +120,5 @@ class KVCache:
 
     def release(self) -> None:
         """Drop the tensors. Their memory stays until the last reader drops them too."""
+        self.num_releases += 1
         self.keys, self.values = [], []

@@ -11,8 +11,10 @@ that step can enter the queue before the host has read them; the host waits for 
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -33,6 +35,9 @@ _NUM_STAGINGS = 2  # steps that may be in the queue
 _LADDER = (1, 2, 4, *range(8, 257, 8))
 # Finer: padding rows cost time.
 _CPU_LADDER = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 129, 8), *range(144, 257, 16))
+
+
+_is_there = partial(operator.is_not, None)
 
 
 def decode_ladder(asked: Sequence[int] | None, max_num_seqs: int, device: torch.device) -> tuple[int, ...]:
@@ -101,7 +106,7 @@ class DecodeGraphs:
         self._settings: RowSettings | None = None  # the device's settings, for this many rows:
         self._settings_size = 0
         self._records: dict[tuple[int, str], Run] = {}  # by size and kind
-        self._owners: list[Mapping[str, Tensor | None]] = []  # by name; a name's tensor may be replaced
+        self._owners: list[dict[str, Tensor | None]] = []  # by name; a name's tensor may be replaced
         self._memory: list[int] = []  # addresses that the records read
         self._views = HostViews(self._buffers) if device.type == "cpu" else None
         self._versions = [0] * self.sizes[-1]  # of the tables in the views, by row; 0: of none
@@ -192,15 +197,15 @@ class DecodeGraphs:
 
     def _addresses(self) -> list[int]:
         """Return the addresses of all memory that a record reads and that may move, and the other things that it
-        repeats: the number of threads, and the version of the module's code."""
+        repeats: the number of threads, the version of the module's code, and which KV there is."""
         if not self._records:  # the module's layers may be others since: adapters
             modules = self._model.module.modules()
-            owners: list[Mapping[str, Tensor | None]] = [own for m in modules for own in (m._parameters, m._buffers)]
+            owners: list[dict[str, Tensor | None]] = [own for m in modules for own in (m._parameters, m._buffers)]
             self._owners = [owner for owner in owners if owner]
-        hosted = chain.from_iterable(owner.values() for owner in self._owners)
-        tensors = chain(self._kv_cache.keys, self._kv_cache.values, self._state_pool.all(), hosted)
-        fixed = torch.get_num_threads(), self._model.phase.code_version
-        return [*fixed, *(tensor.data_ptr() for tensor in tensors if tensor is not None)]
+        # Little Python: the weights of the last step have pushed all of these objects out of the caches.
+        hosted = chain(self._state_pool.all(), chain.from_iterable(map(dict.values, self._owners)))
+        fixed = torch.get_num_threads(), self._model.phase.code_version, self._kv_cache.num_releases
+        return [*fixed, *map(Tensor.data_ptr, filter(_is_there, hosted))]
 
     def _forward(self, size: int, hidden: Tensor | None = None, *, whole_logits: bool = True) -> Callable[[], Tensor]:
         """Return the model's forward over the buffers. The arguments are `HostedModel.forward`'s."""
