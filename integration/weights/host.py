@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ...rollout.engine import Engine
@@ -43,6 +42,7 @@ class _Standing:
     digest: str | None
     undefined: frozenset[str]  # tensors with undefined values
     refusals: Mapping[str, str]  # reasons to refuse sampling from them, which the commit removed
+    num_forgotten: int = 0  # of the roots, once the commit is published: grows with a write that has no commit
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,10 @@ class EngineHost(SessionHost):
         self._transaction: WeightTransaction | None = None  # of the open session
         self._digest_time: DigestTime = "now"
         self._in_flight: OnCommit | None = None  # of the next commit
+        self.reads: str | None = None  # the folder that the open session has read last
+        # The folder of the weights, that an update has read or the engine was made from, and their epoch.
+        made_from = engine.model.folder
+        self.folder: tuple[str, int] | None = None if made_from is None else (str(made_from), engine.epoch)
         if replica.is_alone:  # several ranks would not forget together
             engine.weights.when_written(roots.forget)
             engine.weights.when_moved(roots.have_digest)
@@ -99,6 +103,7 @@ class EngineHost(SessionHost):
         decision."""
         assert self._transaction is not None
         written = set(self._transaction.written_names())
+        self._roots.forget_names(self._written_beside())
         undefined = self._roots.undefined - written
         roots, digest = self._roots.after(written), None
         if self._digest_time == "now" and not undefined:
@@ -118,8 +123,11 @@ class EngineHost(SessionHost):
             version, ready.digest, lift=lift, refuse=_refusal_of(ready.undefined), in_flight=self._in_flight
         )
         refusals = {key: why for key, why in report.lifted.items() if key != _SESSION}
-        self._before, self._transaction, self._in_flight = replace(before, refusals=refusals), None, None
         self._roots.publish(ready.roots, ready.undefined, owes_digest=ready.digest is None)
+        self._before = replace(before, refusals=refusals, num_forgotten=self._roots.num_forgotten)
+        if self.reads is not None:
+            self.folder = (self.reads, engine.epoch)
+        self._transaction, self._in_flight, self.reads = None, None, None
         engine.weights.before_sampling = None
         self.last_commit = Commit(
             version, ready.digest, record.num_bytes, report.num_blocks_dropped, report.num_unpinned, record,
@@ -133,31 +141,41 @@ class EngineHost(SessionHost):
         roots.undefined = before.undefined
         self._engine.weights.commit_weights(before.version, before.digest, lift=(), refuse=before.refusals)
         roots.owes_digest = before.digest is None
+        roots.was_committed()
 
     def on_rollback(self, why: str, is_poisoned: bool) -> None:
         """Record a rollback; see `SessionHost`. The engine may sample again, unless the weights are poisoned."""
-        self._drop_transaction()
+        written = self._drop_transaction()
         if is_poisoned:
             self._roots.forget()
             why = f"the weights are poisoned ({why}): only a full, verified update in a session heals them"
             self._engine.weights.refuse_sampling(why, _POISONED)
         self._engine.weights.before_sampling = None
-        self._engine.weights.allow_sampling(_SESSION)
+        self._engine.weights.allow_sampling(_SESSION, written)
 
     def on_dropped(self) -> None:
         """Record a session without writes; see `SessionHost`."""
-        self._drop_transaction()
+        written = self._drop_transaction()
         self._engine.weights.before_sampling = None
         if not self._replica.is_alone:  # sampling was stopped here, and could not be stopped on another rank
-            self._engine.weights.allow_sampling(_SESSION)
+            self._engine.weights.allow_sampling(_SESSION, written)
 
     def on_lease_over(self) -> None:
         """Roll back an expired session; see `SessionHost`."""
         self._on_lease_over()
 
-    def _drop_transaction(self) -> None:
+    def _drop_transaction(self) -> set[str]:
+        """Return the names of the tensors that it has written, restored or not."""
+        written = set() if self._transaction is None else self._transaction.overwritten
         self._roots.forget_fresh()
-        self._transaction, self._in_flight = None, None
+        self._transaction, self._in_flight, self.reads = None, None, None
+        return written
+
+    def _written_beside(self) -> set[str]:
+        """Return the names of tensors that others have written on any rank while the session was open. A collective."""
+        assert self._transaction is not None
+        found = self._replica.gather(self._engine.weights.written_beside(self._transaction.overwritten))
+        return {name for names in found for name in names}
 
     # -- the engine -------------------------------------------------------------------------------------------------
 
@@ -181,24 +199,26 @@ class EngineHost(SessionHost):
         )  # fmt: skip
         self._in_flight = options.in_flight or self._in_flight
 
-    @contextmanager
-    def committing(self, in_flight: OnCommit | None) -> Iterator[None]:
-        """Commit a session inside the block, with this for sequences that have begun."""
+    def verify_in_flight(self, in_flight: OnCommit | None) -> None:
+        """Set what the commit that follows does with sequences that have begun. The manager's lock is held."""
         self._in_flight = in_flight
-        try:
-            yield
-        finally:
-            self._in_flight = None
 
     def revert(self, take_back: Callable[[], object]) -> str:
         """Refuse to sample while `take_back` restores the old bytes, then publish them. Returns their version."""
         self._engine.weights.hold_for_update(refusal=(_REVERT, "a weight update is being reverted"))
         try:
+            if not all(self._replica.gather(self._is_as_committed())):
+                self._before = replace(self._before, digest=None)  # what was written since is not taken back
             take_back()
             self.unpublish()
         finally:
             self._engine.weights.allow_sampling(_REVERT)
         return self._before.version
+
+    def _is_as_committed(self) -> bool:
+        """Return whether no write without a commit was found since the last commit."""
+        has_digest = self._engine.weight_digest is not None or self._roots.owes_digest
+        return has_digest and self._before.num_forgotten == self._roots.num_forgotten
 
     def commit_in_place(
         self, version: str, digest: str | None, bytes_copied: int, in_flight: OnCommit | None
@@ -206,6 +226,7 @@ class EngineHost(SessionHost):
         """Publish weights that were written without a session."""
         report = self._engine.weights.commit_weights(version, digest, lift=(_TORN,), in_flight=in_flight)
         self._roots.owes_digest = digest is None
+        self._roots.was_committed()
         self.last_commit = Commit(
             version, digest, bytes_copied, report.num_blocks_dropped, report.num_unpinned,
             num_verified=report.num_verified,

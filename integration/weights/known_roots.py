@@ -29,7 +29,8 @@ class KnownRoots:
         self._committed: dict[str, bytes] = {}  # by resident name
         self._fresh: dict[str, bytes] = {}  # by resident name
         self._frozen: dict[str, tuple[object, bytes]] = {}  # by resident name: mark and root
-        self._num_forgotten = 0  # times that the committed roots were forgotten
+        self.num_forgotten = 0  # times that the committed roots were forgotten
+        self._epoch = engine.epoch  # of the last commit that is known here
         self._parts = PublishedParts()
 
     # -- digests ----------------------------------------------------------------------------------------------------
@@ -38,23 +39,25 @@ class KnownRoots:
         """Compute the digest that a commit left for later, if one is owed. Returns the digest of the present
         weights."""
         with self._digesting:
+            self._forget_if_committed_elsewhere()
             if self.owes_digest and not self.undefined:
-                owed_by = self._num_forgotten
+                owed_by = self.num_forgotten
                 digest = self.complete()
                 # Not that of bytes which a trainer has begun to write meanwhile.
-                if self._engine.weights.set_weight_digest(digest, still=lambda: owed_by == self._num_forgotten):
+                if self._engine.weights.set_weight_digest(digest, still=lambda: owed_by == self.num_forgotten):
                     self.owes_digest = False
         return self._engine.weight_digest
 
     def complete(self, *, trusts_marks: bool = False) -> str:
         """Compute the committed roots that are missing, and return the model digest. Those of a trainer's frozen
         parameters are computed once. trusts_marks: so are those of an engine's own ones, which only updates write."""
+        self._forget_if_committed_elsewhere()
         marks = self._weights.frozen_marks(of_owned=trusts_marks)
         known = {name: root for name, (mark, root) in self._frozen.items() if marks.get(name) == mark}
-        began = self._num_forgotten
+        began = self.num_forgotten
         roots = known | self._committed
         roots |= self._missing(roots)
-        if began == self._num_forgotten:
+        if began == self.num_forgotten:
             self._committed = roots
             # Of no others: what is trained meanwhile may be frozen again, with a mark from before.
             self._frozen = {name: (mark, roots[name]) for name, mark in marks.items()}
@@ -116,6 +119,7 @@ class KnownRoots:
 
     def after(self, written: Collection[str]) -> dict[str, bytes]:
         """Return the roots that are known once the open session, which wrote these tensors, is committed."""
+        self._forget_if_committed_elsewhere()
         # A tensor that was digested and then restored is not among the written ones.
         fresh = {name: root for name, root in self._fresh.items() if name in written}
         return {name: root for name, root in self._committed.items() if name not in written} | fresh
@@ -131,7 +135,24 @@ class KnownRoots:
         """Set the roots of the committed weights."""
         self._committed, self.undefined, self.owes_digest = dict(roots), undefined, owes_digest
         self._frozen = {}
+        self.was_committed()
         self.keep_published()
+
+    def was_committed(self) -> None:
+        """Note that the engine's last commit is known here: the roots are of its weights."""
+        self._epoch = self._engine.epoch
+
+    def _forget_if_committed_elsewhere(self) -> None:
+        """Forget the roots where the engine has begun an epoch since: a caller has written weights and committed them
+        with `engine.weights.commit_weights`."""
+        if self._engine.epoch != self._epoch:
+            self.forget(but_frozen=True)
+            self.was_committed()
+
+    def forget_names(self, names: Collection[str]) -> None:
+        """Forget the committed roots of these tensors, which somebody has written."""
+        self._committed = {name: root for name, root in self._committed.items() if name not in names}
+        self._frozen = {name: known for name, known in self._frozen.items() if name not in names}
 
     def keep_published(self) -> None:
         """Keep this rank's part of each committed tensor, and of no others."""
@@ -140,7 +161,7 @@ class KnownRoots:
     def forget(self, *, but_frozen: bool = False) -> None:
         """Forget the committed roots: the bytes have changed. but_frozen: a trainer's step changed them, which leaves
         its frozen parameters as they are."""
-        self._num_forgotten += 1
+        self.num_forgotten += 1
         self._committed = {}
         if not but_frozen:
             self._frozen = {}

@@ -70,10 +70,6 @@ class WeightSessions:
         self._host = EngineHost(engine, replica, self.weights, self._roots, commit_before_sampling, on_lease_over)
         self._released: ReleasedWeights | None = None  # the last ones
         self._resumed_in: int | None = None  # the epoch in which memory of weights was allocated last
-        # The folder that an update has read, or the engine was made from, and the epoch of its weights.
-        self._folder: tuple[str, int] | None = None
-        if engine.model.folder is not None:
-            self._folder = (str(engine.model.folder), engine.epoch)
         self._manager = SessionManager(self._host, peers=replica.peers, lock_timeout_s=timeout_s)
 
     # -- explicit sessions ------------------------------------------------------------------------------------------
@@ -101,8 +97,8 @@ class WeightSessions:
     def end(self, version: str | None, in_flight: OnCommit | None = None) -> Commit:
         """Commit the open session. Raises SessionError where none is open, ValueError for a version that is none."""
         check_version(version)
-        with self.metrics.attempt("commit"), self._host.committing(in_flight):
-            self._manager.commit(version)
+        with self.metrics.attempt("commit"):
+            self._manager.commit(version, prepare=lambda: self._host.verify_in_flight(in_flight))
         assert self._host.last_commit is not None
         return self._host.last_commit
 
@@ -125,14 +121,16 @@ class WeightSessions:
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
-    def update(self, source: str, receive: Receive, options: UpdateOptions) -> UpdateRecord:
-        """Write through the open session, or through an implicit one, which is committed before the next sampling."""
+    def update(self, source: str, receive: Receive, options: UpdateOptions, folder: str | None = None) -> UpdateRecord:
+        """Write through the open session, or through an implicit one, which is committed before the next sampling.
+        folder: the one that is read, if it is one."""
         received: list[str] = []
 
         def receive_noted(sink: Sink) -> Sequence[TensorSpec]:
             specs = receive(sink)
             received.extend(spec.name for spec in specs)
             self._roots.was_written(received)
+            self._host.reads = folder
             return specs
 
         if options.in_flight is not None and self.is_open:
@@ -145,10 +143,6 @@ class WeightSessions:
             )  # fmt: skip
         self.metrics.written(path, record.num_bytes, record.seconds, len(set(received) & set(verify or {})))
         return record
-
-    def came_from(self, folder: str) -> None:
-        """Note that the open session has read this folder."""
-        self._folder = (folder, self._engine.epoch + 1)
 
     def commit_implicit(self) -> None:
         """Commit the open implicit session, if there is one, after a running update has ended. Raises as
@@ -251,7 +245,8 @@ class WeightSessions:
             if not model.holds_weights:  # another call has freed them meanwhile
                 return 0
             epoch, version = self._engine.epoch, self._engine.weight_version
-            folder = self._folder[0] if self._folder is not None and self._folder[1] == epoch else None
+            of_epoch = self._host.folder
+            folder = of_epoch[0] if of_epoch is not None and of_epoch[1] == epoch else None
             digest, num_bytes = self._roots.release(asks_digest=folder is not None)  # to know them again
             self._host.forget_bytes()
             self._engine.weights.set_weight_digest(None)

@@ -324,8 +324,7 @@ class WeightVerbs(VllmGroupVerbs):
         )  # fmt: skip
         given = digests if isinstance(verify, bool) else verify
         options = UpdateOptions(weight_version, timeout_s, given, abort_all_requests, keep_running, in_flight)
-        record = self._update(f"folder {path}", receive, options)
-        self.sessions.came_from(str(path))
+        record = self._update(f"folder {path}", receive, options, folder=str(path))
         if keep_pause and self.engine.is_controller and not self.engine.is_paused:
             self.engine.pause_generation("in_place")
         return record
@@ -375,9 +374,9 @@ class WeightVerbs(VllmGroupVerbs):
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
-    def _update(self, source: str, receive: Receive, options: UpdateOptions) -> UpdateRecord:
+    def _update(self, source: str, receive: Receive, options: UpdateOptions, folder: str | None = None) -> UpdateRecord:
         self._check_resident()
-        return self.sessions.update(source, receive, options)
+        return self.sessions.update(source, receive, options, folder)
 
     def _own(self, items: Sequence[T], what: str) -> T:
         """Return this rank's entry, or the one entry that is for all ranks."""

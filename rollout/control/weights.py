@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -105,9 +105,15 @@ class EngineWeights:
         """Refuse steps until a weight commit or `allow_sampling` lifts `key`. `why` is the text of a step's error."""
         self._driver.command("refuse_sampling", lambda: self._gate.refuse(key, why))
 
-    def allow_sampling(self, key: str) -> None:
-        """Lift the refusal under that key, if there is one."""
-        self._driver.command("allow_sampling", lambda: self._gate.lift([key]))
+    def allow_sampling(self, key: str, written: Collection[str] | None = None) -> None:
+        """Lift the refusal under that key, if there is one. written: names of the weights that an update has written
+        and restored since `hold_for_update`: others that were written meanwhile have no commit. None: all were its."""
+        self._driver.command("allow_sampling", lambda: self._gate.lift([key], written))
+
+    def written_beside(self, written: Collection[str]) -> list[str]:
+        """Return the names of weights other than these that were written or moved since `hold_for_update`."""
+        with self._driver.lock:
+            return self._gate.weights.changed(written)
 
     def refusal_under(self, keys: Iterable[str]) -> str | None:
         """Return the reasons under these keys why steps are refused; None: there are none. Does not wait."""

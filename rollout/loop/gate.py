@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from ..errors import MemoryReleased, NotIdle, SamplingRefused
 from .adapter_watch import AdapterWatch
@@ -78,10 +78,14 @@ class StepGate:
         """Refuse steps until `key` is lifted. `why` is the text of a step's error."""
         self._refusals[key] = why
 
-    def lift(self, keys: Iterable[str]) -> dict[str, str]:
+    def lift(self, keys: Iterable[str], written: Collection[str] | None = None) -> dict[str, str]:
         """End the refusals under these keys, if there are any: an update has committed, or has left no trace. Returns
-        the ended ones."""
-        self.weights.accept()
+        the ended ones. written: names of the weights that the update has written, or written and restored; where
+        others were written meanwhile, they have no commit. None: all changes were the update's."""
+        if written is None:
+            self.weights.accept()
+        else:
+            self._find_written(lambda: self.weights.compare(but=written))
         return {key: self._refusals.pop(key) for key in keys if key in self._refusals}
 
     def hold(

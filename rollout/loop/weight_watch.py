@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..model.given_module import listed
 from .code_watch import drop_kv
@@ -47,9 +47,17 @@ class WeightWatch:
         self._seen = self._marks() if self._seen is None else self._seen
         return self.compare()
 
-    def compare(self) -> bool:
+    def changed(self, but: Collection[str] = ()) -> list[str]:
+        """Return the names of tensors that were written or moved since the last commit or look, but these."""
+        return [] if self._seen is None else self._changed(self._seen, self._marks(), but)
+
+    @staticmethod
+    def _changed(before: Mapping[str, _Mark], now: Mapping[str, _Mark], but: Collection[str]) -> list[str]:
+        return sorted(name for name, mark in now.items() if before.get(name) != mark and name not in but)
+
+    def compare(self, but: Collection[str] = ()) -> bool:
         """Start a KV epoch if a parameter was written since the last commit; returns whether one was. Running sequences
-        compute their KV again.
+        compute their KV again. Those of the names `but` are taken as they are.
 
         The weight version stays, since it is the caller's label, but without a digest. Writes that torch does not
         count, such as `parameter.data.copy_(tensor)` or a kernel's, are found where they change an element of the
@@ -59,7 +67,7 @@ class WeightWatch:
         if before is None:
             return False
         now = self._marks()
-        changed = sorted(name for name, mark in now.items() if before.get(name) != mark)
+        changed = self._changed(before, now, but)
         if not changed:
             self._seen = now
             return False

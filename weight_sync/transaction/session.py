@@ -171,15 +171,16 @@ class SessionManager:
         with self._locked("name_version", timeout_s):
             self._require_session().version = version
 
-    def commit(self, version: str | None = None, timeout_s: float | None = None) -> SessionRecord:
+    def commit(
+        self, version: str | None = None, timeout_s: float | None = None, prepare: Callable[[], None] = lambda: None
+    ) -> SessionRecord:
         """End the open session, explicit or implicit, and publish it. Its undo data is kept until `release_undo` or the
-        next session.
-
-        Raises SessionError where no session is open or its lease has expired. Raises ValueError listing missing bytes,
-        and Poisoned in a session that should heal but was not fully verified; both leave it open. If publishing fails,
-        the session is rolled back.
+        next session. prepare: called before, with the lock held. Raises SessionError where no session is open or its
+        lease has expired; ValueError listing missing bytes, and Poisoned in a session that should heal but was not
+        fully verified: both leave it open. If publishing fails, the session is rolled back.
         """
         with self._locked("commit", timeout_s):
+            prepare()
             return self._commit(version)
 
     def commit_implicit(self, timeout_s: float | None = None) -> SessionRecord | None:

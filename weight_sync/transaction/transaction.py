@@ -61,7 +61,7 @@ class WeightTransaction:
         self.coverage, self.undo = coverage, undo
         self.state: State = "open"
         self.num_writes = 0  # calls that began to write; while it does not grow, nothing has changed
-        self._num_overwritten = 0  # bytes
+        self.overwritten: set[str] = set()  # resident names of tensors that it wrote here, also if they were restored
         self._aliases = dict(aliases or {})
         named = [(name, tensor, True) for name, tensor in resident] + [(n, t, False) for n, t in optional]
         _check_tensors([(name, tensor) for name, tensor, _ in named], self._aliases, {s.name for s in elsewhere})
@@ -141,7 +141,8 @@ class WeightTransaction:
             self.num_writes += 1
         else:
             self.num_writes += 1
-            self._num_overwritten += words.nbytes
+            if words.numel():
+                self.overwritten.add(entry.spec.name)
             if self._log is not None:
                 self._log.save_elements(entry.spec.name, positions)
             entry.held.local.put(positions, words)
@@ -201,7 +202,7 @@ class WeightTransaction:
     @property
     def can_revert(self) -> bool:
         """Whether a commit has happened and its undo data is still kept."""
-        return self.state == "committed" and (self._log is not None or self._num_overwritten == 0)
+        return self.state == "committed" and (self._log is not None or not self.overwritten)
 
     # -- transitions --------------------------------------------------------------------------------------------------
 
@@ -272,7 +273,7 @@ class WeightTransaction:
         if self._log is not None:
             self._log.restore_all()
             self._drop_log()
-        elif self._num_overwritten:
+        elif self.overwritten:
             return
         self.state = "rolled_back"
 
@@ -305,7 +306,8 @@ class WeightTransaction:
         first, last = entry.held.local_range(start, stop)
         if self._log is not None:
             self._log.save_range(entry.spec.name, first, last)
-        self._num_overwritten += last - first
+        if last > first:
+            self.overwritten.add(entry.spec.name)
 
     def _tie_broken(self, entry: Resident, name: str) -> str:
         others = ", ".join(sorted(entry.names_used() - {name}))
