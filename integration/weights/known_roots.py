@@ -150,7 +150,7 @@ class KnownRoots:
             self.was_committed()
 
     def forget_names(self, names: Collection[str]) -> None:
-        """Forget the committed roots of these tensors, which somebody has written."""
+        """Forget the committed roots of these tensors: they were written without an update."""
         self._committed = {name: root for name, root in self._committed.items() if name not in names}
         self._frozen = {name: known for name, known in self._frozen.items() if name not in names}
 

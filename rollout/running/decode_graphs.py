@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -106,7 +107,7 @@ class DecodeGraphs:
         self._settings: RowSettings | None = None  # the device's settings, for this many rows:
         self._settings_size = 0
         self._records: dict[tuple[int, str], Run] = {}  # by size and kind
-        self._owners: list[dict[str, Tensor | None]] = []  # by name; a name's tensor may be replaced
+        self._owners: list[dict[str, Any]] = []  # by name; a name's tensor may be replaced
         self._memory: list[int] = []  # addresses that the records read
         self._views = HostViews(self._buffers) if device.type == "cpu" else None
         self._versions = [0] * self.sizes[-1]  # of the tables in the views, by row; 0: of none
@@ -200,12 +201,13 @@ class DecodeGraphs:
         repeats: the number of threads, the version of the module's code, and which KV there is."""
         if not self._records:  # the module's layers may be others since: adapters
             modules = self._model.module.modules()
-            owners: list[dict[str, Tensor | None]] = [own for m in modules for own in (m._parameters, m._buffers)]
+            owners: list[dict[str, Any]] = [own for m in modules for own in (m._parameters, m._buffers)]
             self._owners = [owner for owner in owners if owner]
         # Little Python: the weights of the last step have pushed all of these objects out of the caches.
-        hosted = chain(self._state_pool.all(), chain.from_iterable(map(dict.values, self._owners)))
+        owned: Iterable[Tensor | None] = chain.from_iterable(map(dict.values, self._owners))
+        hosted: Iterable[Any] = filter(_is_there, chain(self._state_pool.all(), owned))
         fixed = torch.get_num_threads(), self._model.phase.code_version, self._kv_cache.num_releases
-        return [*fixed, *map(Tensor.data_ptr, filter(_is_there, hosted))]
+        return [*fixed, *map(Tensor.data_ptr, hosted)]
 
     def _forward(self, size: int, hidden: Tensor | None = None, *, whole_logits: bool = True) -> Callable[[], Tensor]:
         """Return the model's forward over the buffers. The arguments are `HostedModel.forward`'s."""

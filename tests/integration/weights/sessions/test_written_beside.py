@@ -1,4 +1,4 @@
-"""Weights that others write during a session, or between commits: no digest and no KV is of other bytes than it says."""
+"""Weights that others write in a session, or between commits: no digest and no KV is of other bytes than it says."""
 
 from __future__ import annotations
 
