@@ -52,7 +52,8 @@ inline void add_step(const typename Dot::X* x, int64_t x_stride, const typename 
   for (int c = 0; c < C; c++) w[c] = Dot::load(weight + c * stride);
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) {
-    const typename Dot::Values values = Dot::load(x + r * x_stride);
+    typename Dot::Values values = Dot::load(x + r * x_stride);
+    asm("" : "+v"(values));  // loaded once: GCC would load it again for every column
 #pragma GCC unroll 16
     for (int c = 0; c < C; c++) acc[r * C + c] = Dot::multiply(values, w[c], acc[r * C + c]);
   }
