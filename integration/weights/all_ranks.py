@@ -37,7 +37,8 @@ class Replica:
         self.peers = Peers(mesh.local_rank, mesh.num_ranks, exchange)
         self.how_it_stands: Callable[[], dict[str, object]] = dict  # returns the state of this rank for the other ranks
         self._said: dict[str, object] = {}
-        # .in_verb: this thread runs a verb for all ranks; .results: the results of a verb that it ran on all ranks
+        # .in_verb: this thread runs a verb for all ranks; .results: the results of a verb that it ran on all ranks;
+        # .is_outside: its verbs are called on this rank alone
         self._here = threading.local()
 
     @property
@@ -56,7 +57,13 @@ class Replica:
         ranks = self._ranks
         if self.is_alone or getattr(self._here, "in_verb", False) or not isinstance(ranks, ControllerChannel):
             return False
-        return ranks.are_following(ranks.timeout_s)
+        return ranks.are_following(ranks.timeout_s, or_calling=not getattr(self._here, "is_outside", False))
+
+    def is_called_from_outside(self) -> None:
+        """Note that this thread runs a call from outside of the job's program, which the other ranks do not make: if
+        they wait in a vote of the ranks, it is another call's. Drops the results of earlier calls."""
+        self._here.is_outside = True
+        self.take_results()
 
     def take_results(self) -> list[dict[str, object]]:
         """Return each rank's result of the first verb that this thread ran on all ranks since the last call of this

@@ -79,21 +79,26 @@ class ControllerChannel(RankChannel):
         names = " and ".join(self.watch.describe(rank) for rank in missing)
         raise late(f"{names} {what}: in no call of the engine now")
 
-    def are_following(self, timeout_s: float) -> bool:
-        """Wait until the followers follow or take part in the next collective. Returns whether they follow.
+    def are_following(self, timeout_s: float, *, or_calling: bool = True) -> bool:
+        """Wait until the followers follow or, with `or_calling`, take part in the next collective. Returns whether they
+        follow.
 
         Raises RankFailure, and DeadlineExceeded if some do neither.
         """
         here = (Kind.SAYS, self._num_collectives + 1)
         if not self._peers:
             return False
+
+        def is_calling() -> bool:
+            return or_calling and here in self._mail
+
         with self.watch.phase("waiting for ranks"), self._changed:
-            if not self._wait(lambda: len(self.present) == len(self._peers) or here in self._mail, timeout_s):
+            if not self._wait(lambda: len(self.present) == len(self._peers) or is_calling(), timeout_s):
                 missing = [self.watch.describe(rank) for rank in self._peers if rank not in self.present]
                 raise DeadlineExceeded(
                     f"{' and '.join(missing)} came neither to follow nor to the same call in {timeout_s:g} s"
                 )
-            return here not in self._mail
+            return not is_calling()
 
     def how_they_stand(self) -> dict[int, dict[str, Any]]:
         """Return the status that each follower sent last, by local rank. Does not wait."""

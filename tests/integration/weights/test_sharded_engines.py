@@ -20,6 +20,7 @@ from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.callers import soon, submit, wait_until
 from lockstep.weight_sync.digests.model_digest import model_digest, tensor_roots
 from lockstep.weight_sync.disk.folder import save_folder
 from lockstep.weight_sync.errors import DigestMismatch, WeightSyncError
@@ -383,3 +384,34 @@ def test_a_trainer_that_is_cut_as_the_engine_lends_it_its_storage(make_model: Ma
     for copied, is_new, tokens, copied_again, follows, refused in run_world(2, rank):
         assert (copied, is_new, tokens, copied_again, follows) == (0, True, greedy(new), 0, True)
         assert refused.startswith("ValueError") and "q_proj.weight" in refused and "o_proj" not in refused
+
+
+def test_a_call_from_outside_takes_no_vote_of_the_jobs_own_call(run_world: RunWorld, make_model: MakeModel) -> None:
+    """A checksum over HTTP while the other rank has come to `commit_in_place` already, and this one not yet."""
+    model = make_model("qwen2")
+
+    def rank(rank: int) -> object:
+        service = make_service(model, 2, 1)
+        newer = later(model, 1)
+        if rank:
+            commit = service.commit_in_place("1", source=newer.named_parameters())
+            ended = service.engine.follow()
+            service.close()
+            return commit.digest, ended
+        ranks = service.engine.ranks
+        wait_until(lambda: ranks._mail, what="the other rank's vote")
+
+        def check() -> object:
+            service.replica.is_called_from_outside()
+            return service.model_digest()
+
+        checking = submit(check)
+        wait_until(lambda: ranks.watch._phase[0] == "waiting for ranks" or checking.done(), what="the call")
+        commit = service.commit_in_place("1", source=newer.named_parameters())
+        found = soon(checking)
+        service.close()
+        return commit.digest, found
+
+    (first, found), (second, ended) = run_world(2, rank)
+    assert first == second == found == model_digest(later(model, 1).named_parameters())
+    assert ended == "closed"
