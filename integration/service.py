@@ -10,7 +10,7 @@ from typing import Any
 
 from ..rollout.completion import Completion
 from ..rollout.engine import Engine
-from ..rollout.errors import MemoryReleased
+from ..rollout.errors import LockstepError, MemoryReleased
 from ..rollout.loop.commands import OnCommit, check_in_flight
 from ..rollout.model.adapters.layers import bare_names
 from ..rollout.one_process import OfOneProcess
@@ -80,21 +80,33 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
     def rollout(self, *, release_kv: bool = False) -> Iterator[None]:
         """Run the rollout phase, in which the module generates. KV memory released before is resumed.
 
-        With `release_kv` the pool is released at the end, for the trainer to use its memory. Sequences that still run,
-        of other callers, are retracted: they go on with their tokens in the next rollout phase.
+        With `release_kv` the pool is released at the end, for the trainer to use its memory, after an exception too,
+        but where several ranks hold it. Sequences that still run, of other callers, are retracted: they go on with
+        their tokens in the next rollout phase.
         """
         if self.replica.is_alone or self.engine.kv_bytes:
             self.engine.weights.resume_kv()
         else:
             self.resume_memory_occupation(["kv_cache"])
-        with self.engine.model.rollout_phase():
-            self.engine.wake()
-            yield
+        try:
+            with self.engine.model.rollout_phase():
+                self.engine.wake()
+                yield
+        except BaseException as error:
+            if release_kv and self.replica.is_alone:
+                try:
+                    self._release_kv()
+                except LockstepError as failure:  # the engine has stopped, for instance
+                    error.add_note(f"the KV pool was not released: {failure}")
+            raise
         if release_kv:
-            self.engine.weights.retract_running()
-        if release_kv and self.replica.is_alone:
+            self._release_kv()
+
+    def _release_kv(self) -> None:
+        self.engine.weights.retract_running()
+        if self.replica.is_alone:
             self.engine.weights.release_kv()
-        elif release_kv:  # on all ranks or none: only the controller knows the running sequences
+        else:  # on all ranks or none: only the controller knows the running sequences
             self.release_memory_occupation(["kv_cache"])
 
     @contextmanager

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..rollout.loop.commands import check_timeout
+
 MEMORY_TAGS = ("kv_cache", "weights", "cuda_graph")
 
 
@@ -29,10 +31,10 @@ class ServiceConfig:
             raise ValueError("; ".join(wrong))
 
     def wait_s(self, timeout_s: float | None) -> float:
-        """Return the deadline of an update's waits: the given one, else the service's. Raises ValueError unless it is
-        positive."""
-        if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
+        """Return the deadline of an update's waits: the given one, else the service's. Raises ValueError for one that
+        nothing can wait for."""
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         return self.weight_timeout_s if timeout_s is None else timeout_s
 
 

@@ -156,42 +156,57 @@ class WeightPusher:
                 raise
             raise PushFailed(version, _failures(error), stranded) from error
         self._commit(version, resume, in_flight)
-        self._transport.committed()
-        self._tell(self.targets, "release_weight_undo")
-        self._tell(resume, "continue_generation")
+        try:
+            self._transport.committed()
+            self._tell(self.targets, "release_weight_undo")
+        finally:
+            self._tell(resume, "continue_generation")
         digest = model_root(digests.roots.items()) if self._verify else None
         return Pushed(version, digest, sent, time.perf_counter() - started)
 
     def _prepare(self, version: str) -> list[Target]:
         """Pause, flush and begin on every target. Returns the targets that were not paused before."""
         was_paused: dict[str, bool] = {}
+        begun: list[Target] = []  # or, where an interrupt has come, perhaps begun
 
         def prepare(target: Target) -> None:
             was_paused[target.name] = bool(self._call(target, "state")["paused"])
             # Paused first: no request may be admitted between the flush and the session.
             self._call(target, "pause_generation", mode=self._pause_mode)
             self._call(target, "flush_cache")
-            self._call(
-                target, "begin_weight_update", weight_version=version, undo=self._undo, digest=self._digest,
-                keep_running=self._pause_mode == "in_place", lease_s=2 * self._timeout_s,
-            )  # fmt: skip
+            begun.append(target)
+            try:
+                self._call(
+                    target, "begin_weight_update", weight_version=version, undo=self._undo, digest=self._digest,
+                    keep_running=self._pause_mode == "in_place", lease_s=2 * self._timeout_s,
+                )  # fmt: skip
+            except TargetError as error:
+                if error.kind:  # its own answer: a session that is open there belongs to another caller
+                    begun.remove(target)
+                raise
 
-        failures = on_all(self.targets, prepare)
-        resume = [target for target in self.targets if was_paused.get(target.name) is False]
-        if failures:
-            # A target that answered with an error has begun nothing: a session that is open there belongs to another
-            # caller.
-            answered = [name for name, error in failures.items() if getattr(error, "kind", "")]
-            self._tell([t for t in self.targets if t.name not in answered], "abort_weight_update")
-            self._tell(resume, "continue_generation")
-            raise PushFailed(version, {name: str(error) for name, error in failures.items()})
-        return resume
+        def to_resume() -> list[Target]:
+            return [target for target in self.targets if was_paused.get(target.name) is False]
+
+        try:
+            failures = on_all(self.targets, prepare)
+            if failures:
+                raise PushFailed(version, {name: str(error) for name, error in failures.items()})
+        except BaseException:  # an interrupt too leaves no target paused
+            self._tell(begun, "abort_weight_update")
+            self._tell(to_resume(), "continue_generation")
+            raise
+        return to_resume()
 
     def _commit(self, version: str, resume: Sequence[Target], in_flight: OnCommit | None) -> None:
         """Commit on every target, or on none. All targets have verified, so a failure now means that a target is
         gone."""
         given = {} if in_flight is None else {"in_flight": in_flight}
-        failures = on_all(self.targets, lambda target: self._call(target, "end_weight_update", **given))
+        try:
+            failures = on_all(self.targets, lambda target: self._call(target, "end_weight_update", **given))
+        except BaseException:  # an interrupt: some targets may have committed
+            self._take_back(resume)
+            raise
         if failures:
             stranded = self._take_back(resume)
             raise PushFailed(version, {name: str(error) for name, error in failures.items()}, stranded)

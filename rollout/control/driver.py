@@ -20,7 +20,7 @@ from typing import TypeVar
 from ..completion import FinishReason
 from ..errors import DeadlineExceeded, EngineStopped, ForkedProcess, SamplingRefused
 from ..loop.answers import Answers
-from ..loop.commands import Command
+from ..loop.commands import Command, check_timeout
 from ..loop.gate import StepGate
 from ..loop.on_host import on_host
 from ..loop.parts import Parts
@@ -322,12 +322,12 @@ class Driver:
     ) -> T:
         """Call `run` between two steps, with no step in flight. A call repeated under its op_id runs once.
 
-        Raises ValueError for a timeout that is not positive, DeadlineExceeded when `timeout_s` passed before it began,
+        Raises ValueError for a timeout that none can wait for, DeadlineExceeded when `timeout_s` passed before it began,
         OpIdTaken for an op_id that names another call, and the errors of `run`.
         """
         self.check_process()
-        if timeout_s is not None and not timeout_s > 0:
-            raise ValueError(f"timeout_s must be positive, not {timeout_s}")
+        if timeout_s is not None:
+            check_timeout(timeout_s)
 
         def drained() -> T:
             with self._reports.trace.span(name), on_host():

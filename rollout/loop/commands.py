@@ -100,6 +100,12 @@ def check_in_flight(in_flight: str | None, *, abort_all: bool, keep_running: boo
         raise ValueError(f"in_flight={in_flight!r} and {' and '.join(others)} exclude each other")
 
 
+def check_timeout(timeout_s: float) -> None:
+    """Raise ValueError unless a thread can wait for so many seconds."""
+    if not 0 < timeout_s < threading.TIMEOUT_MAX:
+        raise ValueError(f"timeout_s must be positive, and below {threading.TIMEOUT_MAX:.0f}, not {timeout_s}")
+
+
 @dataclass(eq=False)
 class Command:
     """One call that runs between two steps."""

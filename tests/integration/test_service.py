@@ -325,3 +325,19 @@ def test_weights_that_come_back_empty_are_refused_before_they_are_there(model, t
     assert holds_weights and "weights hold nothing" in refusal
     assert "weights hold nothing since they were released" in service.engine.refusal
     service.close()
+
+
+def test_kv_is_released_where_the_block_of_a_rollout_raises(service):
+    with pytest.raises(ZeroDivisionError), service.rollout(release_kv=True):
+        service.engine.generate([[1, 2, 3]], PARAMS)
+        raise ZeroDivisionError
+    assert service.engine.kv_bytes == 0
+    with service.rollout():
+        assert len(service.engine.generate([[1, 2, 3]], PARAMS)) == 1
+
+
+def test_an_endless_timeout_is_refused_by_name(service):
+    with pytest.raises(ValueError, match="timeout_s must be positive, and below"):
+        service.begin_weight_update(timeout_s=float("inf"))
+    with pytest.raises(ValueError, match="timeout_s must be positive, and below"):
+        service.engine.pause_generation("in_place", timeout_s=float("inf"))

@@ -317,3 +317,42 @@ def test_without_undo_a_failed_push_says_which_targets_it_stranded(make_pusher, 
     pusher.push(model, "1")  # full and verified: it heals
     assert {standing(service) for service in services} == {("1", digest_of(model))}
     assert all(service.engine.refusal is None for service in services)
+
+
+class Interrupted(LocalTarget):
+    """A target that is interrupted, as by Ctrl-C, before or after a verb."""
+
+    def __init__(self, service: RolloutService, verb: str, is_done: bool) -> None:
+        super().__init__(service, "the interrupted one")
+        self._verb, self._is_done, self._is_over = verb, is_done, False
+
+    def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
+        is_now = verb == self._verb and not self._is_over
+        self._is_over |= is_now
+        if is_now and not self._is_done:
+            raise KeyboardInterrupt
+        answer = super().call(verb, timeout_s=timeout_s, **arguments)
+        if is_now:
+            raise KeyboardInterrupt
+        return answer
+
+
+@pytest.mark.parametrize("is_done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "verb", ["pause_generation", "begin_weight_update", "verify_weight_update", "end_weight_update",
+             "release_weight_undo"]
+)  # fmt: skip
+def test_an_interrupt_leaves_no_target_paused_and_all_with_the_same_weights(
+    make_pusher, services, model, verb: str, is_done: bool
+) -> None:
+    targets = [LocalTarget(services[0], "e0"), Interrupted(services[1], verb, is_done)]
+    before = standing(services[0])
+    train(model)
+    with pytest.raises(KeyboardInterrupt):
+        make_pusher("tensor", targets).push(model, "1")
+    committed = verb == "release_weight_undo"
+    for service in services:
+        assert standing(service) == (("1", digest_of(model)) if committed else before)
+        assert service.state()["weight_update"]["state"] != "open"
+        assert len(service.engine.generate([[1, 2, 3]], PARAMS)) == 1  # neither paused nor refused
+        assert not service.engine.is_paused
