@@ -322,7 +322,7 @@ class Driver:
     ) -> T:
         """Call `run` between two steps, with no step in flight. A call repeated under its op_id runs once.
 
-        Raises ValueError for a timeout that no thread can wait for, DeadlineExceeded if `timeout_s` passed before it began,
+        Raises ValueError for a wrong timeout, DeadlineExceeded if `timeout_s` passed before it began,
         OpIdTaken for an op_id that names another call, and the errors of `run`.
         """
         self.check_process()
