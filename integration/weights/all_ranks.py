@@ -59,7 +59,7 @@ class Replica:
             return False
         return ranks.are_following(ranks.timeout_s, or_calling=not getattr(self._here, "is_outside", False))
 
-    def is_called_from_outside(self) -> None:
+    def note_outside_call(self) -> None:
         """Note that this thread runs a call from outside of the job's program, which the other ranks do not make: if
         they wait in a vote of the ranks, it is another call's. Drops the results of earlier calls."""
         self._here.is_outside = True

@@ -106,7 +106,7 @@ def verb(
             service = service_of(request)
 
             def work(seconds_left: float | None) -> tuple[Any, dict[str, Any]]:
-                service.replica.is_called_from_outside()
+                service.replica.note_outside_call()
                 return handler(service, body, seconds_left), rank_results(service)
 
             report, results = await (run_update if writes else run)(request, body, work)

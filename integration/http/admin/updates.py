@@ -151,7 +151,7 @@ async def _update(
 
     def work(seconds_left: float | None) -> tuple[UpdateRecord, int, dict[str, Any]]:
         engine = service.engine
-        service.replica.is_called_from_outside()
+        service.replica.note_outside_call()
         before: dict[str, Any] = engine.state()
         num_kept = before["num_running"] if body.keeps_running and not body.abort_all_requests else 0
         if has_flush and before["paused"] and num_kept:

@@ -402,7 +402,7 @@ def test_a_call_from_outside_takes_no_vote_of_the_jobs_own_call(run_world: RunWo
         wait_until(lambda: ranks._mail, what="the other rank's vote")
 
         def check() -> object:
-            service.replica.is_called_from_outside()
+            service.replica.note_outside_call()
             return service.model_digest()
 
         checking = submit(check)
