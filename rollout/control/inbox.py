@@ -65,6 +65,8 @@ class Inbox:
     def hand_over(self, queue: Callable[[Request], None], limit: int | None = None) -> None:
         """Call `queue` with the requests, in order of arrival, and remove them. limit: at most so many; None: all. The
         caller holds the engine's lock."""
+        if not self._requests:  # asked before each step
+            return
         with self.lock:
             taken = list(islice(self._requests.values(), limit))
         for request in taken:

@@ -26,8 +26,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from ..completion import FinishReason
@@ -118,7 +116,7 @@ class Loop:
         Raises the error of a failed step. The launched steps are dropped then, and their sequences wait again. Where
         memory ran out nothing is raised: later steps are smaller.
         """
-        with self._going_on_without_memory():
+        try:
             if self._overlap:
                 self._step_ahead()
             else:
@@ -126,6 +124,8 @@ class Loop:
                     pass
                 self._commit()
                 self._deliver()
+        except (RuntimeError, MemoryError) as error:
+            self._go_on_without_memory(error)
         if not self.has_work:
             self._ledger.check_idle()
 
@@ -159,11 +159,13 @@ class Loop:
 
     def drain(self) -> None:
         """Finish all launched steps and deliver their output. Nothing is in flight afterwards."""
-        with self._going_on_without_memory():
+        try:
             self._deliver()
             while self._flights:
                 self._commit()
                 self._deliver()
+        except (RuntimeError, MemoryError) as error:
+            self._go_on_without_memory(error)
 
     def retract(self, request: Request) -> None:
         """Free a running request's blocks and queue it again. No step may be in flight."""
@@ -332,32 +334,29 @@ class Loop:
             self._too_large = output if is_out_of_memory(error) else None
         self._start_over()
 
-    @contextmanager
-    def _going_on_without_memory(self) -> Iterator[None]:
-        """Go on after a step that did not find its memory, with smaller steps, so that no other request is lost.
+    def _go_on_without_memory(self, error: RuntimeError | MemoryError) -> None:
+        """Make later steps smaller after one that did not find its memory, so that no other request is lost; raises
+        the error of a step that failed otherwise.
 
         A request whose sequence finds none for a few rows alone is aborted.
         """
-        try:
-            yield
-        except (RuntimeError, MemoryError) as error:
-            output, self._too_large = self._too_large, None
-            if output is None:
-                raise
-            text, why = f"{type(error).__name__}: {error}".splitlines()[0][:500], ""
-            limit = self._scheduler.row_limit
-            if len(output.scheduled) > 1 or output.num_rows > _FEW_ROWS:
-                limit.halve(output.num_rows)
-            elif limit.now > _FEW_ROWS:  # try once more
-                limit.halve(2 * _FEW_ROWS)
-            elif (id := output.scheduled[0].id) in self._managers.engine:
-                why = f"out of memory: a step of {output.num_rows} rows of this request alone found none ({text})"
-                self.abort(self._managers.engine.request(id), FinishReason("abort", message=why))
-            logger.error(
-                "memory ran out in a step of %d rows of %d sequences; steps have at most %d rows for now%s: %s",
-                output.num_rows, len(output.scheduled), limit.now,
-                ", and its request is aborted" if why else "", text,
-            )  # fmt: skip
+        output, self._too_large = self._too_large, None
+        if output is None:
+            raise error
+        text, why = f"{type(error).__name__}: {error}".splitlines()[0][:500], ""
+        limit = self._scheduler.row_limit
+        if len(output.scheduled) > 1 or output.num_rows > _FEW_ROWS:
+            limit.halve(output.num_rows)
+        elif limit.now > _FEW_ROWS:  # try once more
+            limit.halve(2 * _FEW_ROWS)
+        elif (id := output.scheduled[0].id) in self._managers.engine:
+            why = f"out of memory: a step of {output.num_rows} rows of this request alone found none ({text})"
+            self.abort(self._managers.engine.request(id), FinishReason("abort", message=why))
+        logger.error(
+            "memory ran out in a step of %d rows of %d sequences; steps have at most %d rows for now%s: %s",
+            output.num_rows, len(output.scheduled), limit.now,
+            ", and its request is aborted" if why else "", text,
+        )  # fmt: skip
 
     def _start_over(self) -> None:
         if self._overlap:

@@ -180,8 +180,7 @@ def masks_of(item: ScheduledSequence) -> tuple[bytes | None, ...]:
     return (item.allowed, *(draft.allowed or (None,) * len(draft.token_ids)))
 
 
-@dataclass(frozen=True)
-class StepRows:
+class StepRows(NamedTuple):
     """The rows of a decode step before they become tensors."""
 
     ids: list[str]

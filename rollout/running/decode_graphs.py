@@ -11,18 +11,15 @@ that step can enter the queue before the host has read them; the host waits for 
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from itertools import chain
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels.attention.paged import PagedStep, attention_path
+from ...kernels.machine.tensor_addresses import TensorAddresses
 from ...kernels.sampling.draws import RowSettings, draw_tokens
 from ..kv.tensors import KVCache
 from ..model.attention import StepContext
@@ -36,9 +33,6 @@ _NUM_STAGINGS = 2  # steps that may be in the queue
 _LADDER = (1, 2, 4, *range(8, 257, 8))
 # Finer: padding rows cost time.
 _CPU_LADDER = (*range(1, 9), *range(10, 17, 2), *range(20, 33, 4), *range(40, 129, 8), *range(144, 257, 16))
-
-
-_is_there = partial(operator.is_not, None)
 
 
 def decode_ladder(asked: Sequence[int] | None, max_num_seqs: int, device: torch.device) -> tuple[int, ...]:
@@ -107,8 +101,8 @@ class DecodeGraphs:
         self._settings: RowSettings | None = None  # the device's settings, for this many rows:
         self._settings_size = 0
         self._records: dict[tuple[int, str], Run] = {}  # by size and kind
-        self._owners: list[dict[str, Any]] = []  # by name; a name's tensor may be replaced
-        self._memory: list[int] = []  # addresses that the records read
+        self._repeated: tuple[int, ...] = ()  # what the records repeat, beside
+        self._weights = TensorAddresses(())  # the module's tensors, which they read
         self._views = HostViews(self._buffers) if device.type == "cpu" else None
         self._versions = [0] * self.sizes[-1]  # of the tables in the views, by row; 0: of none
         self._num_steps = 0
@@ -144,7 +138,6 @@ class DecodeGraphs:
     def forget(self) -> None:
         """Drop all records and the memory that they hold."""
         self._records.clear()
-        self._memory = []
 
     def run(self, inputs: DecodeInputs) -> DecodedStep:
         """Put a step in the device's queue; returns at once on a GPU. Its rows fit the ladder."""
@@ -192,22 +185,14 @@ class DecodeGraphs:
     def _forget_if_moved(self) -> None:
         """Drop all records if memory has moved. Looks at every address before each step: a record that reads memory
         which was replaced and freed ends the process."""
-        if self._addresses() != self._memory:
+        # The number of threads, the version of the module's code, which KV there is, and the pool of states.
+        states = map(Tensor.data_ptr, self._state_pool.all())
+        repeated = torch.get_num_threads(), self._model.phase.code_version, self._kv_cache.num_releases, *states
+        if not self._records or repeated != self._repeated or not self._weights.are_same():
             self.forget()
-            self._memory = self._addresses()
-
-    def _addresses(self) -> list[int]:
-        """Return the addresses of all memory that a record reads and that may move, and the other things that it
-        repeats: the number of threads, the version of the module's code, and which KV there is."""
-        if not self._records:  # the module's layers may be others since: adapters
-            modules = self._model.module.modules()
-            owners: list[dict[str, Any]] = [own for m in modules for own in (m._parameters, m._buffers)]
-            self._owners = [owner for owner in owners if owner]
-        # Little Python: the weights of the last step have pushed all of these objects out of the caches.
-        owned: Iterable[Tensor | None] = chain.from_iterable(map(dict.values, self._owners))
-        hosted: Iterable[Any] = filter(_is_there, chain(self._state_pool.all(), owned))
-        fixed = torch.get_num_threads(), self._model.phase.code_version, self._kv_cache.num_releases
-        return [*fixed, *map(Tensor.data_ptr, hosted)]
+            modules = self._model.module.modules()  # the layers may be others since: adapters
+            self._weights = TensorAddresses([own for m in modules for own in (m._parameters, m._buffers)])
+            self._repeated = repeated
 
     def _forward(self, size: int, hidden: Tensor | None = None, *, whole_logits: bool = True) -> Callable[[], Tensor]:
         """Return the model's forward over the buffers. The arguments are `HostedModel.forward`'s."""

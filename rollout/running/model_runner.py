@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -108,7 +108,8 @@ class ModelRunner:
         inputs = DecodeRows(rows.token_ids, rows.positions, [tables.own(id) for id in rows.ids], settings)
         self.num_forwards += 1
         self._newest = None
-        with self._trace.span("forward", step=output.step, rows=len(rows.ids)), torch.inference_mode():
+        # The guard of torch.inference_mode(), without its Python.
+        with self._trace.span("forward", step=output.step, rows=len(rows.ids)), torch._C._InferenceMode(True):
             drawn = graphs.run_rows(inputs)
         return LaunchedStep(lambda: drawn_results(output.scheduled, *drawn))
 
@@ -271,8 +272,7 @@ class _Decode:
             self.step.wait()
 
 
-@dataclass(frozen=True)
-class LaunchedStep:
+class LaunchedStep(NamedTuple):
     """A step on a runner with one stage."""
 
     results: Results

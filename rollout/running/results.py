@@ -56,7 +56,8 @@ def drawn_results(
     """Return the results of a decode step that drew all tokens itself: one row per item, and per token of its draft.
     Raises BrokenLogits."""
     if len(token_ids) == len(items):  # no drafts: the usual step, with fewer values
-        refuse_broken([item.id for item in items], logprobs)
+        if (total := sum(logprobs)) != total:  # one of them is NaN
+            refuse_broken([item.id for item in items], logprobs)
         return [
             SequenceResult(item.id, item.incarnation, 1, token_id, logprob)
             for item, token_id, logprob in zip(items, token_ids, logprobs, strict=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ..completion import ListedLogprobs, TopLogprobs
 from ..grammars.jump import NO_JUMP, Jump
@@ -67,6 +66,21 @@ class ScheduledSequence(NamedTuple):  # one a sequence and step: a tuple takes a
         return self.num_tokens + len(self.draft.token_ids)
 
 
+T = TypeVar("T")
+
+
+class _ComputedOnce(Generic[T]):
+    """A property that is computed at its first use: functools.cached_property without the lock that it takes before
+    Python 3.12."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute, self._name = compute, compute.__name__
+
+    def __get__(self, instance: Any, _: object = None) -> T:
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value
+
+
 @dataclass(frozen=True)
 class ScheduleOutput:
     """The schedule of one step. Managers apply it in this order: ignored, exhausted, preempted, scheduled."""
@@ -77,7 +91,7 @@ class ScheduleOutput:
     ignored: tuple[tuple[str, str], ...] = ()  # (id, why it can never run)
     exhausted: tuple[tuple[str, str], ...] = ()  # (id, why): lone sequences larger than the pool, ended with "length"
 
-    @cached_property
+    @_ComputedOnce
     def num_rows(self) -> int:
         return sum([item.num_tokens + len(item.draft.token_ids) for item in self.scheduled])
 
@@ -88,7 +102,7 @@ class ScheduleOutput:
             return self.num_rows == len(self.scheduled)  # none has no token
         return all(item.num_tokens == 1 for item in self.scheduled)
 
-    @cached_property
+    @_ComputedOnce
     def has_drafts(self) -> bool:
         return any(item.draft is not NO_DRAFT for item in self.scheduled)
 
