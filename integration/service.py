@@ -200,8 +200,9 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
     ) -> Commit:
         """Publish the weights that the trainer wrote into the shared storage as `version`. Starts a KV epoch.
 
-        source: the trainer's parameters by Hugging Face name, checked to be the engine's own memory. With
-        `digest="later"` the digest is None until `finish_digest`, which `optimizer_step` calls before the next write.
+        source: the trainer's parameters by Hugging Face name, checked to be the engine's own memory; buffers of
+        checkpoints come with the module. With `digest="later"` the digest is None until `finish_digest`, which
+        `optimizer_step` calls before the next write.
         in_flight "verify": requests that have begun are drawn again under the new weights, see `WeightVerbs`.
         Raises ValueError naming a version that is none, or tensors that are not shared, Poisoned after a step that
         failed, SessionError while a weight-update session is open; then nothing is committed. Raises DigestMismatch
@@ -222,7 +223,10 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
                 raise Poisoned(f"{self._torn}: {_MEND}")
             self.sessions.let_write("commit_in_place")
             model = self.engine.model
-            return None if self.replica.is_alone else plan_shard_sync(model.resident_tensors(), model.shards, source)
+            if self.replica.is_alone:
+                return None
+            resident = [*model.resident_tensors(), *model.buffers(stored=True)]
+            return plan_shard_sync(resident, model.shards, [*model.buffers(stored=True, of_trained=True), *source])
 
         source = bare_names(checked_pairs(source))
         planned = self.replica.peers.together("commit_in_place", plan)

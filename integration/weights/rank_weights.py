@@ -36,7 +36,14 @@ class ReplicaWeights:
         self._tied = self._engine.model.tied_names()
 
     def names(self) -> list[str]:
-        """Return the resident names of the whole model."""
+        """Return the resident names of what the model digest covers: the parameters of the whole model, and the buffers
+        that belong to its checkpoints."""
+        model = self._engine.model
+        buffers = [name for name, _ in model.buffers(stored=True)] if self._replica.is_alone else model.division.buffer_specs
+        return [*self.parameter_names(), *buffers]
+
+    def parameter_names(self) -> list[str]:
+        """Return the resident names of the whole model's parameters, which a full update has to write."""
         if self._replica.is_alone:
             return [name for name, _ in self._engine.weights.resident_tensors()]
         return list(self._engine.model.full_specs)
@@ -51,7 +58,7 @@ class ReplicaWeights:
         if self._engine.model.adapters.roots():
             return
         given = {self.resident_name(spec.name) for spec in specs}
-        if missing := [name for name in self.names() if name not in given]:
+        if missing := [name for name in self.parameter_names() if name not in given]:
             raise ValueError(
                 f"{source} lacks {len(missing)} parameters of the model: {listed(missing)}; to write a part of the "
                 'weights, begin a session of coverage "partial" first'
@@ -68,7 +75,8 @@ class ReplicaWeights:
             roots = tensor_roots(here.items())
             return {name: root.hex() for name, root in roots.items()}, roots
         shards = {name: model.shards[self.resident_name(name)] for name in here}
-        known = {name: model.full_specs.get(self.resident_name(name)) for name in names}
+        whole = {**model.full_specs, **model.division.buffer_specs}
+        known = {name: whole.get(self.resident_name(name)) for name in names}
         specs = [TensorSpec(name, *spec) if spec else TensorSpec.of(name, here[name]) for name, spec in known.items()]
         own = local_digests(here, shards)
         return own, merged_roots(specs, self._replica.gather(own))
@@ -122,13 +130,16 @@ class ReplicaWeights:
         resident = list(model.resident_tensors())
         shards: Mapping[str, Shard] = {}
         elsewhere: list[TensorSpec] = []
+        optional_elsewhere: list[TensorSpec] = []
+        buffers = list(model.buffers())
         if not self._replica.is_alone:
-            here = {name for name, _ in resident}
+            here = {name for name, _ in (*resident, *buffers)}
             shards = model.shards
             elsewhere = [TensorSpec(name, *spec) for name, spec in model.full_specs.items() if name not in here]
+            optional_elsewhere = [TensorSpec(name, *s) for name, s in model.division.buffer_specs.items() if name not in here]
         return WeightTransaction(
-            resident, optional=model.buffers(), aliases=self._tied, coverage=coverage, undo=undo, shards=shards,
-            elsewhere=elsewhere,
+            resident, optional=buffers, aliases=self._tied, coverage=coverage, undo=undo, shards=shards,
+            elsewhere=elsewhere, optional_elsewhere=optional_elsewhere,
         )  # fmt: skip
 
 

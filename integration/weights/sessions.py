@@ -266,7 +266,7 @@ class WeightSessions:
         num_bytes = self._engine.weights.resume_weights()
         if num_bytes:
             self._resumed_in = self._engine.epoch
-            self.weights_were_lost(set(self.weights.names()))
+            self.weights_were_lost(set(self.weights.parameter_names()))  # buffers were not released
         return num_bytes
 
     def weights_were_lost(self, names: set[str]) -> None:

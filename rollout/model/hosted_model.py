@@ -196,9 +196,10 @@ class HostedModel:
             raise MemoryReleased("the weights are released: resume them first")
         yield from self._tensors.parameters()
 
-    def buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers, for example rotary tables. They are derived, so an update may leave them out."""
-        yield from self._tensors.buffers()
+    def buffers(self, *, stored: bool = False, of_trained: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield the buffers, for example rotary tables. stored: those alone that belong to checkpoints, such as biases
+        of routers; of_trained: of the whole adopted module, where a rank that runs a part of it has copies."""
+        yield from (HostedTensors(self.trained_module) if of_trained else self._tensors).buffers(stored=stored)
 
     def stored_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the parameters, and the buffers that belong to checkpoints, as they are now, released ones too."""

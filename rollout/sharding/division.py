@@ -27,6 +27,7 @@ class Division:
     shards: Mapping[str, Shard]  # of the parameters and buffers that this rank has
     layers: range  # that this rank runs
     full_specs: Mapping[str, FullSpec]  # of every parameter of the whole model, tied ones under their first name
+    buffer_specs: Mapping[str, FullSpec]  # of its buffers that belong to checkpoints; every rank of their layer has all
     tied_names: Mapping[str, str]  # further names of tied parameters of the whole model -> the first
     linear_shapes: tuple[tuple[int, int], ...]  # of the whole model's layers, and ...
     cuts: tuple[Cut, ...]  # ... the ways they may be divided: the self-test runs them, alike on all ranks
@@ -47,6 +48,7 @@ def divide(module: PreTrainedModel, mesh: Mesh, k_blocks: int, layers: range) ->
     """
     roles = roles_of(module) if mesh.tp > 1 or k_blocks > 1 else Roles({}, ())
     shards = plan_shards(module, roles, mesh.tp, mesh.tp_rank, k_blocks)
+    stored = module.state_dict(keep_vars=True).keys()
     first: dict[int, str] = {}
     pairs = module.named_parameters(remove_duplicate=False)
     tied = {name: known for name, p in pairs if (known := first.setdefault(id(p), name)) != name}
@@ -57,6 +59,7 @@ def divide(module: PreTrainedModel, mesh: Mesh, k_blocks: int, layers: range) ->
         shards=shards,
         layers=layers,
         full_specs={name: (p.dtype, tuple(p.shape)) for name, p in module.named_parameters()},
+        buffer_specs={name: (b.dtype, tuple(b.shape)) for name, b in module.named_buffers() if name in stored},
         tied_names=tied,
         linear_shapes=tuple(sorted({_matrix_shape(m) for m in module.modules() if type(m) is nn.Linear})),
         cuts=tuple(layer_cuts(module, roles, k_blocks)),

@@ -133,6 +133,16 @@ def _make(family: str, dtype: torch.dtype, overrides: dict[str, object]) -> PreT
     return spread_weights(initial_model(family, **overrides).to(dtype)).eval()
 
 
+def with_router_biases(model: PreTrainedModel, step: int = 0) -> PreTrainedModel:
+    """Give a model's stored buffers, which its routers choose experts by, the values of a step. Returns it."""
+    stored, generator = model.state_dict().keys(), torch.Generator().manual_seed(step)
+    biases = [buffer for name, buffer in model.named_buffers() if name in stored]
+    assert biases, "no stored buffers"
+    for bias in biases:
+        bias.copy_(torch.randn(bias.shape, generator=generator))
+    return model
+
+
 def spread_weights(model: PreTrainedModel) -> PreTrainedModel:
     """Give a model random weights, biases and sinks that make its logits far from uniform. Returns it."""
     with torch.no_grad():

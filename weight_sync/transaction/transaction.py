@@ -36,8 +36,9 @@ class WeightTransaction:
     old bytes are kept, and a rollback after the first overwritten byte poisons the weights.
 
     shards: by name, the part of a tensor that this rank holds, where that is not all of it. elsewhere: tensors of the
-    model of which this rank holds no part. Both take the bytes of the whole tensor, and only this rank's part is kept;
-    so every rank of a sharded model can be given the same update, and checks that all of it came.
+    model of which this rank holds no part; optional_elsewhere: those of them that an update may leave out. All take the
+    bytes of the whole tensor, and only this rank's part is kept; so every rank of a sharded model can be given the same
+    update, and checks that all of it came.
 
     Raises ValueError listing aliases of unknown tensors, names that come twice and tensors that share their memory.
     Used by one thread at a time. The tensors must keep their memory as long as the transaction exists.
@@ -53,6 +54,7 @@ class WeightTransaction:
         undo: Undo = "tensors",
         shards: Mapping[str, Shard] | None = None,
         elsewhere: Sequence[TensorSpec] = (),
+        optional_elsewhere: Sequence[TensorSpec] = (),
     ) -> None:
         if coverage not in ("full", "partial"):
             raise ValueError(f'coverage must be "full" or "partial", not {coverage!r}')
@@ -64,10 +66,12 @@ class WeightTransaction:
         self.overwritten: set[str] = set()  # resident names of tensors that it wrote here, also if they were restored
         self._aliases = dict(aliases or {})
         named = [(name, tensor, True) for name, tensor in resident] + [(n, t, False) for n, t in optional]
-        _check_tensors([(name, tensor) for name, tensor, _ in named], self._aliases, {s.name for s in elsewhere})
+        absent = [(spec, True) for spec in elsewhere] + [(spec, False) for spec in optional_elsewhere]
+        names_elsewhere = {spec.name for spec, _ in absent}
+        _check_tensors([(name, tensor) for name, tensor, _ in named], self._aliases, names_elsewhere)
         parts = shards or {}
         self._tensors = {n: Resident(ShardBytes(n, t, parts.get(n)), required) for n, t, required in named}
-        self._tensors |= {spec.name: Resident(ShardBytes.nothing(spec), True) for spec in elsewhere}
+        self._tensors |= {spec.name: Resident(ShardBytes.nothing(spec), required) for spec, required in absent}
         self._log: UndoLog | None = None
         if undo == "tensors":
             self._log = UndoLog({name: entry.held.local for name, entry in self._tensors.items()})

@@ -88,8 +88,8 @@ class TrainerBackend(ABC):
 
     @abstractmethod
     def named_tensors(self, dtype: torch.dtype | None = None) -> NamedTensors:
-        """Gather the whole parameters by Hugging Face name, cast to `dtype`, with the backend's adapter. Every rank
-        must iterate to the end."""
+        """Gather the whole parameters and stored buffers by Hugging Face name, cast to `dtype`, with the backend's
+        adapter. Every rank must iterate to the end."""
 
     def save_pretrained(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the model as a folder. tensors: `named_tensors`, whole."""

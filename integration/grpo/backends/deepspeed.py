@@ -105,7 +105,8 @@ class DeepSpeedBackend(TrainerBackend):
     def state(self) -> TrainerState:
         """Gather parameters and optimizer state on rank 0. The optimizer's tensors fit only this ZeRO stage and number
         of ranks: "exp_avg/1/0" belongs to the first partition of rank 1. Changes nothing."""
-        return TrainerState(self.on_first(self.named_tensors()), self.on_first(self._gathered_partitions()))
+        parameters = zero_tensors(self._engine, buffers=False)
+        return TrainerState(self.on_first(parameters), self.on_first(self._gathered_partitions()))
 
     def load_state(self, state: TrainerState) -> None:
         import deepspeed

@@ -6,14 +6,18 @@ import torch
 from torch import nn
 
 from ....weight_sync.manifest import NamedTensors
+from .cast import Cast
 from .named_tensors import outgoing, trained_tensors, unwrapped
 
 
-def ddp_tensors(model: nn.Module, dtype: torch.dtype | None = None, *, buffers: bool = False) -> NamedTensors:
-    """Yield the parameters of a model under their Hugging Face names, one by one; floating-point ones cast to `dtype`.
+def ddp_tensors(model: nn.Module, dtype: torch.dtype | None = None, *, buffers: bool = True) -> NamedTensors:
+    """Yield the parameters of a model, and its persistent buffers, under their Hugging Face names, one by one;
+    floating-point ones in the dtypes that they have in a model loaded in `dtype`.
 
     Any rank may iterate, alone and as far as it likes. Without a cast the tensors are the trainer's own storage: they
     change with its next optimizer step.
     """
-    for name, tensor in trained_tensors(unwrapped(model), buffers=buffers):
-        yield name, outgoing(tensor, dtype)
+    model = unwrapped(model)
+    cast_to = Cast(model, dtype)
+    for name, tensor in trained_tensors(model, buffers=buffers):
+        yield name, outgoing(tensor, cast_to.dtype_of(name, tensor))

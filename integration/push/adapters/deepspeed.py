@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ....weight_sync.manifest import NamedTensors
+from .cast import Cast
 from .named_tensors import outgoing, trained_tensors, unwrapped
 
 DEFAULT_GROUP_BYTES = 64 << 20
@@ -28,27 +29,29 @@ def zero_tensors(
     model_engine: ZeroEngine,
     dtype: torch.dtype | None = None,
     *,
-    buffers: bool = False,
+    buffers: bool = True,
     group_bytes: int = DEFAULT_GROUP_BYTES,
 ) -> NamedTensors:
-    """Yield the whole parameters of a DeepSpeed engine's model under their Hugging Face names; floating-point ones
-    cast.
+    """Yield the whole parameters of a DeepSpeed engine's model, and its persistent buffers, under their Hugging Face
+    names; floating-point ones in the dtypes that they have in a model loaded in `dtype`.
 
     Stages 0 to 2: every rank holds them all, any rank may iterate alone, and without a cast they are the trainer's own
     storage. Stage 3: every rank must iterate, to the end; parameters are gathered in groups of at most `group_bytes`
     (one larger parameter makes a group of its own), and a rank may drop each tensor at once. With bf16 or fp16 training
     these are the model's weights, which the forward uses, not the optimizer's float32 copies.
     """
-    tensors = list(trained_tensors(unwrapped(model_engine.module), buffers=buffers))
+    model = unwrapped(model_engine.module)
+    cast_to = Cast(model, dtype)
+    tensors = list(trained_tensors(model, buffers=buffers))
     if model_engine.zero_optimization_stage() < 3:
-        yield from ((name, outgoing(tensor, dtype)) for name, tensor in tensors)
+        yield from ((name, outgoing(tensor, cast_to.dtype_of(name, tensor))) for name, tensor in tensors)
         return
     sizes = [getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size() for _, tensor in tensors]
     for start, stop in _groups(sizes, group_bytes):
         gathered = _gathered([tensor for _, tensor in tensors[start:stop]])
-        for name, _ in tensors[start:stop]:
+        for name, tensor in tensors[start:stop]:
             # Removed from the list, so that only one cast copy exists at a time.
-            yield name, outgoing(gathered.pop(0), dtype)
+            yield name, outgoing(gathered.pop(0), cast_to.dtype_of(name, tensor))
 
 
 def prepare_deepspeed(config: Mapping[str, object] | None = None) -> dict[str, object]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ....weight_sync.manifest import TensorSpec
+from .cast import Cast
 
 _WRAPPER_PARTS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, activation checkpointing
 
@@ -25,8 +26,9 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def trained_tensors(model: nn.Module, *, buffers: bool = False) -> Iterator[tuple[str, Tensor]]:
+def trained_tensors(model: nn.Module, *, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters, and with `buffers` the persistent buffers, as the model holds them: shards where it is sharded.
+    Such buffers are a part of the model: routers of some families choose experts by them, and trainers write them.
 
     Names are those of the bare model. A tied tensor comes once, under the name that `named_parameters` gives it.
     """
@@ -36,26 +38,25 @@ def trained_tensors(model: nn.Module, *, buffers: bool = False) -> Iterator[tupl
         yield from ((_bare(name), buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def outgoing_specs(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
+def outgoing_specs(
+    model: nn.Module, dtype: torch.dtype | None = None, *, buffers: bool = True
+) -> tuple[TensorSpec, ...]:
     """Return the specs of the tensors that an adapter yields for this (unwrapped) model, without gathering them: whole
     shapes, dtypes after the cast."""
+    cast_to = Cast(model, dtype)
     return tuple(
         TensorSpec(
             name,
-            dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
+            cast_to.dtype_of(name, tensor),
             tuple(getattr(tensor, "ds_shape", tensor.shape)),  # DeepSpeed's partitioned parameters are empty
         )
-        for name, tensor in trained_tensors(model)
+        for name, tensor in trained_tensors(model, buffers=buffers)
     )
 
 
-def outgoing(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Return the tensor detached, contiguous, and of `dtype` where one is given and the tensor holds floating-point
-    numbers. Copies only where something has to change."""
-    tensor = tensor.detach()
-    if dtype is not None and tensor.is_floating_point():
-        tensor = tensor.to(dtype)
-    return tensor.contiguous()
+def outgoing(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tensor detached, contiguous, and of `dtype`. Copies only where something has to change."""
+    return tensor.detach().to(dtype).contiguous()
 
 
 def _bare(name: str) -> str:

@@ -18,7 +18,7 @@ from .fsdp2 import fsdp2_tensors
 from .named_tensors import outgoing_specs, unwrapped
 
 
-def trainer_tensors(model: nn.Module, dtype: torch.dtype | None = None, *, buffers: bool = False) -> NamedTensors:
+def trainer_tensors(model: nn.Module, dtype: torch.dtype | None = None, *, buffers: bool = True) -> NamedTensors:
     """Return the tensors of a trainer's model under their Hugging Face names. Each adapter documents which ranks must
     iterate.
 
@@ -38,9 +38,12 @@ def trainer_tensors(model: nn.Module, dtype: torch.dtype | None = None, *, buffe
     return ddp_tensors(inner, dtype, buffers=buffers)
 
 
-def trainer_specs(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[TensorSpec, ...]:
+def trainer_specs(
+    model: nn.Module, dtype: torch.dtype | None = None, *, buffers: bool = True
+) -> tuple[TensorSpec, ...]:
     """Return the specs of the tensors that `trainer_tensors` yields, in its order. Any rank may call it alone."""
-    return outgoing_specs(unwrapped(model.module if _is_deepspeed_engine(model) else model), dtype)
+    inner = unwrapped(model.module if _is_deepspeed_engine(model) else model)
+    return outgoing_specs(inner, dtype, buffers=buffers)
 
 
 def _is_deepspeed_engine(model: nn.Module) -> TypeGuard[ZeroEngine]:

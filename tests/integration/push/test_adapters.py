@@ -18,15 +18,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from lockstep.integration.push.adapters.ddp import ddp_tensors
 from lockstep.integration.push.adapters.deepspeed import _groups, prepare_deepspeed, zero_tensors
 from lockstep.integration.push.adapters.fsdp2 import fsdp2_tensors
-from lockstep.integration.push.adapters.trainer_tensors import trainer_tensors
+from lockstep.integration.push.adapters.trainer_tensors import trainer_specs, trainer_tensors
 from lockstep.tests.support import prepared_python
 from lockstep.tests.support.forked_ranks import free_port
+from lockstep.tests.support.random_models import with_router_biases
 from lockstep.weight_sync.digests.model_digest import model_digest
+from lockstep.weight_sync.manifest import specs_of
 
 NUM_RANKS = 2
 TIED_HEAD = "lm_head.weight"
@@ -88,16 +90,37 @@ class WithBuffers(nn.Module):
         self.register_buffer("table", torch.zeros(2), persistent=False)
 
 
-def test_buffers_are_optional_and_only_floating_point_is_cast():
+def test_stored_buffers_come_with_the_parameters_and_only_floating_point_is_cast():
     model = WithBuffers()
-    assert [name for name, _ in ddp_tensors(model)] == ["weight"]
-    tensors = dict(ddp_tensors(model, torch.bfloat16, buffers=True))
+    assert [name for name, _ in ddp_tensors(model, buffers=False)] == ["weight"]
+    tensors = dict(ddp_tensors(model, torch.bfloat16))
     assert {name: t.dtype for name, t in tensors.items()} == {
         "weight": torch.bfloat16,
         "scale": torch.bfloat16,
         "num_steps": torch.int64,
     }
     assert tensors["weight"].is_contiguous() and torch.equal(tensors["weight"], model.weight.bfloat16())
+
+
+@pytest.mark.parametrize("family", ["kimi_linear", "nemotron_h", "lfm2_moe", "qwen3_next"])
+def test_a_cast_gives_each_tensor_the_dtype_that_an_engine_loads_it_with(family, make_model, tmp_path):
+    model = make_model(family)
+    model.save_pretrained(tmp_path / "model")
+    for dtype in (torch.bfloat16, torch.float32):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype).state_dict(keep_vars=True)
+        specs, tensors = trainer_specs(model, dtype), dict(trainer_tensors(model, dtype))
+        assert specs == specs_of(tensors.items())
+        assert {spec.name: spec.dtype for spec in specs} == {name: loaded[name].dtype for name in tensors}
+    assert all(tensor.data_ptr() == dict(trainer_tensors(model))[name].data_ptr() for name, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "lfm2_moe"])
+def test_a_folder_of_the_named_tensors_is_the_whole_model(family, make_model, tmp_path):
+    """The job saves its models so. Without the routers' biases others would be loaded, of zeros."""
+    model = with_router_biases(make_model(family))
+    model.save_pretrained(tmp_path / "model", state_dict=dict(trainer_tensors(model)))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    assert model_digest(loaded.state_dict().items()) == model_digest(model.state_dict().items())
 
 
 def test_models_that_no_adapter_knows_are_refused_by_name():

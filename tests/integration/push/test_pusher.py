@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.integration.push.adapters.trainer_tensors import trainer_tensors
 from lockstep.integration.push.local_target import LocalTarget
 from lockstep.integration.push.pusher import PushFailed, WeightPusher
 from lockstep.integration.service import RolloutService
@@ -17,6 +18,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.pushes import TRANSPORTS
+from lockstep.tests.support.random_models import with_router_biases
 from lockstep.weight_sync.digests.model_digest import model_digest
 from lockstep.weight_sync.manifest import specs_of
 from lockstep.weight_sync.target import TargetError
@@ -104,6 +106,30 @@ def test_every_transport_brings_the_weights_to_all_targets(make_pusher, services
     if transport.startswith("delta"):
         assert 0 < pushed.sent.density < 0.1
     assert len({tuple(s.engine.generate([[1, 2, 3]], PARAMS)[0].token_ids) for s in services}) == 1
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_buffers_of_checkpoints_are_a_part_of_the_model(make_model, shm, transport):
+    """Routers choose experts by biases that are buffers, and trainers write them."""
+    model = make_model("nemotron_h")
+    service = RolloutService(
+        Engine(copy.deepcopy(model), EngineConfig(kv_cache="16 blocks", max_num_seqs=4)),
+        ServiceConfig(shared_memory_folder=shm),
+    )
+    pusher = WeightPusher([LocalTarget(service)], TRANSPORTS[transport](shm), timeout_s=PATIENCE)
+    digests = set()
+    for step in range(3):
+        with_router_biases(model, step)
+        pushed = pusher.push(model, str(step))
+        assert pushed.digest == model_digest(trainer_tensors(model)) == service.engine.weight_digest
+        assert standing(service) == (str(step), pushed.digest)
+        digests.add(pushed.digest)
+        tokens = service.engine.generate([[1, 2, 3]], PARAMS)[0].token_ids
+        expected = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=3, min_new_tokens=3, do_sample=False)
+        assert list(tokens) == expected[0, 3:].tolist()
+    assert len(digests) == 3
+    pusher.close()
+    service.close()
 
 
 def test_a_target_that_was_paused_stays_so_and_the_others_go_on(make_pusher, services, model):

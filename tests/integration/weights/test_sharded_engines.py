@@ -21,6 +21,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.callers import soon, submit, wait_until
+from lockstep.tests.support.random_models import with_router_biases
 from lockstep.weight_sync.digests.model_digest import model_digest, tensor_roots
 from lockstep.weight_sync.disk.folder import save_folder
 from lockstep.weight_sync.errors import DigestMismatch, WeightSyncError
@@ -143,6 +144,36 @@ def test_ranks_that_call_together_all_have_the_new_weights(
     ]
     for found in run_world(tp * pp, rank):
         assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "tp", "pp"), [("nemotron_h", 2, 1), ("kimi_linear", 1, 2)])
+def test_buffers_of_checkpoints_come_to_the_ranks_that_have_their_layers(
+    make_model: MakeModel, run_world: RunWorld, tmp_path: Path, family: str, tp: int, pp: int
+) -> None:
+    models = [with_router_biases(make_model(family), step) for step in range(3)]
+    digests = [model_digest(trainer_tensors(model)) for model in models]
+    save_folder(tmp_path / "new", trainer_tensors(models[1]), "1")
+
+    def rank(rank: int) -> object:
+        own = copy.deepcopy(models[0])
+        service = make_service(own, tp, pp)
+        found = [(service.model_digest(), said(service))]
+        service.update_weights_from_disk(tmp_path / "new")
+        found.append((said(service), service.engine.weight_digest)[::-1])  # which commits it
+        with_router_biases(own, 2)
+        commit = service.commit_in_place("2", source=own.named_parameters())  # of the parameters alone
+        found.append((commit.digest, said(service)))
+        service.update_weights_from_named_tensors(
+            [(name, tensor.clone()) for name, tensor in own.named_parameters()], weight_version="3"
+        )
+        found.append((said(service), service.engine.weight_digest)[::-1])  # such an update leaves buffers as they are
+        service.close()
+        return found
+
+    expected = [(digest, greedy(model)) for digest, model in zip(digests, models, strict=True)]
+    for found in run_world(tp * pp, rank):
+        assert found == [*expected, expected[2]]
 
 
 # -- the controller calls, the others follow --------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.integration.bench.parts.ports import HOST
+from lockstep.integration.push.adapters.trainer_tensors import trainer_tensors
 from lockstep.integration.service import RolloutService
 from lockstep.integration.service_config import ServiceConfig
 from lockstep.rollout.config import EngineConfig
@@ -28,6 +29,7 @@ from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.callers import soon, submit, wait_until
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.tests.support.framework_sender import serialize_for_engine
+from lockstep.tests.support.random_models import with_router_biases
 from lockstep.weight_sync.delta.encode import encode_delta
 from lockstep.weight_sync.delta.stream import save_delta
 from lockstep.weight_sync.digests.model_digest import model_digest, tensor_roots
@@ -609,3 +611,33 @@ def test_the_return_of_the_kv_pool_commits_what_came_before_it(owned, newer):
     owned.resume_memory_occupation(["kv_cache"])
     assert owned.get_weight_version() == "5"
     assert answer(owned) == greedy(newer)
+
+
+# -- buffers that belong to checkpoints -------------------------------------------------------------------------------
+
+
+def test_the_digest_covers_buffers_of_checkpoints(make_model):
+    model = with_router_biases(make_model("nemotron_h"))
+    engine = Engine(model, CONFIG)
+    service = RolloutService(engine)
+    digests = []
+    for step in range(2):
+        with_router_biases(model, step)
+        digests.append(service.commit_in_place(str(step), source=model.named_parameters()).digest)
+        assert digests[-1] == service.model_digest() == model_digest(trainer_tensors(model))
+    assert len(set(digests)) == 2
+    service.close()
+
+
+def test_weights_come_back_whole_without_their_buffers_which_are_not_released(make_model, tmp_path):
+    model = with_router_biases(make_model("nemotron_h"))
+    model.save_pretrained(tmp_path / "model")
+    service = RolloutService(Engine(tmp_path / "model", CONFIG))
+    digest = service.model_digest()
+    service.release_memory_occupation(["weights"])
+    service.resume_memory_occupation(["weights"])
+    service.begin_weight_update(weight_version="again")
+    service.update_weights_from_named_tensors(list(model.named_parameters()))
+    assert service.end_weight_update().digest == digest
+    service.engine.generate([PROMPT], PARAMS)
+    service.close()
