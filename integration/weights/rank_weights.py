@@ -39,8 +39,8 @@ class ReplicaWeights:
         """Return the resident names of what the model digest covers: the parameters of the whole model, and the buffers
         that belong to its checkpoints."""
         model = self._engine.model
-        buffers = [name for name, _ in model.buffers(stored=True)] if self._replica.is_alone else model.division.buffer_specs
-        return [*self.parameter_names(), *buffers]
+        here = [name for name, _ in model.buffers(stored=True)]
+        return [*self.parameter_names(), *(here if self._replica.is_alone else model.division.buffer_specs)]
 
     def parameter_names(self) -> list[str]:
         """Return the resident names of the whole model's parameters, which a full update has to write."""
@@ -136,7 +136,8 @@ class ReplicaWeights:
             here = {name for name, _ in (*resident, *buffers)}
             shards = model.shards
             elsewhere = [TensorSpec(name, *spec) for name, spec in model.full_specs.items() if name not in here]
-            optional_elsewhere = [TensorSpec(name, *s) for name, s in model.division.buffer_specs.items() if name not in here]
+            optional = model.division.buffer_specs.items()
+            optional_elsewhere = [TensorSpec(name, *spec) for name, spec in optional if name not in here]
         return WeightTransaction(
             resident, optional=buffers, aliases=self._tied, coverage=coverage, undo=undo, shards=shards,
             elsewhere=elsewhere, optional_elsewhere=optional_elsewhere,
