@@ -7,9 +7,12 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from ...rollout.engine import Engine
 from ...rollout.loop.weight_samples import weight_samples
+from ...rollout.sharding.part import skeleton_of
 from ...weight_sync.digests.model_digest import model_root, tensor_roots
 from ...weight_sync.digests.shard_digest import local_digests, merged_roots, require_whole_cells
 from ...weight_sync.layout.shard_bytes import Shard
@@ -63,6 +66,16 @@ class ReplicaWeights:
                 f"{source} lacks {len(missing)} parameters of the model: {listed(missing)}; to write a part of the "
                 'weights, begin a session of coverage "partial" first'
             )
+
+    def skeleton_for(self, specs: Sequence[TensorSpec]) -> PreTrainedModel | None:
+        """Return the whole module, perhaps without memory, where a folder of these tensors has other names than it, as
+        published ones may; None where it has no others, and where none can be converted."""
+        model = self._engine.model
+        known = {*self.names(), *self._tied, *(name for name, _ in model.buffers())}
+        if model.adapters.roots() or all(spec.name in known for spec in specs):
+            return None
+        skeleton = model.module if self._replica.is_alone else skeleton_of(model.config, model.dtype)
+        return skeleton if get_model_conversion_mapping(skeleton) else None
 
     def digests(self, names: Sequence[str]) -> tuple[Mapping[str, object], dict[str, bytes]]:
         """Return this rank's digests of its resident tensors, and the tensor roots over all ranks. A root covers the

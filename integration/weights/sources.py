@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from ...weight_sync.delta.apply import Check, apply_delta
 from ...weight_sync.delta.packed import BufferSink, apply_stream
@@ -25,6 +26,7 @@ from ...weight_sync.pickles.payload import read_framework_payload
 from ...weight_sync.same_host.shared_memory import TensorReceiver
 from ...weight_sync.transaction.receiving import Receive
 from ..service_config import ServiceConfig
+from .published_folder import load_published
 
 _FOREIGN = {None: receive_tensors, "flattened_bucket": receive_flattened_bucket}
 
@@ -137,9 +139,11 @@ def from_folder(
     check: Check,
     timeout_s: float,
     refuse_part: Callable[[Sequence[TensorSpec]], None],
+    skeleton_for: Callable[[Sequence[TensorSpec]], PreTrainedModel | None],
 ) -> Receive:
     """Read a folder in Hugging Face layout, or a delta folder. digests, if given, is filled with the folder's
-    digests. refuse_part: called with the tensors of the former before anything is written; may raise ValueError."""
+    digests. refuse_part: called with the tensors of the former before anything is written; may raise ValueError.
+    skeleton_for: returns the module that names of these tensors have to be converted for, if so."""
 
     def receive(sink: Sink) -> Sequence[TensorSpec]:
         if (path / DELTA_MANIFEST_FILE).is_file():
@@ -149,6 +153,8 @@ def from_folder(
             specs = delta.specs
         else:
             plan = read_folder(path)
+            if (skeleton := skeleton_for(plan.specs)) is not None:
+                return load_published(plan, skeleton, sink, refuse_part, timeout_s)
             refuse_part(plan.specs)
             load_folder(plan, sink, timeout_s=timeout_s)
             manifest, specs = plan.manifest, plan.specs

@@ -311,7 +311,8 @@ class WeightVerbs(VllmGroupVerbs):
     ) -> UpdateRecord:
         """Read a folder of safetensors in Hugging Face layout, or a delta folder against the present weights.
 
-        Everything is checked before anything is written. Outside of a session the folder must hold every parameter of
+        Tensors may have the names, and lie in the pieces, in which such models are published: each expert's matrices by
+        themselves. Everything is checked before anything is written. Outside of a session the folder must hold every parameter of
         the model, adapters' aside: raises ValueError naming those that are missing. verify True: compare with the
         folder's own digests, if it has any. keep_pause: generation stays paused afterwards, also if it was not paused
         before.
@@ -321,6 +322,7 @@ class WeightVerbs(VllmGroupVerbs):
         receive = from_folder(
             path, digests if verify is True else None, delta_check, timeout_s,
             lambda specs: None if self.sessions.is_open else self.sessions.weights.require_all(specs, f"folder {path}"),
+            self.sessions.weights.skeleton_for,
         )  # fmt: skip
         given = digests if isinstance(verify, bool) else verify
         options = UpdateOptions(weight_version, timeout_s, given, abort_all_requests, keep_running, in_flight)

@@ -7,6 +7,7 @@ defines how the pieces form the parameter, and only the bytes of the wanted slic
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -36,11 +37,12 @@ SINGLE_FILE = "model.safetensors"
 
 @dataclass
 class _StoredParameter:
-    """The pieces of a parameter in the folder: one tensor, or groups of tensors, stacked and then concatenated."""
+    """The pieces of a parameter in the folder: one tensor, several that are concatenated, or groups of tensors, stacked
+    and then concatenated."""
 
     groups: dict[str, list[str]]  # by source pattern, in the order of the converter; keys of the folder
     stacked: bool
-    cat_dim: int = 0  # of the stacked tensors
+    cat_dim: int = 0  # of the stacked tensors, which have a dimension more than each
 
 
 class CheckpointSlices:
@@ -69,6 +71,15 @@ class CheckpointSlices:
     def holds(self, name: str) -> bool:
         return name in self._pieces
 
+    def names(self) -> list[str]:
+        """Return the names, in the module, of what the folder holds, without what the module's class says to ignore."""
+        ignored = self._skeleton._keys_to_ignore_on_load_unexpected or ()
+        return [name for name in self._pieces if not any(re.search(pattern, name) for pattern in ignored)]
+
+    def keys_of(self, name: str) -> list[str]:
+        """Return the folder's names of a tensor's pieces."""
+        return [key for keys in self._pieces[name].groups.values() for key in keys]
+
     def require(self, names: Iterable[str]) -> None:
         """Check that the folder holds these tensors. Raises ValueError naming every missing one."""
         if missing := [name for name in names if name not in self._pieces]:
@@ -77,15 +88,26 @@ class CheckpointSlices:
     def read(self, name: str, shard: Shard) -> Tensor:
         """Read the shard of a parameter, and no other bytes. Raises ValueError if the folder's shape differs."""
         pieces = self._pieces[name]
-        if not pieces.stacked:
-            (key,) = next(iter(pieces.groups.values()))
-            return self._cut(name, key, shard.full_shape, shard)
-        # Stacked: [experts, ...], each group's pieces one range of cat_dim after another.
-        num_stacked = len(next(iter(pieces.groups.values())))
+        if pieces.stacked:
+            return self._joined(name, pieces, shard)
+        if len(pieces.groups) > 1:  # a stack of one
+            shape = (1, *shard.full_shape)
+            in_stack = Shard.whole(shape) if shard.is_whole else Shard(shape, shard.dim + 1, shard.ranges)
+            return self._joined(name, pieces, in_stack)[0]
+        (key,) = next(iter(pieces.groups.values()))
+        return self._cut(name, key, shard.full_shape, shard)
+
+    def _joined(self, name: str, pieces: _StoredParameter, shard: Shard) -> Tensor:
+        """Read a stack [experts, ...], each group's pieces one range of cat_dim after another."""
+        num_stacked, misfits = shard.full_shape[0], f"{name} is {list(shard.full_shape)}"
+        if any(len(keys) != num_stacked for keys in pieces.groups.values()):
+            raise ValueError(
+                f"{misfits}, but the folder has {[len(keys) for keys in pieces.groups.values()]} pieces of it"
+            )
         widths = [self._shape(keys[0])[pieces.cat_dim - 1] for keys in pieces.groups.values()]
         out = torch.empty(shard.shape, dtype=self._skeleton.get_parameter(name).dtype)
-        if num_stacked != shard.full_shape[0] or (len(widths) > 1 and sum(widths) != shard.full_shape[pieces.cat_dim]):
-            raise ValueError(f"{name} is {list(shard.full_shape)}, but its pieces in the folder do not make that")
+        if len(widths) > 1 and sum(widths) != shard.full_shape[pieces.cat_dim]:
+            raise ValueError(f"{misfits}, but its pieces in the folder do not make that")
         if shard.dim == 0 and not shard.is_whole:
             raise ValueError(f"{name}: stacked pieces cannot be cut along dimension 0")
         for index in range(num_stacked):
@@ -134,17 +156,15 @@ class CheckpointSlices:
                 continue
             converter = converters[pattern]
             kinds = [type(operation) for operation in converter.operations]
-            if (
-                kinds not in ([MergeModulelist], [MergeModulelist, Concatenate])
-                or cast(MergeModulelist, converter.operations[0]).dim
-            ):
+            stacked = kinds[:1] == [MergeModulelist] and cast(MergeModulelist, converter.operations[0]).dim == 0
+            if kinds[stacked:] not in ([], [Concatenate]) or not kinds:
                 wrong[name] = ", ".join(kind.__name__ for kind in kinds)
                 continue
-            cat_dim = cast(Concatenate, converter.operations[1]).dim if len(kinds) == 2 else 1
+            cat_dim = 1
+            if kinds[-1] is Concatenate:
+                cat_dim = cast(Concatenate, converter.operations[-1]).dim + (not stacked)
             groups: dict[str, list[str]] = {p: [] for p in converter.source_patterns}
-            self._pieces.setdefault(name, _StoredParameter(groups, stacked=True, cat_dim=cat_dim)).groups[
-                pattern
-            ].append(key)
+            self._pieces.setdefault(name, _StoredParameter(groups, stacked, cat_dim)).groups[pattern].append(key)
         if wrong:
             text = "; ".join(f"{name} ({kinds})" for name, kinds in wrong.items())
             raise ValueError(f"model folder {str(self._path)!r} needs conversions that slices cannot take: {text}")

@@ -39,7 +39,7 @@ def load_part(
 ) -> Part:
     """Load this rank's part of a model folder. Raises ValueError listing indivisible and missing tensors."""
     part = build_part(config, dtype, mesh, k_blocks)
-    with CheckpointSlices(path, _skeleton(config, dtype)) as slices:
+    with CheckpointSlices(path, skeleton_of(config, dtype)) as slices:
         slices.require(name for name, _ in part.module.named_parameters())
         _materialise(part, device, slices.read)
         _compute_buffers(part.module, device, slices)
@@ -97,7 +97,7 @@ def build_part(
 
     like: parameters whose dtypes it takes, where they are not all the same.
     """
-    module = _skeleton(config, dtype)
+    module = skeleton_of(config, dtype)
     if like:
         for name, parameter in module.named_parameters():
             parameter.data = parameter.data.to(like[name].dtype)
@@ -111,7 +111,8 @@ def build_part(
     return Part(module, division.only(_names(module)), stage_input)
 
 
-def _skeleton(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def skeleton_of(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Make the whole module on the meta device: it has no memory."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
 

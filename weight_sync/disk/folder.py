@@ -66,6 +66,11 @@ class DiskPlan:
     def num_bytes(self) -> int:
         return sum(tensor.spec.num_bytes for tensor in self.tensors)
 
+    def check_unchanged(self) -> None:
+        """Raise TransferFailed for a file that changed or vanished since the plan was made."""
+        for file in self.files:
+            _check_unchanged(self, file)
+
 
 def read_folder(path: str | Path) -> DiskPlan:
     """Read and check every header of a checkpoint folder. Changes nothing, reads no tensor.
@@ -120,8 +125,7 @@ def load_folder(source: str | Path | DiskPlan, sink: Sink, *, timeout_s: float |
     plan = source if isinstance(source, DiskPlan) else read_folder(source)
     deadline = Deadline.within(timeout_s)
     sink.expect(plan.specs)
-    for file in plan.files:
-        _check_unchanged(plan, file)
+    plan.check_unchanged()
     staging: list[Tensor] = []
     for file in plan.files:
         try:
@@ -136,8 +140,7 @@ def load_folder(source: str | Path | DiskPlan, sink: Sink, *, timeout_s: float |
             _check_unchanged(plan, file, descriptor)
         finally:
             os.close(descriptor)
-    for file in plan.files:  # a replaced file keeps its old content for open descriptors
-        _check_unchanged(plan, file)
+    plan.check_unchanged()  # a replaced file keeps its old content for open descriptors
     return plan
 
 
