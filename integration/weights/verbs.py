@@ -312,10 +312,10 @@ class WeightVerbs(VllmGroupVerbs):
         """Read a folder of safetensors in Hugging Face layout, or a delta folder against the present weights.
 
         Tensors may have the names, and lie in the pieces, in which such models are published: each expert's matrices by
-        themselves. Everything is checked before anything is written. Outside of a session the folder must hold every parameter of
-        the model, adapters' aside: raises ValueError naming those that are missing. verify True: compare with the
-        folder's own digests, if it has any. keep_pause: generation stays paused afterwards, also if it was not paused
-        before.
+        themselves. Everything is checked before anything is written. Outside of a session the folder must hold every
+        parameter of the model, adapters' aside: raises ValueError naming those that are missing. verify True: compare
+        with the folder's own digests, if it has any. keep_pause: generation stays paused afterwards, also if it was
+        not paused before.
         """
         path, timeout_s = Path(model_path), self.config.wait_s(timeout_s)
         digests: dict[str, str] = {}  # filled while reading; compared after the tensors have arrived

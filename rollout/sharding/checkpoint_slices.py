@@ -100,10 +100,9 @@ class CheckpointSlices:
     def _joined(self, name: str, pieces: _StoredParameter, shard: Shard) -> Tensor:
         """Read a stack [experts, ...], each group's pieces one range of cat_dim after another."""
         num_stacked, misfits = shard.full_shape[0], f"{name} is {list(shard.full_shape)}"
-        if any(len(keys) != num_stacked for keys in pieces.groups.values()):
-            raise ValueError(
-                f"{misfits}, but the folder has {[len(keys) for keys in pieces.groups.values()]} pieces of it"
-            )
+        counts = [len(keys) for keys in pieces.groups.values()]
+        if counts != [num_stacked] * len(counts):
+            raise ValueError(f"{misfits}, but the folder has {counts} pieces of it")
         widths = [self._shape(keys[0])[pieces.cat_dim - 1] for keys in pieces.groups.values()]
         out = torch.empty(shard.shape, dtype=self._skeleton.get_parameter(name).dtype)
         if len(widths) > 1 and sum(widths) != shard.full_shape[pieces.cat_dim]:
