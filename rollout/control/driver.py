@@ -161,12 +161,13 @@ class Driver:
                 call()
 
     def _unsettled(self) -> Callable[[], None] | None:
-        return self._gate.before_sampling if self._gate.pause_mode is None and self.has_work else None
+        call = self._gate.before_sampling
+        return call if call is not None and self._gate.pause_mode is None and self.has_work else None
 
     def run_step(self) -> None:
         """Run one step in this thread. Runs nothing while paused, or without requests."""
         self.check_process()
-        with self._wake, self._model.rollout_phase(admits=False):
+        with self.lock, self._model.rollout_phase(admits=False):
             self.take_inbox(SLICE)
             try:
                 self._step()

@@ -20,7 +20,7 @@ class FairLock:
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Acquire the lock; arguments and result as for threading.RLock.acquire."""
-        if self._is_owned():
+        if self._inner._is_owned():  # type: ignore[attr-defined]
             self._num_held += 1
             return self._inner.acquire()
         began = time.monotonic()
@@ -36,7 +36,7 @@ class FairLock:
             self._turnstile.release()
 
     def release(self) -> None:
-        if not self._is_owned():
+        if not self._inner._is_owned():  # type: ignore[attr-defined]
             raise RuntimeError("the lock is not held by this thread")
         self._num_held -= 1
         self._inner.release()
@@ -50,8 +50,7 @@ class FairLock:
         self.acquire()
         return True
 
-    def __enter__(self) -> bool:
-        return self.acquire()
+    __enter__ = acquire
 
     def __exit__(self, *_: object) -> None:
         self.release()

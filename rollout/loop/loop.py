@@ -56,23 +56,6 @@ class Flight:
     results: list[SequenceResult] = field(default_factory=list)  # after the commit: the committed results
 
 
-class _StartingOver:
-    """The context of `Loop._starting_over_on_failure`, which each step enters three times: a class costs a third of a
-    generator."""
-
-    __slots__ = ("_loop", "_output")
-
-    def __init__(self, loop: Loop, output: ScheduleOutput) -> None:
-        self._loop, self._output = loop, output
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is not None:
-            self._loop.on_failure(self._output, error)
-
-
 class Loop:
     """Move requests from the queue to their answers."""
 
@@ -145,8 +128,11 @@ class Loop:
         self._deliver()  # before the schedule, which then knows the ended sequences
         ahead = self._schedule()
         if not self._is_interrupted and not self._drafts.may_draft:
-            with self._starting_over_on_failure(ahead):
+            try:
                 self._runner.anticipate(ahead, self._managers.engine.requests_of(ahead.scheduled))
+            except BaseException as error:
+                self._start_over_after(ahead, error)
+                raise
         self._commit()
         if ahead.exhausted:
             self._deliver()  # they end with the token of this step
@@ -199,13 +185,16 @@ class Loop:
 
     def _launch(self, output: ScheduleOutput) -> bool:
         """Send the schedule to the managers and launch the step; returns False if it is empty."""
-        with self._starting_over_on_failure(output):
+        try:
             output = self._drafts.prepare(self._grammars.prepare(output))
+        except BaseException as error:
+            self._start_over_after(output, error)
+            raise
         self._decide(output)
         if not output.scheduled:
             return False
         requests = self._managers.engine.requests_of(output.scheduled)
-        with self._starting_over_on_failure(output):
+        try:
             for item, request in zip(output.scheduled, requests.values(), strict=True):
                 adds_token = item.start + item.num_tokens == len(request.sequence.token_ids)
                 request.in_flight.launched(item.num_tokens, adds_token)
@@ -216,6 +205,9 @@ class Loop:
             self._flights.append(flight)
             if self._runner.num_stages > 1:
                 self._leave_first_stage(flight)
+        except BaseException as error:
+            self._start_over_after(output, error)
+            raise
         return True
 
     def _leave_first_stage(self, flight: Flight) -> None:
@@ -245,8 +237,11 @@ class Loop:
         if not self._flights:
             return
         flight = self._flights[0]
-        with self._starting_over_on_failure(flight.output):
+        try:
             results = flight.handle.results()
+        except BaseException as error:
+            self._start_over_after(flight.output, error)
+            raise
         self._flights.popleft()
         for item in flight.output.scheduled:
             request = flight.requests[item.id]
@@ -320,16 +315,13 @@ class Loop:
             exhausted=tuple(pair for pair in ahead.exhausted if lives(pair[0])),
         )
 
-    def _starting_over_on_failure(self, output: ScheduleOutput) -> _StartingOver:
-        """Drop all launched and planned steps on an error or interrupt, so that no sequence stays partly in one.
+    def _start_over_after(self, output: ScheduleOutput, error: BaseException) -> None:
+        """Drop all launched and planned steps after an error or interrupt, so that no sequence stays partly in one;
+        remember a step that found no memory.
 
-        Sequences that hold blocks, or were planned ahead, wait again as after a preemption. output: the step that may
-        fail.
+        Sequences that hold blocks, or were planned ahead, wait again as after a preemption. output: the step that
+        failed. Called where it did, and not by a context manager: each step would enter three.
         """
-        return _StartingOver(self, output)
-
-    def on_failure(self, output: ScheduleOutput, error: BaseException) -> None:
-        """Drop all launched and planned steps; remember a step that found no memory."""
         if isinstance(error, RuntimeError | MemoryError):
             self._too_large = output if is_out_of_memory(error) else None
         self._start_over()

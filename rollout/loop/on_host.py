@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+_NOTHING = nullcontext()
+
 
 def on_host() -> AbstractContextManager[object]:
     """Return a context in which torch makes tensors on the host where no device is named.
@@ -13,5 +15,5 @@ def on_host() -> AbstractContextManager[object]:
     Costs nothing where the thread's default device is the host: entered around each step.
     """
     if not torch._C._is_torch_function_mode_enabled():  # a default device is such a mode
-        return nullcontext()
-    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+        return _NOTHING
+    return _NOTHING if torch.get_default_device().type == "cpu" else torch.device("cpu")

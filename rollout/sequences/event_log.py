@@ -36,7 +36,8 @@ class ManagerPair:
         self.engine.add(request)
 
     def on_schedule(self, output: ScheduleOutput) -> None:
-        self._record("on_schedule", output)
+        if self.log is not None or self._on_event is not None:
+            self._record("on_schedule", output)
         self.engine.on_schedule(output)
         self.worker.on_schedule(output)
 
@@ -47,7 +48,8 @@ class ManagerPair:
         self.worker.on_stage_completed(items)
 
     def on_step_completed(self, results: list[SequenceResult]) -> list[str]:
-        self._record("on_step_completed", results)
+        if self.log is not None or self._on_event is not None:
+            self._record("on_step_completed", results)
         finished = self.engine.on_step_completed(results)
         self.worker.on_step_completed(results)
         return finished
