@@ -58,10 +58,11 @@ class StepGate:
         if self._refusals:
             raise SamplingRefused(self.refusal)
         try:
-            if self.adapters.has_merged():
+            has_adapters = bool(self._model.adapters)
+            if has_adapters and self.adapters.has_merged():
                 self.weights.accept()  # merging adapters writes weights
             self._find_written(self.weights.look)  # before a switch, which brings the digest of another state back
-            if self.adapters.look():
+            if has_adapters and self.adapters.look():
                 self.code.accept()
             self.code.look()
             self.loop.step()

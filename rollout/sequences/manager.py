@@ -80,7 +80,8 @@ class SequenceManager:
             jump = NO_JUMP
             if result.token_id is not None:
                 jump = sequence.settle_jump()
-                sequence.token_ids += [token.token_id for token in result.accepted]
+                if result.accepted:
+                    sequence.token_ids += [token.token_id for token in result.accepted]
                 sequence.token_ids.append(result.token_id)
             num_accepted = len(result.accepted)  # in a pipeline this stage has not counted them either
             if num_rows := result.num_tokens * has_one_stage + num_accepted:
