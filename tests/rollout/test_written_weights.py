@@ -218,13 +218,15 @@ def test_moved_and_restored_weights_keep_digest_and_kv_where_their_digest_is_the
     service.close()
 
 
-def test_a_moved_stored_buffer_counts_as_written_since_no_digest_covers_it(make_model) -> None:
+def test_a_stored_buffer_that_is_moved_keeps_the_digest_and_one_that_is_written_does_not(make_model) -> None:
     model = make_model("qwen2")
     model.register_buffer("scale", torch.ones(1))
     service = make_service(model)
     commit(service, model, "one")
-    assert answer(service).weight_digest is not None
+    before = answer(service)
     model.scale.data = model.scale.data.clone()
+    assert answer(service).weight_digest == before.weight_digest is not None
+    model.scale.data = 2 * model.scale.data
     assert answer(service).weight_digest is None
     service.close()
 

@@ -21,10 +21,13 @@ from lockstep.weight_sync.disk.atomic_folder import atomic_folder
 
 with atomic_folder(Path(sys.argv[1])) as partial:
     (partial / "half").write_bytes(b"x" * 100)
+    runs, says = os.pipe()
     if os.fork() == 0:
         os.close(1)
+        os.write(says, b"x")  # it has closed what it shared
         os.read(0, 1)
         os._exit(0)
+    os.read(runs, 1)
     print(partial.name, flush=True)
     os.read(0, 1)
 """
