@@ -3,15 +3,16 @@ experts, which name a matrix for each expert where transformers' module has one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from transformers import PreTrainedModel
 
 from ...rollout.sharding.checkpoint_slices import CheckpointSlices
 from ...rollout.sharding.shards import Shard
 from ...weight_sync.deadline import Deadline
+from ...weight_sync.digests.model_digest import tensor_roots
 from ...weight_sync.disk.folder import DiskPlan
-from ...weight_sync.errors import TransferFailed
+from ...weight_sync.errors import DigestMismatch, TransferFailed
 from ...weight_sync.layout.bucket import byte_view
 from ...weight_sync.layout.sink import Sink
 from ...weight_sync.manifest import TensorSpec, dtype_name
@@ -23,19 +24,24 @@ def load_published(
     sink: Sink,
     refuse_part: Callable[[Sequence[TensorSpec]], None],
     timeout_s: float,
+    *,
+    verify: bool,
 ) -> Sequence[TensorSpec]:
     """Read a folder's tensors, as transformers would join them for this module, into `sink`; returns their specs.
 
     skeleton: the whole module, with or without memory. refuse_part: called before anything is written; may raise
-    ValueError. Raises ValueError likewise for other dtypes than the module's and conversions other than stacking and
-    concatenating, and, while it writes, for other shapes; TransferFailed after the deadline and for a file that changed
-    since its header was read.
+    ValueError. verify: compare the pieces with the folder's own digests, if it has any, before anything is written;
+    raises DigestMismatch. Raises ValueError likewise for other dtypes than the module's and conversions other than
+    stacking and concatenating, and, while it writes, for other shapes; TransferFailed after the deadline and for a file
+    that changed since its header was read.
     """
     deadline = Deadline.within(timeout_s)
     with CheckpointSlices(plan.folder, skeleton) as slices:
         specs = _specs(plan, skeleton, slices)
         refuse_part(specs)
         sink.expect(specs)
+        if verify and plan.manifest is not None:
+            _compare(slices, plan.manifest.digests)
         for spec in specs:
             if deadline.has_passed:
                 raise TransferFailed(f"disk: the deadline passed before {spec.describe()} was read")
@@ -43,6 +49,13 @@ def load_published(
             sink.write(spec.name, 0, byte_view(tensor.contiguous()))
     plan.check_unchanged()
     return specs
+
+
+def _compare(slices: CheckpointSlices, digests: Mapping[str, str]) -> None:
+    """Compare the folder's tensors with digests under its own names: those of joined ones are not known."""
+    one_by_one = ((key, tensor_roots([(key, slices.stored(key))])[key].hex()) for key in digests)
+    if differing := [key for key, root in one_by_one if root != digests[key]]:
+        raise DigestMismatch(differing, "the folder's files are not those that were saved")
 
 
 def _specs(plan: DiskPlan, skeleton: PreTrainedModel, slices: CheckpointSlices) -> list[TensorSpec]:

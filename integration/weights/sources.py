@@ -154,7 +154,7 @@ def from_folder(
         else:
             plan = read_folder(path)
             if (skeleton := skeleton_for(plan.specs)) is not None:
-                return load_published(plan, skeleton, sink, refuse_part, timeout_s)
+                return load_published(plan, skeleton, sink, refuse_part, timeout_s, verify=digests is not None)
             refuse_part(plan.specs)
             load_folder(plan, sink, timeout_s=timeout_s)
             manifest, specs = plan.manifest, plan.specs

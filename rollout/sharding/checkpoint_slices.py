@@ -80,6 +80,10 @@ class CheckpointSlices:
         """Return the folder's names of a tensor's pieces."""
         return [key for keys in self._pieces[name].groups.values() for key in keys]
 
+    def stored(self, key: str) -> Tensor:
+        """Read a tensor of the folder under its own name there."""
+        return self._file(self._file_of[key]).get_tensor(key)
+
     def require(self, names: Iterable[str]) -> None:
         """Check that the folder holds these tensors. Raises ValueError naming every missing one."""
         if missing := [name for name in names if name not in self._pieces]:
@@ -127,7 +131,7 @@ class CheckpointSlices:
             raise ValueError(f"{name}: the folder's {key} is {list(self._shape(key))}, not {list(shape)}")
         source = self._file(self._file_of[key]).get_slice(key)
         if shard.is_whole:
-            return source[:] if shape else self._file(self._file_of[key]).get_tensor(key)
+            return source[:] if shape else self.stored(key)
         before = (slice(None),) * shard.dim
         parts = [source[(*before, slice(start, stop))] for start, stop in shard.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=shard.dim)

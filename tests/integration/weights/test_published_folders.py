@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.weight_sync.digests.model_digest import model_digest
+from lockstep.weight_sync.disk.folder import save_folder
+from lockstep.weight_sync.errors import DigestMismatch
 
 FILE = "model.safetensors"
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
@@ -95,6 +98,21 @@ def test_a_folder_that_does_not_fit_leaves_no_trace(edit, message, folder, make_
         service.update_weights_from_disk(folder, weight_version="1")
     service.engine.generate([[1, 2, 3]], PARAMS)
     assert service.engine.weight_version == "default" and service.model_digest() == digest
+
+
+def test_the_folders_own_digests_are_compared(folder, make_model, make_service, tmp_path):
+    model = newer(make_model("qwen3_moe"))
+    service = make_service(make_model("qwen3_moe"))
+    digest = service.model_digest()
+    save_folder(tmp_path / "saved", load_file(folder / FILE).items(), "1")
+    change(tmp_path / "saved", lambda tensors: tensors[EXPERT].view(-1)[0].add_(1))
+    with pytest.raises(DigestMismatch, match=re.escape(EXPERT)):
+        service.update_weights_from_disk(tmp_path / "saved")
+    assert service.model_digest() == digest
+    service.update_weights_from_disk(tmp_path / "saved", verify=False)
+    change(tmp_path / "saved", lambda tensors: tensors.update(load_file(folder / FILE)))
+    service.update_weights_from_disk(tmp_path / "saved")
+    assert service.model_digest() == digest_of(model)
 
 
 def test_weights_of_such_a_folder_come_back_after_a_release(folder, make_service):
