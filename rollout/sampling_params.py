@@ -16,6 +16,7 @@ from regex import Pattern
 from .stop_patterns import MAX_PATTERN_SIZE, pattern_size
 
 GREEDY_BELOW = 1e-6  # temperatures under this mean argmax
+LEAST_BIAS = -1e30  # a logit_bias of this much or less bans its token
 MAX_STOPS = 32
 MAX_STOP_REGEX_BYTES = 256
 MAX_KEPT_SPECIAL = 256  # tokens
@@ -57,7 +58,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True  # put spaces between special tokens of the text
     no_stop_trim: bool = False  # keep the stop in the text
     stream_interval: int | None = None  # tokens between two streamed pieces
-    logit_bias: Mapping[int, float] | None = None  # added to the logits
+    logit_bias: Mapping[int, float] | None = None  # added to the logits; minus infinity bans a token
     sampling_seed: int | None = None  # int64; None: the engine draws one
     custom_params: Mapping[str, Any] | None = None  # not read by the engine
     json_schema: str | None = None  # the output is JSON that follows this schema; "$$ANY$$": any JSON

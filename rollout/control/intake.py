@@ -14,7 +14,7 @@ from ..giving_way import give_way, others_compute
 from ..grammars.catalog import Grammars
 from ..grammars.matcher import CompiledGrammar
 from ..request_options import Begun, Renewal, RequestOptions
-from ..sampling_params import SamplingParams
+from ..sampling_params import LEAST_BIAS, SamplingParams
 from ..sequences.detokenizer import IncrementalDetokenizer
 from ..sequences.request import Request
 from ..sequences.search_time import SearchTime
@@ -79,8 +79,7 @@ class Intake:
         if options.logprob_start_len > len(its_ids):
             start = options.logprob_start_len
             raise ValueError(f"logprob_start_len {start} is beyond the {len(its_ids)} prompt tokens")
-        if bad := [id for id in params.logit_bias or () if id >= self._vocab_size]:
-            raise ValueError(f"logit_bias names tokens {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
+        self._check_bias(params.logit_bias or {})
         for name, ids in (
             ("token_ids_logprob", options.token_ids_logprob),
             ("draft_token_ids", options.draft_token_ids),
@@ -94,6 +93,16 @@ class Intake:
         if options.begun is not None:
             self._check_begun(options.begun, params, options)
         return its_ids
+
+    def _check_bias(self, bias: Mapping[int, float]) -> None:
+        """Check that a `logit_bias` names tokens of the vocabulary and leaves one of them. Raises ValueError."""
+        if bad := [id for id in bias if id >= self._vocab_size]:
+            raise ValueError(f"logit_bias names tokens {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
+        if len(bias) == self._vocab_size and max(bias.values()) <= LEAST_BIAS:
+            raise ValueError(
+                f"logit_bias bans all {self._vocab_size} tokens of the vocabulary (minus infinity, or at most "
+                f"{LEAST_BIAS:g}): leave one that can be drawn"
+            )
 
     def _check_begun(self, begun: Begun, params: SamplingParams, options: RequestOptions) -> None:
         """Check an answer that is to go on with these settings. Raises ValueError."""

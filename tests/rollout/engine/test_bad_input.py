@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 
 import numpy as np
@@ -77,6 +78,8 @@ def test_no_prompts_have_no_answers(make_engine):
         ({"temperature": -1}, None, "temperature"),
         ({"stop": "x"}, None, "tokenizer"),
         ({"logit_bias": {"3": 1, "256": 1}}, None, r"logit_bias names tokens \[256\]"),
+        ({"logit_bias": dict.fromkeys(range(256), -math.inf)}, None, "logit_bias bans all 256 tokens"),
+        ({"logit_bias": dict.fromkeys(range(256), -1e300), "n": 2}, None, "logit_bias bans all 256 tokens"),
         ([{}, {}], None, "1 prompts, but 2 sampling_params"),
         ({}, RequestOptions(logprob_start_len=4), "logprob_start_len 4 is beyond the 3 prompt tokens"),
     ],
@@ -86,6 +89,18 @@ def test_bad_setting_is_named_and_nothing_is_queued(make_engine, params, options
     with pytest.raises(ValueError, match=message):
         engine.generate([1, 2, 3], params, options=options)
     assert_idle(engine)
+
+
+def test_a_bias_that_bans_all_tokens_but_one_draws_that_token(make_engine):
+    bans = {id: -math.inf for id in range(256) if id != 9}
+    [completion] = make_engine().generate([1, 2], sampled(logit_bias=bans))
+    assert set(completion.token_ids) == {9}
+
+
+def test_an_equal_finite_bias_on_all_tokens_changes_no_token(make_engine):
+    engine = make_engine()
+    biased = engine.generate([1, 2], sampled(logit_bias=dict.fromkeys(range(256), -8.0), sampling_seed=1))
+    assert biased[0].token_ids == engine.generate([1, 2], sampled(sampling_seed=1))[0].token_ids
 
 
 def test_one_bad_prompt_among_many_queues_none(make_engine):
