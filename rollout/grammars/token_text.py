@@ -2,7 +2,7 @@
 
 A token may hold part of a character, so all text here is bytes. Tokens that represent no text (special ones, and
 control words such as `<think>` that a tokenizer has besides its vocabulary) spell nothing: a grammar never sees their
-names as text.
+names as text. `bytes_of_token` returns those names too, for answers that list tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,11 @@ class TokenText:
         self._backend = Tokenizer.from_str(backend.to_str())
         self._backend.no_truncation()
         self._backend.no_padding()
-        spell = _speller(self._backend)
+        spell, kinds = _speller(self._backend), _decoders(self._backend)
+        if spell is None:
+            raise ValueError(
+                f"grammars need a tokenizer whose tokens are pieces of text; this one decodes by {', '.join(kinds)}"
+            )
         silent = _silent_ids(self._backend) | set(tokenizer.all_special_ids)
         added = self._backend.get_added_tokens_decoder()
         self.pieces: list[bytes] = [b""] * vocab_size
@@ -96,6 +100,26 @@ class TokenText:
         return all(id < len(self.pieces) and self.pieces[id] for id in ids) and self.spell(ids) == text
 
 
+def bytes_of_token(tokenizer: object) -> Callable[[int], bytes | None]:
+    """Return a function from a token id to the token's bytes, which may be a part of a character.
+
+    It returns None for ids that the tokenizer does not know, and for every id where the tokenizer does not tell bytes.
+    """
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
+    spell = None if backend is None else _speller(backend)
+    if backend is None or spell is None:
+        return lambda token_id: None
+    added = backend.get_added_tokens_decoder()
+
+    def bytes_of(token_id: int) -> bytes | None:
+        if token_id in added:
+            return added[token_id].content.encode()
+        token = backend.id_to_token(token_id)
+        return None if token is None else spell(token)
+
+    return bytes_of
+
+
 # Lead bytes after which not every continuation byte makes a character, and the first bytes that must not follow.
 WRONG_SECOND_BYTES = {
     0xE0: range(0x80, 0xA0),  # shorter forms of earlier characters
@@ -137,17 +161,20 @@ def _silent_ids(backend: Tokenizer) -> set[int]:
     return {id for id, token in added.items() if token.special or token.content.strip()}
 
 
-def _speller(backend: Tokenizer) -> Callable[[str], bytes]:
-    """Return the function that spells a token of the vocabulary, chosen by the tokenizer's decoder."""
+def _decoders(backend: Tokenizer) -> list[str]:
+    """Return the kinds of the tokenizer's decoders, in their order; ["none"] for a tokenizer without one."""
     decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": "none"}
-    kinds = [part["type"] for part in decoder.get("decoders", [decoder])]
+    return [part["type"] for part in decoder.get("decoders", [decoder])]
+
+
+def _speller(backend: Tokenizer) -> Callable[[str], bytes] | None:
+    """Return the function that spells a token of the vocabulary; None where a token's bytes depend on others."""
+    kinds = _decoders(backend)
     if "ByteLevel" in kinds:
         byte_of = _byte_level_alphabet()
         return lambda token: bytes(byte_of[c] for c in token if c in byte_of)
     if kinds == ["none"] or not set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}:
-        raise ValueError(
-            f"grammars need a tokenizer whose tokens are pieces of text; this one decodes by {', '.join(kinds)}"
-        )
+        return None
     return lambda token: _spell_fallback(token, "ByteFallback" in kinds)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ....rollout.engine import Engine
+from ....rollout.grammars.token_text import bytes_of_token
 from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import GRAMMARS, SamplingParams
 from ..chat.content import read_prediction
@@ -69,6 +70,7 @@ class OpenAIRequest:
     return_meta_info: bool
     return_cached_details: bool
     decode: Callable[[Sequence[int]], str]
+    bytes_of: Callable[[int], bytes | None]  # returns a token's bytes; only for a chat with log-probabilities
     form: ChatForm | None  # of a chat's answers
     begun: str | None  # the beginning of the answer that a chat's prompt has already
     has_prediction: bool
@@ -284,6 +286,7 @@ def _request(
         return_cached_details=body.return_cached_tokens_details,
         has_prediction=getattr(body, "prediction", None) is not None,
         decode=_decoder(engine, body.skip_special_tokens),
+        bytes_of=bytes_of_token(engine.tokenizer if is_chat and logprobs else None),
         size=size,
         asked=asked,
         form=form,

@@ -10,6 +10,8 @@ from ..generation.meta import Wanted, cached_details, meta_info
 from .body import OpenAIRequest
 from .vllm_fields import prompt_logprobs
 
+_NO_CHARACTER = "\ufffd"  # written by tokenizers for bytes that are no character
+
 
 def answer(
     ask: OpenAIRequest,
@@ -213,7 +215,15 @@ def chat_logprobs(
 def _token(ask: OpenAIRequest, token_id: int, logprob: float) -> dict[str, object]:
     finite_logprob, _, text = ask.wanted.triple(logprob, token_id)
     text = text or ""
-    return {"token": text, "logprob": finite_logprob, "bytes": list(text.encode(errors="replace"))}
+    return {"token": text, "logprob": finite_logprob, "bytes": _token_bytes(ask, token_id, text)}
+
+
+def _token_bytes(ask: OpenAIRequest, token_id: int, text: str) -> list[int] | None:
+    """Return the bytes of a token. The text of a part of a character does not tell them; None: nothing tells them."""
+    if text and _NO_CHARACTER not in text:
+        return list(text.encode(errors="replace"))
+    found = ask.bytes_of(token_id)
+    return None if found is None else list(found)
 
 
 def token_logprobs(

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lockstep.rollout.grammars.token_text import TokenText, can_be_text, whole_characters
+from lockstep.rollout.grammars.token_text import TokenText, bytes_of_token, can_be_text, whole_characters
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,28 @@ def test_tokens_that_split_a_character_spell_parts_of_it(text):
     ids = text.encode("日".encode())
     assert len(ids) > 1 and all(len(text.pieces[id]) < 3 for id in ids)
     assert text.spell(ids) == "日".encode()
+
+
+def test_single_tokens_tell_their_bytes_and_special_ones_their_names(text, bpe_tokenizer):
+    bytes_of = bytes_of_token(bpe_tokenizer)
+    names = {0: b"<eos>", 1: b"<|im_start|>", bpe_tokenizer.convert_tokens_to_ids("<think>"): b"<think>"}
+    expected = [names.get(id, piece) for id, piece in enumerate(text.pieces[: len(bpe_tokenizer)])]
+    assert [bytes_of(id) for id in range(len(bpe_tokenizer))] == expected
+    assert bytes_of(len(bpe_tokenizer)) is None
+
+
+def test_tokens_of_the_byte_fallback_tell_their_byte():
+    tokenizer = sentencepiece_like()
+    bytes_of = bytes_of_token(tokenizer)
+    assert bytes_of(tokenizer.convert_tokens_to_ids("<0xE2>")) == b"\xe2"
+    assert bytes_of(tokenizer.convert_tokens_to_ids("\u2581ab")) == b" ab"
+
+
+def test_tokenizers_whose_tokens_are_no_pieces_of_text_tell_no_bytes():
+    backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    assert bytes_of_token(PreTrainedTokenizerFast(tokenizer_object=backend))(1) is None
+    assert bytes_of_token(None)(1) is None
 
 
 def test_special_tokens_and_control_words_spell_nothing(text, bpe_tokenizer):
