@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ from ..grammars.token_text import FastTokenizer
 from ..kv.ledger import KVLedger
 from ..kv.tensors import KVCache, KVPlan, plan_kv_pool, usable_bytes
 from ..model.hosted_model import HostedModel
-from ..model.tokenizer import find_eos_token_ids, load_tokenizer
+from ..model.tokenizer import find_eos_token_ids, load_tokenizer, refuse_other_eos
 from ..ranks.channel import RankChannel
 from ..ranks.mesh import Mesh
 from ..ranks.opening import open_channel
@@ -101,6 +102,7 @@ def _assemble(
         hosted = HostedModel.adopt(model, **options)
     check_hosted(hosted)
     eos_token_ids = find_eos_token_ids(hosted.module, tokenizer)
+    hosted.phase.before_begin = partial(refuse_other_eos, hosted.module, tokenizer, eos_token_ids)
     max_model_len = min(config.max_model_len or hosted.max_model_len, hosted.max_model_len)
     plan, state_plan = _plan_pools(hosted, config, max_model_len, ranks)
     kv_cache = KVCache(plan, hosted.kv_shapes, config.block_size, hosted.device)

@@ -21,6 +21,7 @@ class RolloutPhase:
 
     def __init__(self, hosted: ForwardNumerics, *, owned: bool) -> None:
         """Start outside the phase. owned: the module is the engine's own, so no caller waits for its phase."""
+        self.before_begin: Callable[[], None] = lambda: None  # may raise ValueError: the phase is refused
         self.before_end: Callable[[], None] = lambda: None
         self.num_begun = 0  # phases so far
         self._replaced_versions = 0  # of the code of numerics that were replaced
@@ -55,7 +56,8 @@ class RolloutPhase:
         """Enter the phase. The last user to leave waits for the borrowers, calls `before_end`, and restores the module.
 
         Raises ValueError for a module whose layers, or whose parameters' dtypes or devices, are others than when it was
-        hosted, and PhaseError for one that another engine uses; nothing has changed then.
+        hosted, or that `before_begin` refuses, and PhaseError for one that another engine uses; nothing has changed
+        then.
         admits: False if borrowers must wait, because this user holds the engine's lock, which they would need.
         """
         return _Entered(self, admits)
@@ -64,6 +66,7 @@ class RolloutPhase:
         """Become a user of the phase until `leave`, as `entered` describes."""
         with self._lock:
             if self._exit is None:
+                self.before_begin()
                 self._set_up()
             self._num_users += 1
         if admits:

@@ -21,3 +21,15 @@ def find_eos_token_ids(module: nn.Module, tokenizer: PreTrainedTokenizerBase | N
     if tokenizer is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(id for id in ids if id is not None)
+
+
+def refuse_other_eos(
+    module: nn.Module, tokenizer: PreTrainedTokenizerBase | None, eos_token_ids: frozenset[int]
+) -> None:
+    """Raise ValueError if other ids end a sequence than these, which the module's engine was made with."""
+    if (now := find_eos_token_ids(module, tokenizer)) != eos_token_ids:
+        raise ValueError(
+            f"eos_token_id of {type(module).__name__}'s generation_config, or of the tokenizer, was changed after the "
+            f"engine was made: the engine ends sequences at {sorted(eos_token_ids)}, and they say {sorted(now)} now. "
+            "Set it before the engine is made, make the engine anew, or name the tokens in stop_token_ids"
+        )

@@ -53,6 +53,22 @@ def test_a_module_that_was_cast_or_moved_is_refused_until_it_is_as_before(make_m
     assert engine.generate([PROMPT], sampled())[0].logprobs == expected
 
 
+def test_end_tokens_that_were_changed_after_the_engine_was_made_are_refused_until_they_are_as_before(make_model):
+    model = make_model("qwen3")
+    engine = make(model)
+    expected = engine.generate([PROMPT], sampled())[0].token_ids
+    before, model.generation_config.eos_token_id = model.generation_config.eos_token_id, [7, expected[2]]
+    with pytest.raises(ValueError, match=rf"eos_token_id of Qwen3ForCausalLM's .* say \[{min(7, expected[2])}, "):
+        engine.generate([PROMPT], sampled())
+    with pytest.raises(ValueError, match="stop_token_ids"), engine.model.rollout_phase():
+        pass
+    assert not engine.has_work and not engine.model.in_rollout_phase
+    [stopped] = make(model).generate([PROMPT], sampled())
+    assert stopped.token_ids == expected[:3] and stopped.finish_reason.type == "stop"
+    model.generation_config.eos_token_id = before
+    assert engine.generate([PROMPT], sampled())[0].token_ids == expected
+
+
 @pytest.mark.parametrize("invariant", [True, False])
 def test_a_module_is_in_one_engines_hands_at_a_time(make_model, invariant):
     model = make_model("qwen3")
