@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..layout.bucket import flat_view
 from ..manifest import NamedTensors, TensorSpec, dtype_name
 
 SKIPPED_PARTS = ("cos_sin_cache", "cos_cache", "sin_cache", "inv_freq", "freqs_cis", "expert_mask_gpu")
@@ -176,7 +177,7 @@ def byte_chunks(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Tens
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_contiguous() or tensor.nbytes <= chunk_bytes:
         if tensor.numel():
-            yield from tensor.contiguous().view(-1).view(torch.uint8).split(chunk_bytes)
+            yield from flat_view(tensor.contiguous()).view(torch.uint8).split(chunk_bytes)
         return
     row_bytes = tensor.nbytes // len(tensor)
     if row_bytes > chunk_bytes:
@@ -184,7 +185,7 @@ def byte_chunks(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Tens
             yield from byte_chunks(row, chunk_bytes)
     else:
         for rows in tensor.split(chunk_bytes // row_bytes):
-            yield rows.contiguous().view(-1).view(torch.uint8)
+            yield flat_view(rows.contiguous()).view(torch.uint8)
 
 
 def _difference(name: str, expected: Tensor, actual: Tensor) -> TensorDifference | None:
@@ -194,7 +195,7 @@ def _difference(name: str, expected: Tensor, actual: Tensor) -> TensorDifference
         infinite = float("inf")
         return TensorDifference(name, wanted, found, infinite, infinite, max(expected.numel(), actual.numel()))
     total, largest, num_differing = 0.0, 0.0, 0
-    rest = expected.contiguous().view(-1).view(torch.uint8) if expected.numel() else expected
+    rest = flat_view(expected.contiguous()).view(torch.uint8) if expected.numel() else expected
     for chunk in byte_chunks(actual):
         theirs, ours = chunk.cpu(), rest[: len(chunk)].cpu()
         rest = rest[len(chunk) :]

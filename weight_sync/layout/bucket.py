@@ -85,7 +85,16 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET
 
 def byte_view(tensor: Tensor) -> Tensor:
     """Return the raw bytes of a tensor, uint8 [num_bytes]: a view if it is contiguous, else a copy."""
-    return word_view(tensor.detach().resolve_conj().resolve_neg()).contiguous().reshape(-1).view(torch.uint8)
+    return flat_view(word_view(tensor.detach().resolve_conj().resolve_neg()).contiguous()).view(torch.uint8)
+
+
+def flat_view(tensor: Tensor) -> Tensor:
+    """View the elements of a contiguous tensor as a vector of stride 1, which can be viewed with a smaller dtype.
+
+    A tensor of one element, or none, is contiguous whatever its strides are, and a slice may have given it others.
+    """
+    flat = tensor.reshape(-1)
+    return flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))
 
 
 def word_view(tensor: Tensor) -> Tensor:

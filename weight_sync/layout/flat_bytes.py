@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from .bucket import word_view
+from .bucket import flat_view, word_view
 
 Ranges = tuple[tuple[int, int], ...]  # [start, stop) bytes, in order, neither empty nor touching each other
 
@@ -46,7 +46,7 @@ class FlatBytes:
     def bytes(self) -> Tensor | None:
         """A uint8 view [num_bytes] of the tensor's memory; None if the tensor is not contiguous."""
         plain = self.tensor.is_contiguous() and not (self.tensor.is_conj() or self.tensor.is_neg())
-        return self.tensor.reshape(-1).view(torch.uint8) if plain else None
+        return flat_view(self.tensor).view(torch.uint8) if plain else None
 
     @cached_property
     def _words(self) -> Tensor:

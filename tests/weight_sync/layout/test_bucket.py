@@ -9,7 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.weight_sync.digests.checker import byte_chunks
+from lockstep.weight_sync.digests.model_digest import tensor_leaves
 from lockstep.weight_sync.layout.bucket import ALIGNMENT, byte_view, pack, plan_buckets, unpack, word_view
+from lockstep.weight_sync.layout.flat_bytes import FlatBytes
 from lockstep.weight_sync.manifest import TensorSpec, specs_of
 
 
@@ -113,6 +116,25 @@ def test_the_bytes_of_every_dtype_are_those_in_memory(dtype):
     turned = tensor_of(dtype, (3, 5)).t()
     one_by_one = [byte_view(turned[i, j]) for i in range(5) for j in range(3)]
     assert torch.equal(byte_view(turned), torch.cat(one_by_one))
+
+
+def thin(dtype: torch.dtype) -> list[torch.Tensor]:
+    """Make tensors of at most one element whose strides a slice has left as they were."""
+    whole = tensor_of(dtype, (3, 5))
+    return [whole.t()[:1, :1], whole[:, 2][:1], whole[0, ::2][:0], whole[:1, :1].squeeze(0)[:1].expand(1)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex128], ids=str)
+def test_a_tensor_of_one_element_has_its_bytes_whatever_its_strides(dtype):
+    for tensor in thin(dtype):
+        plain = torch.tensor(tensor.tolist(), dtype=dtype)
+        assert torch.equal(byte_view(tensor), byte_view(plain))
+        assert [chunk.tolist() for chunk in byte_chunks(tensor)] == [chunk.tolist() for chunk in byte_chunks(plain)]
+        assert tensor_leaves(tensor) == tensor_leaves(plain.view(tensor.shape))
+        if tensor.numel():
+            assert byte_view(tensor).data_ptr() == tensor.data_ptr()
+            FlatBytes(tensor).write(0, byte_view(torch.ones(1, dtype=dtype)))
+            assert tensor.flatten().tolist() == [1]
 
 
 def test_lazy_conjugation_and_negation_are_in_the_bytes():
