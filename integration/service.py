@@ -307,7 +307,7 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
 
     def close(self) -> None:
         """Leave every group, roll back an open session, and close the engine. Does nothing in a forked child."""
-        if self.engine.driver.is_forked:
+        if self.engine.driver.process.is_forked:
             return
         self.groups.close()
         self._receiver.close()

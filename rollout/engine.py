@@ -187,7 +187,7 @@ class Engine(OfOneProcess):
     def close(self) -> None:
         """Abort all requests; end the threads, free the KV and give the module back. Requests from its begin on raise
         EngineStopped. Does nothing in a forked child, or a second time; where it raises, it may be called again."""
-        if self.driver.is_forked or self.driver.is_closed:
+        if self.driver.process.is_forked or self.driver.is_closed:
             return
         self.driver.inbox.close()  # first: a request that came in between would never be answered
         self.stop()

@@ -53,7 +53,7 @@ class Replica:
     def asks_followers(self) -> bool:
         """Whether a verb that is called here must be run on the other ranks too, because they follow this one and do
         not call it themselves. Waits until they follow or call it. Raises ForkedProcess in a forked child."""
-        self._engine.driver.check_process()
+        self._engine.driver.process.check()
         ranks = self._ranks
         if self.is_alone or getattr(self._here, "in_verb", False) or not isinstance(ranks, ControllerChannel):
             return False

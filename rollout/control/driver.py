@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..completion import FinishReason
-from ..errors import DeadlineExceeded, EngineStopped, ForkedProcess, SamplingRefused
+from ..errors import DeadlineExceeded, EngineStopped, SamplingRefused
 from ..loop.answers import Answers
 from ..loop.commands import Command, check_timeout
 from ..loop.gate import StepGate
@@ -27,6 +26,7 @@ from ..loop.parts import Parts
 from .fair_lock import FairLock
 from .inbox import Inbox
 from .once_per_id import OncePerId
+from .own_process import OwnProcess
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class Driver:
     """Run steps and commands of one engine, from any thread."""
 
     def __init__(self, parts: Parts, gate: StepGate, inbox: Inbox, answers: Answers) -> None:
-        self._process = os.getpid()
+        self.process = OwnProcess()
         self.lock = FairLock()
         self.once_per_id = OncePerId()
         self._wake = threading.Condition(self.lock)  # type: ignore[arg-type]
@@ -56,24 +56,9 @@ class Driver:
         self._model.before_phase_ends = self.drain
         self._ranks.on_loss.append(self._on_loss)
 
-    # -- the process ------------------------------------------------------------------------------------------------
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this process is a fork of the engine's: no thread of it runs here, and locks may stay held."""
-        return os.getpid() != self._process
-
-    def check_process(self) -> None:
-        """Raise ForkedProcess in a fork of the engine's process, before any lock is taken."""
-        if self.is_forked:
-            raise ForkedProcess(
-                f"this engine belongs to process {self._process}, and this is a fork of it ({os.getpid()}): use it "
-                'there, and start processes that need none of it with the method "spawn"'
-            )
-
     def check_open(self) -> None:
         """Raise EngineStopped from the begin of `Engine.close` on, and ForkedProcess in a fork."""
-        self.check_process()
+        self.process.check()
         if self.inbox.is_closed:
             raise EngineStopped("the engine is closed: make another one")
 
@@ -91,7 +76,7 @@ class Driver:
     def look(self, read: Callable[[], T]) -> T:
         """Call `read` under the lock. Steps may be in flight, and posted requests in the inbox: thousands would keep
         the lock for long if they were queued here."""
-        self.check_process()
+        self.process.check()
         with self.lock:
             return read()
 
@@ -147,7 +132,8 @@ class Driver:
         SamplingRefused where it cannot succeed yet.
         """
         self.check_open()
-        self._settle()
+        if self._gate.before_sampling is not None:
+            self._settle()
 
     def _settle(self) -> None:
         if (call := self._unsettled()) is not None:
@@ -166,13 +152,16 @@ class Driver:
 
     def run_step(self) -> None:
         """Run one step in this thread. Runs nothing while paused, or without requests."""
-        self.check_process()
-        with self.lock, self._model.rollout_phase(admits=False):
-            self.take_inbox(SLICE)
+        self.process.check()
+        phase = self._model.phase
+        with self.lock:
+            phase.enter(admits=False)  # a borrower would need the lock
             try:
+                self.take_inbox(SLICE)
                 self._step()
             finally:
                 self._wake.notify_all()
+                phase.leave(admits=False)
 
     def start(self) -> None:
         """Start a thread that runs the steps. Does nothing if it is started already."""
@@ -185,7 +174,7 @@ class Driver:
 
     def stop(self) -> None:
         """End that thread after its current step."""
-        self.check_process()
+        self.process.check()
         with self._wake:
             thread, self._thread = self._thread, None
             self._kick.set()
@@ -255,7 +244,7 @@ class Driver:
 
     def drain(self) -> None:
         """Finish all launched steps and wake the callers that wait for their results."""
-        self.check_process()
+        self.process.check()
         with self._wake:
             self._loop.drain()
             self._wake.notify_all()
@@ -264,7 +253,7 @@ class Driver:
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
         """Return when `is_done()`. Runs steps meanwhile if no thread does."""
-        self.check_process()
+        self.process.check()
         self._kick.set()  # the rollout phase may have begun with this call
         while True:
             if self._thread is None:
@@ -296,7 +285,7 @@ class Driver:
 
         Coroutines that ask at the same time share a step; otherwise each would wait for the steps of all others.
         """
-        self.check_process()
+        self.process.check()
         with self._turn_lock:
             is_mine = self._thread is None and not self.is_closed
             if is_mine and (self._turn is None or self._turn.done()):
@@ -326,7 +315,7 @@ class Driver:
         Raises ValueError for a wrong timeout, DeadlineExceeded if `timeout_s` passed before it began,
         OpIdTaken for an op_id that names another call, and the errors of `run`.
         """
-        self.check_process()
+        self.process.check()
         if timeout_s is not None:
             check_timeout(timeout_s)
 

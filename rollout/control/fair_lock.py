@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 
 class FairLock:
@@ -17,10 +18,14 @@ class FairLock:
         self._turnstile = threading.Lock()  # held by the next thread; the others queue for it
         self._inner = threading.RLock()
         self._num_held = 0  # how many times its holder holds it
+        # threading.Condition calls these of a lock that may be held more than once. RLock has them for the same
+        # purpose; the stubs of the library leave them out.
+        self._is_owned: Callable[[], bool] = self._inner._is_owned  # type: ignore[attr-defined]
+        self._release_save: Callable[[], object] = self._inner._release_save  # type: ignore[attr-defined]
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Acquire the lock; arguments and result as for threading.RLock.acquire."""
-        if self._inner._is_owned():  # type: ignore[attr-defined]
+        if self._is_owned():
             self._num_held += 1
             return self._inner.acquire()
         began = time.monotonic()
@@ -36,7 +41,7 @@ class FairLock:
             self._turnstile.release()
 
     def release(self) -> None:
-        if not self._inner._is_owned():  # type: ignore[attr-defined]
+        if not self._is_owned():
             raise RuntimeError("the lock is not held by this thread")
         self._num_held -= 1
         self._inner.release()
@@ -53,16 +58,8 @@ class FairLock:
     __enter__ = acquire
 
     def __exit__(self, *_: object) -> None:
-        self.release()
-
-    # threading.Condition calls these methods of a lock that may be held more than once. RLock has them for the same
-    # purpose; the stubs of the library leave them out.
-
-    def _is_owned(self) -> bool:
-        return self._inner._is_owned()  # type: ignore[attr-defined]
-
-    def _release_save(self) -> object:
-        return self._inner._release_save()  # type: ignore[attr-defined]
+        self._num_held -= 1
+        self._inner.release()
 
     def _acquire_restore(self, state: object) -> None:
         with self._turnstile:

@@ -104,7 +104,7 @@ class RequestDesk:
         `submit` waits for them: a caller that must not block there awaits these futures first, and calls
         `leave_grammars` at the end. Raises ValueError and Overloaded.
         """
-        self._driver.check_process()
+        self._driver.process.check()
         return self._parts.grammars.ask(params)
 
     def leave_grammars(self, promises: Iterable[Promise]) -> None:
@@ -113,7 +113,7 @@ class RequestDesk:
 
     def withdraw(self, listeners: Collection[Listener]) -> list[str]:
         """Abort the requests that these listeners wait for, and call them no more; returns the ids."""
-        self._driver.check_process()
+        self._driver.process.check()
         with self._driver.lock:
             with self._inbox.lock:
                 ids = self._mailboxes.ids_of(listeners)
@@ -307,7 +307,7 @@ class RequestDesk:
 
     def _let_go(self, ids: Iterable[str]) -> None:
         """Abort the requests that still run, and remove all mailboxes: no call waits for them any more."""
-        if self._driver.is_forked:  # of a stream that the parent goes on with
+        if self._driver.process.is_forked:  # of a stream that the parent goes on with
             return
         reason = FinishReason("abort", message="the caller went away")
         with self._driver.lock:

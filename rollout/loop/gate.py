@@ -61,7 +61,8 @@ class StepGate:
             has_adapters = bool(self._model.adapters)
             if has_adapters and self.adapters.has_merged():
                 self.weights.accept()  # merging adapters writes weights
-            self._find_written(self.weights.look)  # before a switch, which brings the digest of another state back
+            if self.weights.look():  # before a switch, which brings the digest of another state back
+                self._note_written()
             if has_adapters and self.adapters.look():
                 self.code.accept()
             self.code.look()
@@ -69,11 +70,10 @@ class StepGate:
         finally:
             self._events.flush()
 
-    def _find_written(self, look: Callable[[], bool]) -> None:
+    def _note_written(self) -> None:
         """Forget the digests of weights that were written without a commit."""
-        if look():
-            self.adapters.digested(None)
-            self.on_written()
+        self.adapters.digested(None)
+        self.on_written()
 
     def refuse(self, key: str, why: str) -> None:
         """Refuse steps until `key` is lifted. `why` is the text of a step's error."""
@@ -86,7 +86,8 @@ class StepGate:
         if written is None:
             self.weights.accept()
         else:
-            self._find_written(lambda: self.weights.compare(but=written))
+            if self.weights.compare(but=written):
+                self._note_written()
         return {key: self._refusals.pop(key) for key in keys if key in self._refusals}
 
     def hold(
@@ -113,8 +114,9 @@ class StepGate:
                 'or take their KV back first (pause_generation(mode="retract")); paused in_place they can go on with '
                 'the new weights (keep_running=True), and the commit can draw their tokens again (in_flight="verify")'
             )
-        if self.before_sampling is None and not self._refusals:  # no update has written yet
-            self._find_written(self.weights.compare)
+        may_step = self.before_sampling is None and not self._refusals
+        if may_step and self.weights.compare():  # no update has written yet
+            self._note_written()
         if refusal is not None:
             self.refuse(*refusal)
         if before_sampling is not None:

@@ -180,8 +180,11 @@ class Loop:
     # -- one step, phase by phase -------------------------------------------------------------------------------
 
     def _schedule(self) -> ScheduleOutput:
-        with self._trace.span("schedule", running=self._scheduler.num_running, waiting=self._scheduler.num_waiting):
-            return self._scheduler.schedule()
+        scheduler = self._scheduler
+        if not self._trace.is_on:
+            return scheduler.schedule()
+        with self._trace.span("schedule", running=scheduler.num_running, waiting=scheduler.num_waiting):
+            return scheduler.schedule()
 
     def _launch(self, output: ScheduleOutput) -> bool:
         """Send the schedule to the managers and launch the step; returns False if it is empty."""
@@ -273,9 +276,9 @@ class Loop:
                 request = flight.requests[result.id]
                 has_token = result.token_id is not None and request.params.max_new_tokens > 0
                 if has_token:
-                    num_before = request.record.num_delivered
+                    record, num_before = request.record, request.record.num_delivered
                     self._managers.deliver(request)
-                    num_tokens = max(request.record.num_delivered - num_before, 1)  # a jump may replace as many
+                    num_tokens = max(len(record.logprobs) - num_before, 1)  # a jump may replace as many
                     self._latencies.on_tokens(request, now, num_tokens)
                 if request.finish_reason is not None:
                     self._answer(request)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
 
-_NOTHING = nullcontext()
+from ..nothing import NOTHING
 
 
 def on_host() -> AbstractContextManager[object]:
@@ -15,5 +15,5 @@ def on_host() -> AbstractContextManager[object]:
     Costs nothing where the thread's default device is the host: entered around each step.
     """
     if not torch._C._is_torch_function_mode_enabled():  # a default device is such a mode
-        return _NOTHING
-    return _NOTHING if torch.get_default_device().type == "cpu" else torch.device("cpu")
+        return NOTHING
+    return NOTHING if torch.get_default_device().type == "cpu" else torch.device("cpu")

@@ -12,14 +12,15 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
+
+from ..nothing import NOTHING
 
 logger = logging.getLogger(__name__)
 
 _FLUSH_EVERY = 512  # events between writes
-_NO_SPAN: AbstractContextManager[None] = nullcontext()  # reusable: it holds nothing
 
 
 class Trace:
@@ -62,7 +63,7 @@ class Trace:
 
     def span(self, name: str, *, since: float | None = None, **args: object) -> AbstractContextManager[None]:
         """Record an event with a duration, on the lane of this thread. since: its start, if earlier than now."""
-        return _NO_SPAN if self._file is None else self._span(name, since, args)
+        return NOTHING if self._file is None else self._span(name, since, args)
 
     @contextmanager
     def _span(self, name: str, since: float | None, args: dict[str, object]) -> Iterator[None]:

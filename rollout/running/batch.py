@@ -217,8 +217,8 @@ def decode_rows(
             positions += range(start + 1, start + 1 + num)
             sampled += sampled_rows(item, request)[1:]
             allowed += masks_of(item)[1:]
-    has_masks = any(mask is not None for mask in allowed)
-    return StepRows(ids, token_ids, positions, tuple(sampled), tuple(allowed) if has_masks else (), state_slots(items))
+    masks = tuple(allowed) if allowed.count(None) < len(allowed) else ()
+    return StepRows(ids, token_ids, positions, tuple(sampled), masks, state_slots(items))
 
 
 def _decode_batch(rows: StepRows, workers: WorkerSequenceManager, block_size: int, device: torch.device) -> Batch:

@@ -164,11 +164,10 @@ class DecodeGraphs:
         self._fill(inputs, size, staging)
         return self._record_of(size, kind, step)(), staging
 
-    def run_rows(self, rows: DecodeRows) -> tuple[list[int], list[float]]:
-        """Run a step on a CPU, and return its tokens and their log-probabilities. Its rows fit the ladder."""
+    def run_rows(self, rows: DecodeRows, size: int) -> tuple[list[int], list[float]]:
+        """Run a step on a CPU, and return its tokens and their log-probabilities. size: `size_for` its rows."""
         num_rows, views = len(rows.positions), self._views
-        size = self.size_for(num_rows)
-        assert size is not None and views is not None, num_rows
+        assert views is not None, num_rows
         self._forget_if_moved()
         self._num_steps += 1
         self._fill_views(rows, size, views)
@@ -186,7 +185,7 @@ class DecodeGraphs:
         """Drop all records if memory has moved. Looks at every address before each step: a record that reads memory
         which was replaced and freed ends the process."""
         # The number of threads, the version of the module's code, which KV there is, and the pool of states.
-        states = map(Tensor.data_ptr, self._state_pool.all())
+        states = map(Tensor.data_ptr, self._state_pool.all()) if self._state_pool.tensors else ()
         repeated = torch.get_num_threads(), self._model.phase.code_version, self._kv_cache.num_releases, *states
         if not self._records or repeated != self._repeated or not self._weights.are_same():
             self.forget()

@@ -100,7 +100,7 @@ class ModelRunner:
         if rows is None or rows.allowed or rows.states is not None:
             return None
         assert graphs is not None
-        if graphs.size_for(len(rows.ids)) is None:
+        if (size := graphs.size_for(len(rows.ids))) is None:
             return None
         settings = self._sampler.settings_of([row.request for row in rows.sampled])
         if settings is None:
@@ -110,7 +110,7 @@ class ModelRunner:
         self._newest = None
         # The guard of torch.inference_mode(), without its Python.
         with self._trace.span("forward", step=output.step, rows=len(rows.ids)), torch._C._InferenceMode(True):
-            drawn = graphs.run_rows(inputs)
+            drawn = graphs.run_rows(inputs, size)
         return LaunchedStep(lambda: drawn_results(output.scheduled, *drawn))
 
     def anticipate(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> None:

@@ -130,9 +130,10 @@ class Sampler:
             plan = self._host_plan = _Plan.of(wanted, torch.device("cpu"))
         if plan.reshaped or plan.with_top or plan.with_listed or plan.with_kept:
             return None
-        waiting = (plan.requests[row] for row in plan.reshaped_at_first)
-        if any(r.sequence.num_output_tokens < r.params.min_new_tokens for r in waiting):
-            return None
+        if plan.reshaped_at_first:
+            waiting = (plan.requests[row] for row in plan.reshaped_at_first)
+            if any(r.sequence.num_output_tokens < r.params.min_new_tokens for r in waiting):
+                return None
         return plan.settings
 
     def _plan_of(self, wanted: list[Request], device: torch.device) -> _Plan:

@@ -201,9 +201,10 @@ class Scheduler:
             is_decode = index < len(decodes)
             if num_tokens == 0 or (is_decode and num_decodes == max_decodes):
                 continue
-            new_blocks = self._make_room(request, num_tokens, in_step, draft)
+            start = request.num_processed_ahead
+            new_blocks = self._make_room(request, start + num_tokens, in_step, draft)
             if new_blocks is not None:
-                self._put(draft, request, num_tokens, new_blocks)
+                self._put(draft, request, start, num_tokens, new_blocks)
                 in_step.add(request)
                 num_decodes += is_decode
             elif request in self._running:
@@ -224,15 +225,14 @@ class Scheduler:
         return num_rows if self._pipelining.may_run(request, is_last_chunk=num_rows == num_left) else 0
 
     def _make_room(
-        self, request: Request, num_tokens: int, in_step: set[Request], draft: ScheduleDraft
+        self, request: Request, needed: int, in_step: set[Request], draft: ScheduleDraft
     ) -> list[int] | None:
-        """Grow the request's table for its next rows, preempting other requests if it must.
+        """Grow the request's table to hold `needed` tokens, preempting other requests if it must.
 
         A victim may be in flight: on every stage the steps in flight run before this step writes to their blocks.
         Returns the new blocks. Returns None when the request was preempted itself (then the draft lists it), or when it
         is alone and the pool is full.
         """
-        needed = request.num_processed_ahead + num_tokens
         while (blocks := self._ledger.grow(request, needed)) is None:
             candidates = [r for r in self._running if r not in in_step]
             if candidates == [request]:
@@ -309,7 +309,7 @@ class Scheduler:
             if request.num_retractions == 0:
                 request.num_cached_tokens = num_cached
             self._under_way.begin(request, len(nodes))
-            self._put(draft, request, num_tokens, [node.block for node in nodes] + blocks, start=num_cached)
+            self._put(draft, request, num_cached, num_tokens, [node.block for node in nodes] + blocks)
 
     def _unpin(self, request: Request, num_blocks: Callable[[], int]) -> bool:
         """Lift the fewest pins that help when they leave less than `num_blocks()` to the only request that could run.
@@ -341,13 +341,10 @@ class Scheduler:
     def _rank(self, request: Request) -> Priority:
         return self._policy.rank(request, self._now)
 
-    def _put(
-        self, draft: ScheduleDraft, request: Request, num_tokens: int, new_blocks: list[int], start: int | None = None
-    ) -> None:
-        """Put the request's next rows in this step. The tokens are included if the ranks do not have them yet."""
+    def _put(self, draft: ScheduleDraft, request: Request, start: int, num_tokens: int, new_blocks: list[int]) -> None:
+        """Put the request's rows from `start` on in this step, with its tokens if the ranks do not have them yet."""
         sequence = request.sequence
         token_ids = tuple(sequence.token_ids) if sequence.state is State.WAITING else None
-        start = request.num_processed_ahead if start is None else start
         draft.put(ScheduledSequence(
             sequence.id, request.num_retractions, start, num_tokens, tuple(new_blocks), token_ids,
             num_blocks_kept=self._ledger.num_blocks_kept(request, len(new_blocks)),

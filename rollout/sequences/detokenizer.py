@@ -96,6 +96,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._backend = _plain_backend(tokenizer)
         self._params = params
+        self._has_stops = params.needs_text
         self._patterns = params.stop_patterns
         self._search_time = search_time or SearchTime()
         self._num_tokens = 0
@@ -155,7 +156,7 @@ class IncrementalDetokenizer:
             if self._tokenizer is None:
                 continue
             fresh = self._take(token_id)
-            if fresh:
+            if fresh and self._has_stops:
                 self._match = self._find_stop(fresh)
                 if self._match is not None:
                     break
@@ -250,8 +251,6 @@ class IncrementalDetokenizer:
 
     def _find_stop(self, fresh: str) -> StopMatch | None:
         """Return the stop that `fresh`, the newest final text, completes, or None. Moves the tail forward."""
-        if not self._params.needs_text:
-            return None
         text = self._tail + fresh
         num_seen, offset = len(self._tail), self._num_chars - len(text)
         self._tail = text[-self._tail_chars :] if self._tail_chars else ""

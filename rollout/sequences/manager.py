@@ -84,9 +84,12 @@ class SequenceManager:
                     sequence.token_ids += [token.token_id for token in result.accepted]
                 sequence.token_ids.append(result.token_id)
             num_accepted = len(result.accepted)  # in a pipeline this stage has not counted them either
-            if num_rows := result.num_tokens * has_one_stage + num_accepted:
-                sequence.stage_processed(num_rows)
-            sequence.step_processed(result.num_tokens + num_accepted)
+            if has_one_stage:
+                sequence.processed(result.num_tokens + num_accepted)
+            else:
+                if num_accepted:
+                    sequence.stage_processed(num_accepted)
+                sequence.step_processed(result.num_tokens + num_accepted)
             # In a pipeline, a sequence inside its prompt was paused when its chunk left this stage; if it is RUNNING
             # now, then for its next chunk.
             was_last = has_one_stage or result.token_id is not None
@@ -161,8 +164,7 @@ class SequenceManager:
         if has_jump:
             sequence.give_up_progress(item.start)
         if (num_cached := item.start - sequence.num_tokens_stage_processed) > 0:  # their KV was cached
-            sequence.stage_processed(num_cached)
-            sequence.step_processed(num_cached)
+            sequence.processed(num_cached)
         if has_jump:
             sequence.begin_jump(item.jump.num_rolled_back, item.jump.token_ids)
 

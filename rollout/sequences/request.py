@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from operator import attrgetter
+from typing import ClassVar
 
 from ..completion import Completion, DrawnWith, FinishReason, KeptIds, NextToken, WeightSpan
 from ..grammars.state import GrammarState
@@ -60,9 +62,7 @@ class Request:
         if options.logprob_start_len == 0:
             self.record.begin_prompt()
 
-    @property
-    def id(self) -> str:
-        return self.sequence.id
+    id: ClassVar[str] = property(attrgetter("sequence.id"))  # type: ignore[assignment]  # without a call of Python
 
     @property
     def wants_prompt_logprobs(self) -> bool:

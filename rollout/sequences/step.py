@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ..completion import ListedLogprobs, TopLogprobs
 from ..grammars.jump import NO_JUMP, Jump
@@ -66,21 +66,6 @@ class ScheduledSequence(NamedTuple):  # one a sequence and step: a tuple takes a
         return self.num_tokens + len(self.draft.token_ids)
 
 
-T = TypeVar("T")
-
-
-class _ComputedOnce(Generic[T]):
-    """A property that is computed at its first use: functools.cached_property without the lock that it takes before
-    Python 3.12."""
-
-    def __init__(self, compute: Callable[[Any], T]) -> None:
-        self._compute, self._name = compute, compute.__name__
-
-    def __get__(self, instance: Any, _: object = None) -> T:
-        value = instance.__dict__[self._name] = self._compute(instance)
-        return value
-
-
 @dataclass(frozen=True)
 class ScheduleOutput:
     """The schedule of one step. Managers apply it in this order: ignored, exhausted, preempted, scheduled."""
@@ -91,9 +76,18 @@ class ScheduleOutput:
     ignored: tuple[tuple[str, str], ...] = ()  # (id, why it can never run)
     exhausted: tuple[tuple[str, str], ...] = ()  # (id, why): lone sequences larger than the pool, ended with "length"
 
-    @_ComputedOnce
-    def num_rows(self) -> int:
-        return sum([item.num_tokens + len(item.draft.token_ids) for item in self.scheduled])
+    num_rows: int = field(init=False, compare=False, repr=False)  # drafts' rows included
+    has_drafts: bool = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        num_rows, has_drafts = 0, False
+        for item in self.scheduled:
+            num_rows += item.num_tokens
+            if item.draft is not NO_DRAFT:
+                num_rows += len(item.draft.token_ids)
+                has_drafts = True
+        object.__setattr__(self, "num_rows", num_rows)
+        object.__setattr__(self, "has_drafts", has_drafts)
 
     @property
     def has_one_token_each(self) -> bool:
@@ -101,10 +95,6 @@ class ScheduleOutput:
         if not self.has_drafts:
             return self.num_rows == len(self.scheduled)  # none has no token
         return all(item.num_tokens == 1 for item in self.scheduled)
-
-    @_ComputedOnce
-    def has_drafts(self) -> bool:
-        return any(item.draft is not NO_DRAFT for item in self.scheduled)
 
 
 @dataclass(slots=True)

@@ -31,8 +31,8 @@ PLACES = {
         "completion errors giving_way grammars loop model replica request_options sampling_params sequences speculation"
     ),
     "rollout.loop": (
-        "check completion config errors grammars kv model ranks receipt replica reports running scheduling sequences "
-        "speculation states"
+        "check completion config errors grammars kv model nothing ranks receipt replica reports running scheduling "
+        "sequences speculation states"
     ),
     "rollout.replica": (
         "completion errors grammars kv model ranks reports request_options running sampling_params sequences states"
@@ -44,7 +44,7 @@ PLACES = {
     "rollout.states": "errors model sequences",
     "rollout.model": "errors ranks sharding",
     "rollout.check": "model",
-    "rollout.reports": "completion sequences",
+    "rollout.reports": "completion nothing sequences",
     "rollout.sequences": "completion errors grammars request_options sampling_params",
     "rollout.sharding": "ranks",
     "rollout.grammars": "errors giving_way sampling_params",
@@ -56,6 +56,7 @@ PLACES = {
     "rollout.errors": "",
     "rollout.sampling_params": "stop_patterns",
     "rollout.giving_way": "",
+    "rollout.nothing": "",
     "rollout.one_process": "",
     "rollout.stop_patterns": "",
     "weight_sync.transports": "delta disk errors group layout manifest same_host target",
