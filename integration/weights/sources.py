@@ -166,13 +166,17 @@ def from_folder(
 
 
 def _write_all(named_tensors: NamedTensors, sink: Sink) -> Sequence[TensorSpec]:
-    """Write whole tensors as they come. A list of tensors is checked as a whole before the first byte."""
+    """Write whole tensors as they come. A list of tensors is checked as a whole before the first byte. Raises
+    ValueError for a name that comes twice, before its second tensor is written."""
     is_whole = isinstance(named_tensors, Sequence)
     if is_whole:
         sink.expect(specs_of(named_tensors))
-    specs = []
+    specs, seen = [], set()
     for name, tensor in named_tensors:
         spec = TensorSpec.of(name, tensor)
+        if name in seen:
+            raise ValueError(f"the update does not fit: {name}: named more than once")
+        seen.add(name)
         if not is_whole:
             sink.expect([spec])
         sink.write(name, 0, byte_view(tensor))

@@ -101,6 +101,15 @@ def test_an_update_that_is_refused_before_its_first_byte_changes_nothing_at_all(
     assert standing(service) == before
 
 
+@pytest.mark.parametrize("kind", [list, iter], ids=["list", "iterator"])
+def test_a_name_that_comes_twice_is_refused_and_leaves_the_old_weights(service, newer, kind):
+    before, expected = standing(service)[:2], answer(service)
+    twice = [*named(newer), *only(newer, NORM)]
+    with pytest.raises(ValueError, match=f"{NORM}: named more than once"):
+        service.update_weights_from_named_tensors(kind(twice), weight_version="1")
+    assert standing(service)[:2] == before and answer(service) == expected
+
+
 def test_an_update_without_a_byte_to_write_does_not_stop_the_engine(service, model):
     with pytest.raises(TransferFailed, match="did not arrive"):
         service.sessions.update(
