@@ -35,6 +35,21 @@ def gaps(ranges: Ranges, start: int, stop: int) -> Ranges:
     return tuple((a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b)
 
 
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Return whether elements of a tensor share memory, as after `expand`: they cannot be written one by one.
+
+    Strides that interleave, which torch does not make by itself, count too.
+    """
+    if tensor.is_contiguous():
+        return False
+    last = 0  # offset of the last element in the dimensions so far, those of the smallest strides
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= last:
+            return True
+        last += stride * (size - 1)
+    return False
+
+
 class FlatBytes:
     """The bytes of a tensor's elements in row-major order, to read and to overwrite in place."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import Poisoned, SessionError
 from ..layout.bucket import byte_view
-from ..layout.flat_bytes import Ranges, gaps, overlaps
+from ..layout.flat_bytes import Ranges, gaps, overlaps, overlaps_itself
 from ..layout.shard_bytes import Shard, ShardBytes
 from ..manifest import NamedTensors, TensorSpec, dtype_name
 from .coverage import Resident
@@ -40,7 +40,9 @@ class WeightTransaction:
     bytes of the whole tensor, and only this rank's part is kept; so every rank of a sharded model can be given the same
     update, and checks that all of it came.
 
-    Raises ValueError listing aliases of unknown tensors, names that come twice and tensors that share their memory.
+    Raises ValueError listing aliases of unknown tensors, names that come twice and tensors that share their memory. A
+    tensor whose own elements share memory is not written: `expect` and the writes refuse it, and under full coverage,
+    where it is required, so does this.
     Used by one thread at a time. The tensors must keep their memory as long as the transaction exists.
     """
 
@@ -69,6 +71,9 @@ class WeightTransaction:
         absent = [(spec, True) for spec in elsewhere] + [(spec, False) for spec in optional_elsewhere]
         names_elsewhere = {spec.name for spec, _ in absent}
         _check_tensors([(name, tensor) for name, tensor, _ in named], self._aliases, names_elsewhere)
+        self._overlapping = {name for name, tensor, _ in named if overlaps_itself(tensor)}
+        if coverage == "full" and (wrong := [n for n, _, required in named if required and n in self._overlapping]):
+            raise ValueError(_overlap(", ".join(wrong)))
         parts = shards or {}
         self._tensors = {n: Resident(ShardBytes(n, t, parts.get(n)), required) for n, t, required in named}
         self._tensors |= {spec.name: Resident(ShardBytes.nothing(spec), required) for spec, required in absent}
@@ -92,6 +97,8 @@ class WeightTransaction:
             if entry is None:
                 wrong.append(f"{spec.name}: not a tensor of this model")
                 continue
+            if entry.spec.name in self._overlapping:
+                wrong.append(_overlap(spec.name))
             if spec.shape != entry.spec.shape:
                 wrong.append(f"{spec.name}: shape {list(spec.shape)}, resident {list(entry.spec.shape)}")
             if spec.dtype != entry.spec.dtype:
@@ -299,6 +306,8 @@ class WeightTransaction:
     def _entry_to_write(self, name: str, start: int, stop: int) -> Resident:
         self._require("open")
         entry = self._entry(name)
+        if entry.spec.name in self._overlapping:
+            raise ValueError(_overlap(name))
         size = entry.spec.dtype.itemsize
         if not 0 <= start <= stop <= entry.held.num_bytes or start % size or stop % size:
             raise ValueError(f"{entry.spec.describe()}: [{start}, {stop}) is no range of whole elements in it")
@@ -335,6 +344,13 @@ def _check_tensors(named: Sequence[tuple[str, Tensor]], aliases: Mapping[str, st
     wrong += [f"alias {alias} is a tensor of its own" for alias in aliases if alias in known]
     if wrong:
         raise ValueError("; ".join(wrong))
+
+
+def _overlap(name: str) -> str:
+    return (
+        f"{name}: elements of the resident tensor share memory, as after expand(), so that it cannot be written: give "
+        "each its own (tensor.data = tensor.data.contiguous())"
+    )
 
 
 def _checked_elements(entry: Resident, name: str, positions: Tensor, values: Tensor) -> Tensor:

@@ -132,6 +132,33 @@ def test_buffers_of_checkpoints_are_a_part_of_the_model(make_model, shm, transpo
     service.close()
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("kind", ["parameter", "buffer"])
+def test_a_tensor_whose_elements_share_memory_is_refused_before_any_write(make_model, shm, transport, kind):
+    model = make_model("qwen3")
+    model.model.register_buffer("scales", torch.ones(5))
+    hosted = copy.deepcopy(model)
+    if kind == "buffer":
+        name, shared = "model.scales", hosted.model.scales
+    else:
+        name, shared = "model.norm.weight", hosted.model.norm.weight
+    shared.data = torch.ones(1).expand(shared.shape)
+    service = RolloutService(
+        Engine(hosted, EngineConfig(kv_cache="16 blocks", max_num_seqs=4)), ServiceConfig(shared_memory_folder=shm)
+    )
+    pusher = WeightPusher([LocalTarget(service)], TRANSPORTS[transport](shm), timeout_s=PATIENCE)
+    before, expected = standing(service), service.engine.generate([[1, 2, 3]], PARAMS)[0].token_ids
+    train(model)
+    with pytest.raises(PushFailed, match=f"{name}: elements of the resident tensor share memory.*contiguous"):
+        pusher.push(model, "1")
+    assert standing(service) == before and not service.engine.is_paused
+    assert service.engine.generate([[1, 2, 3]], PARAMS)[0].token_ids == expected
+    shared.data = shared.data.contiguous()
+    assert pusher.push(model, "1").digest == model_digest(trainer_tensors(model)) == service.model_digest()
+    pusher.close()
+    service.close()
+
+
 def test_a_target_that_was_paused_stays_so_and_the_others_go_on(make_pusher, services, model):
     services[1].engine.pause_generation("in_place")
     train(model)

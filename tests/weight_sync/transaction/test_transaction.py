@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.weight_sync.errors import Poisoned, SessionError
 from lockstep.weight_sync.layout.bucket import byte_view
-from lockstep.weight_sync.layout.flat_bytes import add_range, gaps, overlaps
+from lockstep.weight_sync.layout.flat_bytes import add_range, gaps, overlaps, overlaps_itself
 from lockstep.weight_sync.manifest import TensorSpec, specs_of
 from lockstep.weight_sync.transaction.transaction import WeightTransaction
 from lockstep.weight_sync.transaction.undo import UndoArena
@@ -58,6 +58,41 @@ def noise(tensor: torch.Tensor, seed: int = 99) -> torch.Tensor:
 def write_all(transaction: WeightTransaction, tensors: dict[str, torch.Tensor], seed: int = 99) -> None:
     for name, tensor in tensors.items():
         transaction.write(name, 0, noise(tensor, seed))
+
+
+@pytest.mark.parametrize("coverage", ["full", "partial"])
+def test_a_tensor_whose_elements_share_memory_is_refused_and_the_others_are_restored(coverage):
+    tensors = model()
+    before, shared = snapshot(tensors), torch.ones(1).expand(5)
+    transaction = WeightTransaction(tensors.items(), optional=[("shared", shared)], coverage=coverage)
+    write_all(transaction, tensors)
+    refused = "shared: elements of the resident tensor share memory"
+    with pytest.raises(ValueError, match=refused):
+        transaction.expect([TensorSpec("shared", torch.float32, (5,))])
+    with pytest.raises(ValueError, match=refused):
+        transaction.write("shared", 0, byte_view(torch.zeros(5)))
+    with pytest.raises(ValueError, match=refused):
+        transaction.destination("shared", 0, 8)
+    with pytest.raises(ValueError, match=refused):
+        transaction.write_elements("shared", torch.tensor([1]), torch.tensor([2.0]))
+    transaction.rollback()
+    assert transaction.state == "rolled_back" and snapshot(tensors) == before and shared.tolist() == [1] * 5
+
+
+def test_required_tensors_whose_elements_share_memory_are_named_before_an_update_of_all_begins():
+    one, two = torch.ones(1, 4).expand(3, 4), torch.ones(9).unfold(0, 3, 1)
+    required = [("plain", torch.ones(3)), ("one", one), ("two", two)]
+    with pytest.raises(ValueError, match=r"^one, two: elements .* share memory"):
+        WeightTransaction(required)
+    transaction = WeightTransaction(required, coverage="partial")
+    transaction.write("plain", 0, byte_view(torch.zeros(3)))
+    transaction.commit()
+
+
+def test_slices_turned_tensors_and_those_of_one_element_share_no_memory():
+    whole = torch.zeros(2, 3, 4)
+    apart = [whole, whole.permute(2, 0, 1), whole[:, 1:, ::2], whole[:1, :1, :1].expand(1, 1, 1), whole[:0].mT]
+    assert not any(map(overlaps_itself, [*apart, *model().values()]))
 
 
 # -- permitted writes -------------------------------------------------------------------------------------------------
