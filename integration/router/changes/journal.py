@@ -21,6 +21,8 @@ from ..fleet.durable_file import remove_file, replace_file
 
 logger = logging.getLogger(__name__)
 
+_LATEST = 1 << 40  # seconds since the epoch
+
 
 class JournalUnwritable(OSError):
     """The journal cannot be written, so no update may begin."""
@@ -63,7 +65,8 @@ class UpdateJournal:
     """A journal of at most one entry, in a file that only its owner can read. Its methods block on the disk: call them
     in a thread.
 
-    Raises ValueError where all users can write in the folder, or another router uses the file.
+    Raises ValueError where all users can write in the folder, or another router uses the file; OSError, with its path,
+    for a file that cannot be read or locked.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +82,17 @@ class UpdateJournal:
         except BlockingIOError:
             os.close(self._lock)
             raise ValueError(f"another router uses the journal {path}: give each one its own") from None
-        self.entry = self._read()
+        except OSError as error:
+            os.close(self._lock)
+            raise OSError(
+                error.errno,
+                f"the journal {path} cannot be locked ({error.strerror}): choose a folder whose file system has locks",
+            ) from error
+        try:
+            self.entry = self._read()
+        except OSError:
+            os.close(self._lock)
+            raise
         if self.entry is not None:
             logger.error("journal %s: %s", path, self.entry.failure)
 
@@ -148,7 +161,24 @@ class UpdateJournal:
         try:
             targets = tuple(TargetRecord(**target) for target in values.pop("targets"))
             entry = JournalEntry(targets=targets, **values)
+            _check(entry)
         except (TypeError, KeyError, AttributeError) as error:
             return JournalEntry("?", time.time(), (), failure=f"the journal could not be understood: {error}")
         why = entry.failure or "the router ended in the middle of it"
         return replace(entry, failure=why)
+
+
+def _check(entry: JournalEntry) -> None:
+    """Raise TypeError naming every field of an entry, or of its targets, that has a value of another kind."""
+    is_time = isinstance(entry.started_at, int | float) and not isinstance(entry.started_at, bool)
+    right = {
+        "verb": isinstance(entry.verb, str),
+        "started_at": is_time and 0 <= entry.started_at < _LATEST,
+        "session": isinstance(entry.session, bool),
+        "failure": isinstance(entry.failure, str | None),
+        "url": all(isinstance(target.url, str) for target in entry.targets),
+        "disabled": all(isinstance(target.disabled, bool) for target in entry.targets),
+        "weight_version": all(isinstance(target.weight_version, str | None) for target in entry.targets),
+    }
+    if wrong := [name for name, is_right in right.items() if not is_right]:
+        raise TypeError(f"{', '.join(wrong)} cannot be what it has there")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import stat
 import time
@@ -230,6 +232,44 @@ def test_a_journal_that_cannot_be_read_concerns_everybody(path, text):
     journal = UpdateJournal(path)
     assert journal.is_unresolved and journal.entry.concerns("http://anybody")
     journal.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"started_at": None}, {"started_at": "now"}, {"started_at": math.nan}, {"started_at": 10**400},
+        {"started_at": True}, {"verb": None}, {"session": 1}, {"failure": 3}, {"url": None}, {"disabled": None},
+        {"weight_version": 4},
+    ],
+    ids="{!s:.24}".format,
+)  # fmt: skip
+def test_a_journal_with_values_of_other_kinds_names_them_and_has_an_age(path, wrong):
+    path.parent.mkdir()
+    target = {"url": "http://a:1", "disabled": False, "weight_version": "4"}
+    values = {"verb": "x", "started_at": 5.0, "session": False, "failure": None}
+    for part in (target, values):
+        part |= {name: value for name, value in wrong.items() if name in part}
+    path.write_text(json.dumps(values | {"targets": [target]}))
+    journal = UpdateJournal(path)
+    assert next(iter(wrong)) in journal.entry.failure and journal.entry.concerns("http://anybody")
+    assert journal.entry.age_s >= 0 and journal.report()["unresolved"]
+    journal.close()
+
+
+def test_a_journal_that_is_a_folder_is_named_and_its_lock_is_released(path):
+    path.mkdir(parents=True)
+    for _ in range(2):
+        with pytest.raises(IsADirectoryError, match=r"journal\.json"):
+            UpdateJournal(path)
+
+
+def test_a_journal_on_a_file_system_without_locks_is_named(path, monkeypatch):
+    def no_locks(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr("fcntl.flock", no_locks)
+    with pytest.raises(OSError, match=r"the journal .*journal\.json cannot be locked .No locks available.: choose"):
+        UpdateJournal(path)
 
 
 def test_a_journal_that_cannot_be_written_says_so_and_keeps_the_old_entry(path):
