@@ -23,7 +23,8 @@ from ..manifest import TensorSpec, dtype_name
 HEADER_BYTES = 64 << 10  # reserved at the start of a file: its tensors are not known before they are written
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses larger ones too
 COPY_BYTES = 16 << 20  # copied from a GPU at once
-_METADATA = '"__metadata__":{"format":"pt"}'  # transformers refuses files without it
+_OWN_NAME = "__metadata__"  # of a header's entry that is no tensor
+_METADATA = f'"{_OWN_NAME}":{{"format":"pt"}}'  # transformers refuses files without it
 
 DTYPE_CODES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -69,9 +70,9 @@ def read_header(file: IO[bytes], name: str, num_bytes: int) -> tuple[list[Stored
     except ValueError as error:
         return [], [f"{name}: its header {error}"]
     problems: list[str] = []
-    metadata = values.pop("__metadata__", {})
+    metadata = values.pop(_OWN_NAME, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        problems.append(f"{name}: __metadata__ is not a map of strings")
+        problems.append(f"{name}: {_OWN_NAME} is not a map of strings")
     found: list[tuple[int, int, TensorSpec]] = []
     for tensor_name, entry in values.items():
         try:
@@ -122,7 +123,7 @@ class ShardWriter:
         return self._header_bytes == 0 or self._length([*self._entries, self._entry(spec)]) <= self._header_bytes
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor. Raises ValueError for a dtype that safetensors does not know."""
+        """Append a tensor. Raises ValueError for a dtype that safetensors does not know, and for its own name."""
         entry = self._entry(TensorSpec.of(name, tensor))
         if self._header_bytes == 0:
             # 8 bytes of length and the header together end at a multiple of 64, so the first tensor is aligned.
@@ -141,6 +142,8 @@ class ShardWriter:
         self._file.write(struct.pack("<Q", self._header_bytes) + header.ljust(self._header_bytes, b" "))
 
     def _entry(self, spec: TensorSpec) -> str:
+        if spec.name == _OWN_NAME:
+            raise ValueError(f"{_OWN_NAME}: safetensors keeps this name for a file's metadata: rename the tensor")
         if spec.dtype not in _CODE_OF:
             raise ValueError(f"{spec.name}: safetensors has no code for {dtype_name(spec.dtype)}")
         offsets = [self.num_bytes, self.num_bytes + spec.num_bytes]

@@ -112,6 +112,20 @@ def test_dtypes_that_safetensors_lacks_are_refused_and_leave_no_folder(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_tensor_of_the_name_that_safetensors_keeps_for_itself_is_refused_and_leaves_no_folder(tmp_path):
+    with pytest.raises(ValueError, match="__metadata__: safetensors keeps this name"):
+        save_folder(tmp_path / "m", [("a", torch.zeros(2)), ("__metadata__", torch.zeros(2))])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metadata_of_other_writers_is_read_over(tmp_path):
+    tensors = {"a": random_tensor(torch.float32, (3, 5))}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt", "steps": "7", "of": 'ü "x"\n'})
+    resident, transaction = resident_like(tensors)
+    load_folder(tmp_path, transaction)
+    assert equal(resident, tensors)
+
+
 def test_a_transformers_checkpoint_loads(tmp_path, make_model):
     theirs = make_model("qwen3", torch.bfloat16)
     theirs.save_pretrained(tmp_path / "m", max_shard_size="100KB")
