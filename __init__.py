@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from .rollout.completion import Completion as Completion
     from .rollout.config import EngineConfig as EngineConfig
     from .rollout.engine import Engine as Engine
+    from .rollout.request_options import RequestOptions as RequestOptions
     from .rollout.sampling_params import SamplingParams as SamplingParams
 
     __version__: str
@@ -19,11 +20,12 @@ _MODULES = {
     "Completion": "rollout.completion",
     "Engine": "rollout.engine",
     "EngineConfig": "rollout.config",
+    "RequestOptions": "rollout.request_options",
     "RolloutService": "integration.service",
     "SamplingParams": "rollout.sampling_params",
 }
 
-__all__ = ["Completion", "Engine", "EngineConfig", "RolloutService", "SamplingParams"]
+__all__ = ["Completion", "Engine", "EngineConfig", "RequestOptions", "RolloutService", "SamplingParams"]
 
 
 def __getattr__(name: str) -> object:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import get_type_hints
 
 import pytest
 
@@ -26,6 +27,12 @@ def test_every_public_name_exists(name):
     assert getattr(lockstep, name).__name__ == name
     exec(f"from lockstep import {name} as found", namespace := {})
     assert namespace["found"] is getattr(lockstep, name)
+
+
+@pytest.mark.parametrize("call", ["generate", "agenerate", "stream", "astream", "add"])
+def test_the_options_that_a_public_call_takes_are_a_public_name(call):
+    hints = str(get_type_hints(getattr(lockstep.Engine, call))["options"])
+    assert f"{lockstep.RequestOptions.__module__}.RequestOptions" in hints
 
 
 def test_the_version_is_the_packages():
