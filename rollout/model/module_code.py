@@ -5,7 +5,8 @@ computation is wrong, KV that is computed again is only late.
 
 settings   plain attributes of a part, such as scales and windows. One that is added after the first look counts if code
            of the module names it, so that a counter which a trainer puts on does not.
-forwards   those that instances have of their own, without an engine's numerics and torch.compile.
+forwards   those that instances have of their own, without an engine's numerics and torch.compile, and those of the
+           parts' classes.
 hooks      equal where function, closure, defaults and globals are plain values, functions, things of torch and parts of
            the module. What other objects hold is not compared: a hook that reads some is another one whenever it is
            registered.
@@ -44,6 +45,7 @@ class ModuleCode:
         self._settings: list[dict[str, Any]] = []
         self._functions: list[object] = []
         self._names: set[str] = set()  # of the settings at the first look
+        self._of_classes: dict[int, tuple[object, object]] = {}  # forwards of classes by id, each with its mark
 
     def note_forwards(self) -> None:
         """Note the forwards of instances as they are now, without any engine's."""
@@ -64,6 +66,7 @@ class ModuleCode:
         pairs = zip(self._own_forwards(), self._installed, strict=True)
         functions = [index if own is mine else self._mark_of(own) for index, (own, mine) in enumerate(pairs)]
         functions += [*self._forwards, *(mark for part in self._parts for mark in self._hooks_of(part))]
+        functions += self._marks_of_classes()
         changed = self._changed(settings) if settings != self._settings else []  # the first look finds functions
         if functions != self._functions:
             changed.append("forwards or hooks")
@@ -73,6 +76,13 @@ class ModuleCode:
 
     def _own_forwards(self) -> list[object]:
         return [vars(part).get("forward") for part in self._parts]
+
+    def _marks_of_classes(self) -> list[object]:
+        """Return the marks of the forwards of the parts' classes. That of a function which is still there stays."""
+        found = {id(forward): forward for forward in map(class_forward, dict.fromkeys(map(type, self._parts)))}
+        if found.keys() != self._of_classes.keys():
+            self._of_classes = {id: (forward, self._mark_of(forward)) for id, forward in found.items()}
+        return [mark for _, mark in self._of_classes.values()]
 
     def _changed(self, settings: list[dict[str, Any]]) -> list[str]:
         """Return the names of the settings that are others now, without those that no code names."""
@@ -109,6 +119,11 @@ class ModuleCode:
             own = vars(part)
             for function in (own.get("forward"), *(hook for hooks in _HOOKS for hook in own[hooks].values())):
                 yield from (function, *vars(type(getattr(function, "__self__", function))).values())
+
+
+def class_forward(kind: type) -> object:
+    """Return the forward of a class, or that which it inherits, as it stands in the class."""
+    return next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
 
 
 class _Same:

@@ -30,6 +30,7 @@ from ..sharding.division import Division
 from ..sharding.tp_plan import SUMS
 from .experts import GROUPED, REDUCTION, grouped_routes, is_experts
 from .last_layer import LastLayer
+from .module_code import class_forward
 from .operations.functions import ReplacedFunctions, invariant_functions, outside_modes
 from .operations.fused_layers import fused_forward, gates_by_halves, is_gated_mlp, silu_as_gated
 from .operations.shared_input import SharedInput, siblings_of
@@ -74,6 +75,8 @@ class Numerics:
             self._plan_invariant(module, self.guarantee)
             if division.mesh.num_ranks == 1:  # ranks would have to leave out the same rows
                 self.last_layer = LastLayer.of(module, division.layers.stop - 1)
+        kinds = {type(module) for module, name, _ in self._patches if name == "forward"}
+        self._replaced = {kind: class_forward(kind) for kind in kinds}  # forwards of classes that these stand for
 
     def describe(self) -> str:
         """Return one line for people: the guarantee, its operations, and the number of the definition of draws."""
@@ -82,12 +85,10 @@ class Numerics:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Run the module with these operations. Changes only instance attributes, and restores them."""
+        """Run the module with these operations. Changes only instance attributes, and restores them. Raises ValueError
+        for parts that have another forward than the one that was replaced, of their own or of their class."""
         if self._depth == 0:
-            hooked = [module for module, name, _ in self._patches if name in vars(module)]
-            if hooked:
-                names = sorted({type(module).__name__ for module in hooked})
-                raise ValueError(f"modules with a forward of their own cannot be hosted: {', '.join(names)}")
+            self._refuse_other_forwards()
             for module, name, value in self._patches:
                 setattr(module, name, value)
             for module in self._entrances:  # a copy's forwards would compute with this module's weights
@@ -108,6 +109,17 @@ class Numerics:
                     delattr(module, name)
                 for module in self._entrances:
                     del vars(module)[_COPY]
+
+    def _refuse_other_forwards(self) -> None:
+        hooked = [module for module, name, _ in self._patches if name in vars(module)]
+        if hooked:
+            names = sorted({type(module).__name__ for module in hooked})
+            raise ValueError(f"modules with a forward of their own cannot be hosted: {', '.join(names)}")
+        if changed := [kind.__name__ for kind, own in self._replaced.items() if class_forward(kind) is not own]:
+            raise ValueError(
+                f"{', '.join(sorted(changed))}: the forward of the class was changed after the engine was made, which "
+                "computes these modules itself: change it before the engine is made, or make the engine anew"
+            )
 
     def around(self, function: Callable[..., object]) -> Callable[..., object]:
         """Return the function under the mode that replaces functions of torch."""

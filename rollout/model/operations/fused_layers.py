@@ -66,7 +66,7 @@ def _norm_forward(module: nn.Module) -> Forward | None:
     eps = getattr(module, name, None)
     if not isinstance(eps, float):
         return None
-    rule = _norm_rule(cast(Hashable, type(module)), eps)
+    rule = _norm_rule(cast(Hashable, type(module)), type(module).forward, eps)
     if rule is None:
         return None
     own = module.forward
@@ -84,9 +84,10 @@ def _norm_forward(module: nn.Module) -> Forward | None:
 
 
 @cache
-def _norm_rule(kind: type[nn.Module], eps: float) -> NormRule | None:
-    """Return the rule that gives the bits of `kind`'s forward on a trial input. It has tiny numbers, so eps matters."""
-    if _parameters_of(kind.forward) != 2:
+def _norm_rule(kind: type[nn.Module], own: Forward, eps: float) -> NormRule | None:
+    """Return the rule that gives the bits of `kind`'s forward, `own`, on a trial input. It has tiny numbers, so eps
+    matters."""
+    if _parameters_of(own) != 2:
         return None
     generator = torch.Generator().manual_seed(0)
     rules = [NormRule(eps, offset, first) for offset, first in _NORM_RULES]
@@ -101,7 +102,7 @@ def _norm_rule(kind: type[nn.Module], eps: float) -> NormRule | None:
         x = torch.randn(3, 5, 48, generator=generator, dtype=torch.float32) * sizes[:, None, None]
         x = x.to(dtype)
         try:
-            found = kind.forward(stand_in, x)
+            found = own(stand_in, x)
         except _UNLIKE:
             return None
         rules = [rule for rule in rules if _same(found, reference_rms_norm(x, weight, rule))]
@@ -145,7 +146,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
     children = dict(module.named_children())
     if set(children) != {"gate_proj", "up_proj", "down_proj", "act_fn"} or list(module.parameters(recurse=False)):
         return False
-    return type(children["act_fn"]) in _SILU and _is_gated_mlp(cast(Hashable, type(module)))
+    return type(children["act_fn"]) in _SILU and _is_gated_mlp(type(module).forward)
 
 
 def gates_by_halves(experts: nn.Module) -> bool:
@@ -197,9 +198,9 @@ def needs_grad(x: Tensor, layers: Iterable[nn.Module]) -> bool:
 
 
 @cache
-def _is_gated_mlp(kind: type[nn.Module]) -> bool:
-    """Return whether its forward is down(act(gate(x)) * up(x)) and reads only these four children."""
-    if _parameters_of(kind.forward) != 2:
+def _is_gated_mlp(forward: Forward) -> bool:
+    """Return whether a class's forward is down(act(gate(x)) * up(x)) and reads only these four children."""
+    if _parameters_of(forward) != 2:
         return False
     generator = torch.Generator().manual_seed(0)
     gate, up, down = (torch.randn(6, 6, generator=generator, dtype=torch.float64) for _ in range(3))
@@ -208,7 +209,7 @@ def _is_gated_mlp(kind: type[nn.Module]) -> bool:
     )
     x = torch.randn(2, 3, 6, generator=generator, dtype=torch.float64)
     try:
-        found = kind.forward(stand_in, x)
+        found = forward(stand_in, x)
     except _UNLIKE:
         return False
     return _same(found, (torch.sin(x @ gate) * (x @ up)) @ down)

@@ -69,7 +69,7 @@ def test_a_function_that_was_put_into_a_class_changes_the_description(make_model
     before = described(model)
     monkeypatch.setattr(Qwen3RMSNorm, "forward", lambda self, x: self.weight * x)
     patched = described(model)
-    monkeypatch.setattr(Qwen3RMSNorm, "forward", OtherMLP.forward)
+    monkeypatch.setattr(Qwen3RMSNorm, "forward", lambda self, x: self.weight + x)
     assert len({before, patched, described(model)}) == 3
 
 

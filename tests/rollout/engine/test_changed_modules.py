@@ -116,6 +116,52 @@ def test_kv_of_other_settings_forwards_or_hooks_is_not_used_again(make_model, ch
     assert caplog.text.count("are others") == 1
 
 
+def doubled(model: torch.nn.Module, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Double what a class of the first layer's parts, or of the layer itself, computes."""
+    kind = type(model.model.layers[0].get_submodule(part))
+    own = kind.forward
+
+    def forward(self, *args, **kwargs):
+        found = own(self, *args, **kwargs)
+        return (2 * found[0], *found[1:]) if isinstance(found, tuple) else 2 * found
+
+    monkeypatch.setattr(kind, "forward", forward)
+
+
+@pytest.mark.parametrize(("part", "invariant"), [("", True), ("", False), ("mlp", False), ("input_layernorm", False)])
+def test_kv_of_another_forward_of_a_class_is_not_used_again(make_model, part, invariant, monkeypatch, caplog):
+    model = make_model("qwen3")
+    engine = make(model, invariant=invariant)
+    before = engine.generate([PROMPT], sampled())[0]
+    doubled(model, part, monkeypatch)
+    found = engine.generate([PROMPT], sampled())[0]
+    assert found.num_cached_tokens == 0 and found.logprobs != before.logprobs
+    assert found.logprobs == make(model, invariant=invariant).generate([PROMPT], sampled())[0].logprobs
+    assert engine.generate([PROMPT], sampled())[0].num_cached_tokens > 0
+    assert caplog.text.count("are others than in the rollout phase before") == 1
+    monkeypatch.undo()
+    again = engine.generate([PROMPT], sampled())[0]
+    assert again.num_cached_tokens == 0 and again.logprobs == before.logprobs
+
+
+@pytest.mark.parametrize("part", ["mlp", "mlp.gate_proj", "mlp.act_fn", "input_layernorm", "self_attn"])
+def test_another_forward_of_a_class_that_the_engine_computes_itself_is_refused(make_model, part, monkeypatch):
+    model = make_model("qwen3")
+    engine = make(model)
+    expected = engine.generate([PROMPT], sampled())[0].logprobs
+    doubled(model, part, monkeypatch)
+    name = type(model.model.layers[0].get_submodule(part)).__name__
+    for use in (lambda: engine.generate([PROMPT], sampled()), lambda: engine.model.training_numerics().__enter__()):
+        with pytest.raises(ValueError, match=f"^{name}: the forward of the class was changed after the engine"):
+            use()
+    assert not engine.has_work and not engine.model.in_rollout_phase
+    if part in ("mlp", "input_layernorm", "self_attn"):  # its own code calls the operations
+        found = make(model).generate([PROMPT], sampled())[0].logprobs
+        assert found != expected
+    monkeypatch.undo()
+    assert engine.generate([PROMPT], sampled())[0].logprobs == expected
+
+
 def test_an_attention_that_is_replaced_inside_the_phase_generates_nothing(make_model):
     model = make_model("qwen3")
     engine = make(model)
