@@ -136,7 +136,7 @@ class SessionManager:
 
         Raises SessionError where no session is open, ValueError listing names that were not written, and
         DigestMismatch: an explicit session stays open without the tensors that differ, and sending them again repairs
-        it; an implicit one is rolled back.
+        it; an implicit one is rolled back. Raises Poisoned where they cannot be restored: the session has ended.
         """
         with self._locked("verify", timeout_s):
 
@@ -151,20 +151,19 @@ class SessionManager:
             transaction = session.transaction
             try:
                 differing = not_as(self._host, digests, list(digests))
-            except BaseException as error:
-                if not self._peers.is_alone:  # a rank is lost, and its part of the session with it
+                session.verified |= {transaction.tensor_name(name) for name in digests}
+                session.verified -= {transaction.tensor_name(name) for name in differing}
+                if session.explicit:
+                    transaction.restore(differing)
+            except BaseException as error:  # a rank is lost, and its part of the session with it, or there is no undo
+                if not self._peers.is_alone or transaction.state == "poisoned":
                     self._roll_back(session, f"verify: {error}")
                 raise
-            session.verified |= {transaction.tensor_name(name) for name in digests}
-            session.verified -= {transaction.tensor_name(name) for name in differing}
-            if not differing:
-                return
-            if session.explicit:
-                transaction.restore(differing)
-                raise DigestMismatch(differing, REPAIR_NOW)
-            mismatch = DigestMismatch(differing, REPAIR_IN_A_SESSION)
-            self._roll_back(session, str(mismatch))
-            raise mismatch
+            if differing:
+                mismatch = DigestMismatch(differing, REPAIR_NOW if session.explicit else REPAIR_IN_A_SESSION)
+                if not session.explicit:
+                    self._roll_back(session, str(mismatch))
+                raise mismatch
 
     def name_version(self, version: str, timeout_s: float | None = None) -> None:
         """Set the version under which the open session will commit. Raises SessionError where no session is open."""

@@ -442,6 +442,19 @@ def test_a_mismatch_without_undo_poisons():
     assert replica.state["state"] == "poisoned"
 
 
+def test_a_mismatch_that_verify_finds_without_undo_poisons_and_ends_the_session():
+    replica = Replica()
+    replica.manager.begin("1", undo="none")
+    replica.manager.update("disk", sending(filled(2.0)))
+    with pytest.raises(Poisoned, match="a, b, c cannot be restored"):
+        replica.manager.verify(digests(filled(1.0)))
+    assert replica.state["state"] == "poisoned" and "cannot be restored" in replica.state["why"]
+    assert not replica.manager.is_explicit
+    replica.manager.begin("2")
+    replica.manager.update("disk", sending(filled(1.0)), verify=digests(filled(1.0)))
+    assert replica.manager.commit().verified and replica.values == NEW
+
+
 def test_without_undo_a_commit_stands():
     replica = Replica()
     replica.manager.begin("1", undo="none")

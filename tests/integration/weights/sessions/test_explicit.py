@@ -201,6 +201,20 @@ def test_without_undo_a_failure_poisons(poisoned, newer):
         poisoned.begin_weight_update(coverage="partial")
 
 
+def test_a_mismatch_that_is_found_without_undo_refuses_sampling_at_once(service, newer, model):
+    service.begin_weight_update(weight_version="5", undo="none")
+    service.update_weights_from_named_tensors(named(newer))
+    with pytest.raises(Poisoned, match=f"{NORM} cannot be restored"):
+        service.verify_weight_update({**roots(newer), NORM: roots(model)[NORM]})
+    assert service.state()["weight_update"]["state"] == "poisoned"
+    with pytest.raises(SamplingRefused, match=r"poisoned.*verified"):
+        service.engine.generate([PROMPT], PARAMS)
+    service.begin_weight_update(weight_version="6")
+    service.update_weights_from_named_tensors(named(newer), verify=roots(newer))
+    service.end_weight_update()
+    assert answer(service) == greedy(newer)
+
+
 def test_a_verified_full_update_heals_and_an_unverified_one_does_not(poisoned, newer):
     poisoned.begin_weight_update(weight_version="6")
     poisoned.update_weights_from_named_tensors(named(newer))
