@@ -22,12 +22,12 @@ from ...kernels.sampling.reference import kept_tokens
 from ...kernels.sampling.wanted import wanted_logits
 from ..completion import ListedLogprobs, TopLogprobs
 from ..errors import BrokenLogits
-from ..sampling_params import SamplingParams
+from ..sampling_params import LEAST_BIAS, SamplingParams
 from ..sequences.request import Request
 from .batch import SampledRow
 
 # Larger than every logit, and still finite after division by the lowest temperature: a row always keeps a token.
-_FAR = 1e30
+_FAR = -LEAST_BIAS
 
 
 class Sampled(NamedTuple):
