@@ -19,6 +19,33 @@ static inline Floats product(Floats gate, Floats up) {
   return rounded(silu, T()) * up;
 }
 
+#if defined(__AVX512F__)
+// silu of every bfloat16: of 16 bits, so a table has all its values, those that `product` computes.
+class SiluTable {
+ public:
+  static const SiluTable& get() {
+    static const SiluTable table;
+    return table;
+  }
+  // Returns `product` of 16 gates and their `up`, both widened, in less than half its time while the values that occur
+  // stay in the first cache: they do where many rows follow one another.
+  Floats product(__m256i gate, Floats up) const {
+    const __m512i found = _mm512_i32gather_epi32(_mm512_cvtepu16_epi32(gate), values_, 2);
+    return (Floats)_mm512_slli_epi32(found, 16) * up;
+  }
+
+ private:
+  SiluTable() {
+    for (uint32_t first = 0; first < 1 << 16; first += W) {
+      Words bits;
+      for (int i = 0; i < W; i++) bits[i] = (first + i) << 16;
+      store(values_ + first, gated::product<bf16>((Floats)bits, splat(1.0f)));
+    }
+  }
+  bf16 values_[(1 << 16) + 1] = {};  // the last one is read with the one before, and not used
+};
+#endif
+
 template <typename T>
 inline void multiply_some(const T* gate, const T* up, T* y, int64_t count) {
   int64_t i = 0;

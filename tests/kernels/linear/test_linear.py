@@ -184,6 +184,21 @@ def test_many_rows_have_the_bits_of_few(level: str, count: int, width: int) -> N
 
 @needs_native
 @pytest.mark.parametrize("level", LEVELS)
+def test_every_gate_has_the_same_silu_in_a_product_of_many_rows_as_of_few(level: str) -> None:
+    """Check all values of bfloat16: many rows may look their silu up. Each row's gates are the row of x itself."""
+    entry = entry_point(library_at(level))
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).view(1024, 64)
+    ones = torch.ones(64, dtype=torch.bfloat16)
+    layers = [(torch.eye(64, dtype=torch.bfloat16), None), (torch.zeros(64, 64, dtype=torch.bfloat16), ones)]
+    (many,) = native_products(x, layers, entry, gated=True)
+    few = torch.cat([native_products(rows, layers, entry, gated=True)[0] for rows in x.split(256)])
+    assert torch.equal(many.view(torch.int16), few.view(torch.int16))
+    is_plain = x.isfinite().all(1)
+    torch.testing.assert_close(many[is_plain], F.silu(x[is_plain]), rtol=1e-2, atol=1e-36)
+
+
+@needs_native
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_is_not_finite_stays_in_its_row_and_column(level: str, dtype: torch.dtype) -> None:
     product, nan = product_at(level), float("nan")

@@ -74,12 +74,14 @@ inline void multiply(int sums, int left, int right) {
 #undef _tile_release
 #undef _tile_zero
 #undef _tile_loadd
+#undef _tile_stream_loadd
 #undef _tile_stored
 #undef _tile_dpbf16ps
 #define _tile_loadconfig(from) emulated_amx::load_config(from)
 #define _tile_release() emulated_amx::release()
 #define _tile_zero(tile) emulated_amx::zero(tile)
 #define _tile_loadd(tile, base, stride) emulated_amx::load(tile, base, stride)
+#define _tile_stream_loadd(tile, base, stride) emulated_amx::load(tile, base, stride)
 #define _tile_stored(tile, base, stride) emulated_amx::store(tile, base, stride)
 #define _tile_dpbf16ps(sums, left, right) emulated_amx::multiply(sums, left, right)
 #define syscall(...) 0L  // Linux permits the use of tiles
