@@ -167,9 +167,7 @@ class Engine(OfOneProcess):
     def step(self) -> list[Completion]:
         """Run one step, if not paused; returns the new completions (aborted ones too) that no other call waits for."""
         self.driver.settle()
-        with self.driver.lock:
-            self.driver.run_step()
-            return self.mailboxes.take_unclaimed()
+        return self.driver.run_step(self.mailboxes.take_unclaimed)
 
     def start(self) -> None:
         """Start a thread that runs the steps, so that callers only wait. Does nothing if it is started already. It

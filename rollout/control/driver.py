@@ -150,18 +150,19 @@ class Driver:
         call = self._gate.before_sampling
         return call if call is not None and self._gate.pause_mode is None and self.has_work else None
 
-    def run_step(self) -> None:
-        """Run one step in this thread. Runs nothing while paused, or without requests."""
-        self.process.check()
+    def run_step(self, then: Callable[[], T]) -> T:
+        """Run one step in this thread, and return `then()`, called before another thread has the lock. Runs nothing
+        while paused, or without requests. The caller has checked that the process is the engine's."""
         phase = self._model.phase
         with self.lock:
             phase.enter(admits=False)  # a borrower would need the lock
             try:
-                self.take_inbox(SLICE)
+                self.inbox.hand_over(self._loop.queue, SLICE)
                 self._step()
             finally:
                 self._wake.notify_all()
                 phase.leave(admits=False)
+            return then()
 
     def start(self) -> None:
         """Start a thread that runs the steps. Does nothing if it is started already."""
@@ -273,7 +274,7 @@ class Driver:
                 raise EngineStopped("the engine's loop has ended") from self._failure
             if self._thread is None and self._gate.pause_mode is None:
                 if self._gate.before_sampling is None:  # else settle comes first
-                    self.run_step()
+                    self.run_step(lambda: None)
             else:
                 if self._thread is None:
                     logger.warning("paused (%s): waiting for continue_generation", self._gate.pause_mode)

@@ -80,11 +80,17 @@ class Loop:
         self._committed: Flight | None = None  # the step that is committed and not delivered
         self._too_large: ScheduleOutput | None = None  # the step whose memory was not found
         self._last_commit = 0.0  # of time.perf_counter()
-        self.last_throughput = 0.0  # tokens per second of the newest step
+        self._newest_step: tuple[list[SequenceResult], float] = [], 1.0  # its results and seconds
 
     @property
     def has_work(self) -> bool:
         return self._scheduler.has_work or bool(self._flights) or self._committed is not None
+
+    @property
+    def last_throughput(self) -> float:
+        """Tokens per second of the newest step; 0 before the first one."""
+        results, seconds = self._newest_step
+        return sum(result.token_id is not None for result in results) / seconds
 
     def queue(self, request: Request) -> None:
         """Queue a request. Its id must not be live."""
@@ -254,7 +260,9 @@ class Loop:
             takes = self._managers.engine.takes
             flight.results = [r for r in results if takes(r, flight.requests[r.id])]
             self._managers.on_step_completed(flight.results)
-            accepted = {result.id: len(result.accepted) for result in flight.results if result.accepted}
+            accepted: dict[str, int] = {}
+            if flight.output.has_drafts:
+                accepted = {result.id: len(result.accepted) for result in flight.results if result.accepted}
             self._scheduler.on_step_completed(flight.output, flight.requests, accepted)
             self._drafts.end(flight.output, flight.results)
             self._grammars.end(flight.results)
@@ -377,7 +385,7 @@ class Loop:
         self._metrics.step_seconds += seconds
         self._scheduler.on_step_timed(flight.output, seconds)
         self._drafts.on_step_timed(flight.output, seconds)
-        self.last_throughput = sum([result.token_id is not None for result in flight.results]) / seconds
+        self._newest_step = flight.results, seconds
         if self._trace.is_on:
             usage = self._ledger.usage
             self._trace.counter("blocks", free=usage.num_free, cached=usage.num_cached, held=usage.num_held)

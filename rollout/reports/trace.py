@@ -31,6 +31,7 @@ class Trace:
 
     def __init__(self, path: str | Path | None) -> None:
         self._file: TextIO | None = None
+        self.is_on = False  # whether a file is open: an attribute, which each step reads
         self._lock = threading.Lock()
         self._events: list[dict[str, object]] = []
         self._path: str | None = None  # of the newest file
@@ -38,10 +39,6 @@ class Trace:
         self.num_failures = 0  # traces that ended because their file could not be written
         if path is not None:
             self.open(path)
-
-    @property
-    def is_on(self) -> bool:
-        return self._file is not None
 
     def open(self, path: str | Path) -> None:
         """Write to this file until `close`. Raises ValueError while another is open, OSError if it cannot be
@@ -51,7 +48,7 @@ class Trace:
                 raise ValueError("a trace is being written already")
             self._events = []
             self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115 - until `close`
-            self._path, self._failure = str(path), None
+            self._path, self._failure, self.is_on = str(path), None, True
             self._write("[\n")
 
     def start(self, path: str | Path) -> bool:
@@ -110,11 +107,12 @@ class Trace:
             file.flush()
             if is_last:
                 file.close()
-                self._file = None
+                self._file, self.is_on = None, False
         except OSError as error:
             with suppress(OSError):  # closing tries to write the rest again
                 file.close()
-            self._file, self._failure = None, f"{self._path} cannot be written: {error.strerror or error}"
+            self._file, self.is_on = None, False
+            self._failure = f"{self._path} cannot be written: {error.strerror or error}"
             self.num_failures += 1
             logger.error("the trace has ended, the engine goes on: %s", self._failure)
 

@@ -68,7 +68,8 @@ class _Step:
         if self.is_trusted is False or self._has_hooks():
             return self._run()
         if self.is_trusted and self._record is not None:
-            return self._replay(self._record)
+            results = self._record.replay()
+            return results if results is not None else self._refused()
         if self._record is not None:
             return self._try(self._record)
         self._num_plain += 1
@@ -82,11 +83,11 @@ class _Step:
             self._give_up(recording.refusal)
         return results
 
-    def _replay(self, record: Record) -> Sequence[Tensor]:
-        results = record.replay()
-        if results is None and self._memory is not None:  # the step may have made some of its exchanges
+    def _refused(self) -> Sequence[Tensor]:
+        """Run the step plain after a replay of which a call has refused its input."""
+        if self._memory is not None:  # the step may have made some of its exchanges
             raise RuntimeError("a call of a recorded step refused its input")
-        return self._run() if results is None else results
+        return self._run()
 
     def _try(self, record: Record) -> Sequence[Tensor]:
         """Compare a replay with a plain call, which is right and comes last: it writes what a wrong replay wrote."""

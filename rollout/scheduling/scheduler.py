@@ -59,10 +59,13 @@ class Scheduler:
         self._ledger = ledger
         self._limits = limits
         self._pipelining = pipelining or Pipelining()
+        self._has_one_stage = self._pipelining.num_stages == 1
         self._clock = clock
         self._now = clock()  # time of the newest step
         self._predictor = PrefillTimePredictor(min(limits.chunked_prefill_size, limits.max_num_batched_tokens))
         self._policy: Policy = find_policy(policy)(self._predictor, deadline_multiplier, min_deadline_s)
+        # Takes the seconds of each step: deadlines and slacks are predicted from them.
+        self.on_step_timed: Callable[[ScheduleOutput, float], None] = self._predictor.observe
         self._admission = Admission(ledger, limits.max_model_len, admission_ratio)
         self._queue = self._policy.make_queue()
         self._queued: set[Request] = set()  # waiting, in the queue or parked
@@ -133,10 +136,6 @@ class Scheduler:
                 if has_draft:
                     self._ledger.settle_draft(request, end, num_accepted)
 
-    def on_step_timed(self, output: ScheduleOutput, seconds: float) -> None:
-        """Record the time of a step in seconds. Deadlines and slacks are predicted from it."""
-        self._predictor.observe(output, seconds)
-
     def remove(self, request: Request) -> None:
         """Remove a request that has ended from its queue, and release its blocks."""
         if request in self._running:
@@ -185,7 +184,7 @@ class Scheduler:
     def _continue_running(self, draft: ScheduleDraft) -> None:
         """Add the next rows of running requests: decodes, up to this step's share, then prompts under way."""
         running = self._running
-        max_decodes = self._pipelining.max_decodes(running)
+        max_decodes = None if self._has_one_stage else self._pipelining.max_decodes(running)
         num_decodes = 0
         in_step: set[Request] = set()
         decodes: list[Request] = []
@@ -222,7 +221,9 @@ class Scheduler:
         if num_left != 1:
             num_rows = min(num_left, self._limits.chunked_prefill_size, budget)
             num_rows = self._ledger.num_rows_to_snapshot(request, request.num_processed_ahead, num_rows)
-        return num_rows if self._pipelining.may_run(request, is_last_chunk=num_rows == num_left) else 0
+        if self._has_one_stage or self._pipelining.may_run(request, is_last_chunk=num_rows == num_left):
+            return num_rows
+        return 0
 
     def _make_room(
         self, request: Request, needed: int, in_step: set[Request], draft: ScheduleDraft

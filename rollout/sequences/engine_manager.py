@@ -42,8 +42,10 @@ class EngineSequenceManager(SequenceManager):
 
     def requests_of(self, items: Iterable[ScheduledSequence]) -> dict[str, Request]:
         """Return the live requests of these shares of a step, by id, in order."""
-        requests = self._requests
-        return {item.id: requests[item.id] for item in items}
+        requests, found = self._requests, dict[str, Request]()
+        for item in items:
+            found[item.id] = requests[item.id]
+        return found
 
     def takes(self, result: SequenceResult, request: Request) -> bool:
         """Return whether a result of a step that was launched for `request` is still valid.

@@ -79,7 +79,8 @@ class SequenceManager:
                 continue
             jump = NO_JUMP
             if result.token_id is not None:
-                jump = sequence.settle_jump()
+                if sequence.has_jump:
+                    jump = sequence.settle_jump()
                 if result.accepted:
                     sequence.token_ids += [token.token_id for token in result.accepted]
                 sequence.token_ids.append(result.token_id)

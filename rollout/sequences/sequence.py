@@ -7,7 +7,7 @@ from enum import Enum
 from operator import attrgetter
 
 from ..errors import IllegalTransition
-from ..grammars.jump import NO_JUMP, Jump
+from ..grammars.jump import Jump
 
 
 class State(Enum):
@@ -50,6 +50,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_tokens_step_processed",
         "num_tokens_stage_processed",
+        "has_jump",
         "_state",
         "_replaced",
         "_num_jumped",
@@ -63,7 +64,8 @@ class Sequence:
         self.num_tokens_step_processed = 0
         self.num_tokens_stage_processed = 0
         self._state = State.WAITING
-        self._replaced: list[int] | None = None  # tokens that an unsettled jump replaces; None without one
+        self.has_jump = False  # an unsettled one
+        self._replaced: list[int] | None = None  # tokens that it replaces; None without one
         self._num_jumped = 0  # tokens of that jump
         self.newest_replaced: tuple[int, ...] = ()  # tokens that the jump settled last has replaced
 
@@ -111,23 +113,22 @@ class Sequence:
         assert self._replaced is None and 0 <= num_rolled_back <= self.num_output_tokens, self
         start = self.num_tokens - num_rolled_back
         assert self.num_tokens_stage_processed <= start, self
-        self._replaced, self._num_jumped = self.token_ids[start:], len(token_ids)
+        self.has_jump, self._replaced, self._num_jumped = True, self.token_ids[start:], len(token_ids)
         self.token_ids[start:] = token_ids
 
     def settle_jump(self) -> Jump:
-        """Make the unsettled jump, if there is one, final. Returns it; NO_JUMP without one."""
-        if self._replaced is None:
-            return NO_JUMP
+        """Make the unsettled jump, which there is, final. Returns it."""
+        assert self._replaced is not None, self
         jump = Jump(len(self._replaced), tuple(self.token_ids[self.jump_start :]))
         self.newest_replaced = tuple(self._replaced)
-        self._replaced, self._num_jumped = None, 0
+        self.has_jump, self._replaced, self._num_jumped = False, None, 0
         return jump
 
     def undo_jump(self) -> None:
         """Restore the tokens before the unsettled jump, if there is one. Call `forget_progress` with it."""
         if self._replaced is not None:
             self.token_ids[self.jump_start :] = self._replaced
-            self._replaced, self._num_jumped = None, 0
+            self.has_jump, self._replaced, self._num_jumped = False, None, 0
 
     @property
     def is_prefilling(self) -> bool:

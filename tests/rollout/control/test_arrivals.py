@@ -51,7 +51,7 @@ def ask(engine: Engine, listener: Nobody, num: int = MANY, rid: str = "many") ->
 def test_a_step_takes_up_a_bounded_number_of_requests_in_their_order(engine):
     ids = ask(engine, Nobody())
     for num_steps in (1, 2, 3):
-        engine.driver.run_step()
+        engine.step()
         assert len(engine.parts.sequences.requests()) == num_steps * SLICE
         assert len(engine.driver.inbox) == MANY - num_steps * SLICE
     assert [request.id for request in engine.parts.sequences.requests()] == ids[: 3 * SLICE]
@@ -61,7 +61,7 @@ def test_a_step_takes_up_a_bounded_number_of_requests_in_their_order(engine):
 def test_reports_take_no_requests_from_the_inbox_and_sort_those_that_wait_once(engine, monkeypatch):
     """A report that queued them would keep the lock from the steps for as long as thousands take."""
     ids, scheduler = ask(engine, Nobody()), engine.parts.scheduler
-    engine.driver.run_step()
+    engine.step()
     num_left, num_sorted, sort = len(engine.driver.inbox), [], scheduler.waiting
 
     def counted() -> list[Request]:
@@ -98,11 +98,11 @@ def test_a_step_begins_while_thousands_of_requests_are_made(engine, monkeypatch)
     with pytest.raises(ValueError, match="duplicate request ID detected: many-7"):
         ask(engine, Nobody(), 1, "many-7")
     [later] = ask(engine, Nobody(), 1, "later")
-    engine.driver.run_step()
+    engine.step()
     assert engine.parts.sequences.request(later).arrival_index == 101
     may_go_on.set()
     soon(asking)
-    engine.driver.run_step()
+    engine.step()
     assert engine.parts.sequences.request("many-0").arrival_index == 1
 
 
@@ -121,7 +121,7 @@ def test_requests_of_a_caller_that_leaves_are_aborted_a_bounded_number_at_a_time
     listener, sizes = Nobody(), []
     ids, abort = ask(engine, listener), engine.requests._between_steps.abort_listed
     for _ in range(4):
-        engine.driver.run_step()
+        engine.step()
     assert len(engine.parts.sequences.requests()) == MANY
 
     def counted(these: list[str], reason: object) -> None:
@@ -147,7 +147,7 @@ def test_requests_of_a_caller_that_leaves_are_not_queued_before_they_are_aborted
 def test_a_sequence_that_ends_before_its_caller_has_left_is_passed_over(engine, monkeypatch):
     listener, abort = Nobody(), engine.requests._between_steps.abort_listed
     ids = ask(engine, listener, 3)
-    engine.driver.run_step()
+    engine.step()
 
     def after_another(these: list[str], reason: object) -> None:
         engine.abort_request(ids[0])

@@ -9,7 +9,7 @@ import transformers
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.grammars.catalog import Grammars
-from lockstep.rollout.grammars.jump import NO_JUMP, Jump
+from lockstep.rollout.grammars.jump import Jump
 from lockstep.rollout.grammars.state import GrammarState
 from lockstep.rollout.grammars.token_text import TokenText
 from lockstep.rollout.kv.ledger import KVLedger
@@ -42,7 +42,7 @@ def test_a_jump_that_stands_is_the_output():
     sequence.token_ids += [3, 4]
     sequence.begin_jump(1, [5])
     assert sequence.jump_start == 3 and sequence.settle_jump() == Jump(1, (5,))
-    assert sequence.jump_start is None and sequence.settle_jump() is NO_JUMP
+    assert sequence.jump_start is None and not sequence.has_jump
     assert sequence.settled_output() == [3, 5]
     sequence.begin_jump(0, [6, 7])
     sequence.undo_jump()
