@@ -58,8 +58,7 @@ class FairLock:
     __enter__ = acquire
 
     def __exit__(self, *_: object) -> None:
-        self._num_held -= 1
-        self._inner.release()
+        self.release()  # which looks whose it is: an interrupt may have ended a block between a release and an acquire
 
     def _acquire_restore(self, state: object) -> None:
         with self._turnstile:

@@ -44,9 +44,10 @@ class Intake:
         media_tokens: Mapping[int, str] | None = None,
         *,
         max_model_len: int,
+        eos_token_ids: frozenset[int],
     ) -> None:
         """Create an intake. media_tokens: the kind of media, which are not supported, that a token stands for."""
-        self._max_model_len = max_model_len
+        self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
         self._media_tokens = dict(media_tokens or {})
         self._tokenizer = tokenizer
         self._grammars = grammars
@@ -79,7 +80,8 @@ class Intake:
         if options.logprob_start_len > len(its_ids):
             start = options.logprob_start_len
             raise ValueError(f"logprob_start_len {start} is beyond the {len(its_ids)} prompt tokens")
-        self._check_bias(params.logit_bias or {})
+        if params.logit_bias:
+            self._check_bias(params.logit_bias, params)
         for name, ids in (
             ("token_ids_logprob", options.token_ids_logprob),
             ("draft_token_ids", options.draft_token_ids),
@@ -94,14 +96,20 @@ class Intake:
             self._check_begun(options.begun, params, options)
         return its_ids
 
-    def _check_bias(self, bias: Mapping[int, float]) -> None:
-        """Check that a `logit_bias` names tokens of the vocabulary and leaves one of them. Raises ValueError."""
+    def _check_bias(self, bias: Mapping[int, float], params: SamplingParams) -> None:
+        """Check that a `logit_bias` names tokens of the vocabulary and leaves one of them, which with `min_new_tokens`
+        does not end the output. Raises ValueError."""
         if bad := [id for id in bias if id >= self._vocab_size]:
             raise ValueError(f"logit_bias names tokens {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
-        if len(bias) == self._vocab_size and max(bias.values()) <= LEAST_BIAS:
+        banned, why = {id for id, value in bias.items() if value <= LEAST_BIAS}, ""
+        if banned and params.min_new_tokens > 0:
+            stops = self._eos_token_ids.union(params.stop_token_ids)
+            banned.update(id for id in stops if id < self._vocab_size)
+            why = ", and min_new_tokens those that end the output"
+        if len(banned) == self._vocab_size:
             raise ValueError(
                 f"logit_bias bans all {self._vocab_size} tokens of the vocabulary (minus infinity, or at most "
-                f"{LEAST_BIAS:g}): leave one that can be drawn"
+                f"{LEAST_BIAS:g}){why}: leave one that can be drawn"
             )
 
     def _check_begun(self, begun: Begun, params: SamplingParams, options: RequestOptions) -> None:

@@ -48,6 +48,7 @@ class RequestDesk:
         self._intake = Intake(
             parts.tokenizer, parts.model.vocab_size, parts.config.seed, parts.grammars,
             media_tokens(parts.model.module.config), max_model_len=parts.max_model_len,
+            eos_token_ids=parts.eos_token_ids,
         )  # fmt: skip
 
     # -- without waiting --------------------------------------------------------------------------------------------

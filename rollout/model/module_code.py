@@ -45,7 +45,7 @@ class ModuleCode:
         self._settings: list[dict[str, Any]] = []
         self._functions: list[object] = []
         self._names: set[str] = set()  # of the settings at the first look
-        self._of_classes: dict[int, tuple[object, object]] = {}  # forwards of classes by id, each with its mark
+        self._of_classes: dict[type, tuple[object, object]] = {}  # the forward of each class, with its mark
 
     def note_forwards(self) -> None:
         """Note the forwards of instances as they are now, without any engine's."""
@@ -78,11 +78,14 @@ class ModuleCode:
         return [vars(part).get("forward") for part in self._parts]
 
     def _marks_of_classes(self) -> list[object]:
-        """Return the marks of the forwards of the parts' classes. That of a function which is still there stays."""
-        found = {id(forward): forward for forward in map(class_forward, dict.fromkeys(map(type, self._parts)))}
-        if found.keys() != self._of_classes.keys():
-            self._of_classes = {id: (forward, self._mark_of(forward)) for id, forward in found.items()}
-        return [mark for _, mark in self._of_classes.values()]
+        """Return the marks of the forwards of the parts' classes, in their order. Those that stand there still keep
+        theirs."""
+        kinds = dict.fromkeys(map(type, self._parts))
+        for kind in kinds:
+            forward = class_forward(kind)
+            if kind not in self._of_classes or self._of_classes[kind][0] is not forward:
+                self._of_classes[kind] = forward, self._mark_of(forward)
+        return [self._of_classes[kind][1] for kind in kinds]
 
     def _changed(self, settings: list[dict[str, Any]]) -> list[str]:
         """Return the names of the settings that are others now, without those that no code names."""

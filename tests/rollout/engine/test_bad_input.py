@@ -80,6 +80,11 @@ def test_no_prompts_have_no_answers(make_engine):
         ({"logit_bias": {"3": 1, "256": 1}}, None, r"logit_bias names tokens \[256\]"),
         ({"logit_bias": dict.fromkeys(range(256), -math.inf)}, None, "logit_bias bans all 256 tokens"),
         ({"logit_bias": dict.fromkeys(range(256), -1e300), "n": 2}, None, "logit_bias bans all 256 tokens"),
+        (
+            {"logit_bias": dict.fromkeys(range(255), -math.inf), "min_new_tokens": 2, "stop_token_ids": [255]},
+            None,
+            "logit_bias bans all 256 tokens .*, and min_new_tokens those that end the output",
+        ),
         ([{}, {}], None, "1 prompts, but 2 sampling_params"),
         ({}, RequestOptions(logprob_start_len=4), "logprob_start_len 4 is beyond the 3 prompt tokens"),
     ],

@@ -144,6 +144,25 @@ def test_kv_of_another_forward_of_a_class_is_not_used_again(make_model, part, in
     assert again.num_cached_tokens == 0 and again.logprobs == before.logprobs
 
 
+def test_classes_that_exchange_their_forwards_are_others(make_model, monkeypatch):
+    model = make_model("qwen3")
+    first, second = (layer.mlp for layer in model.model.layers[:2])
+    kind = type(first)
+    kinds = [
+        type(name, (kind,), {"forward": lambda self, x, by=by: kind.forward(self, x) * by})
+        for name, by in (("A", 1), ("B", 2))
+    ]
+    first.__class__, second.__class__ = kinds
+    engine = make(model, invariant=False)
+    engine.generate([PROMPT], sampled())
+    forwards = [one.forward for one in kinds]
+    for one, forward in zip(kinds, reversed(forwards), strict=True):
+        monkeypatch.setattr(one, "forward", forward)
+    found = engine.generate([PROMPT], sampled())[0]
+    assert found.num_cached_tokens == 0
+    assert found.logprobs == make(model, invariant=False).generate([PROMPT], sampled())[0].logprobs
+
+
 @pytest.mark.parametrize("part", ["mlp", "mlp.gate_proj", "mlp.act_fn", "input_layernorm", "self_attn"])
 def test_another_forward_of_a_class_that_the_engine_computes_itself_is_refused(make_model, part, monkeypatch):
     model = make_model("qwen3")
