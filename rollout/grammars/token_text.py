@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Protocol
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 _SPACE = "\u2581"  # SentencePiece's character for a space
 _SENTINEL = "\n"  # precedes a text so that a tokenizer does not treat it as the beginning
@@ -106,12 +107,18 @@ def bytes_of_token(tokenizer: object) -> Callable[[int], bytes | None]:
     It returns None for ids that the tokenizer does not know, and for every id where the tokenizer does not tell bytes.
     """
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)
-    spell = None if backend is None else _speller(backend)
-    if backend is None or spell is None:
+    if backend is None:
         return lambda token_id: None
-    added = backend.get_added_tokens_decoder()
+
+    @cache
+    def spelling() -> tuple[Callable[[str], bytes] | None, dict[int, AddedToken]]:
+        """Read the tokenizer at the first token that needs it: most requests have none, and it takes half a ms."""
+        return _speller(backend), backend.get_added_tokens_decoder()
 
     def bytes_of(token_id: int) -> bytes | None:
+        spell, added = spelling()
+        if spell is None:
+            return None
         if token_id in added:
             return added[token_id].content.encode()
         token = backend.id_to_token(token_id)
