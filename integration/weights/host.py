@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from ...rollout.engine import Engine
 from ...rollout.errors import SamplingRefused
@@ -76,6 +77,7 @@ class EngineHost(SessionHost):
         self._transaction: WeightTransaction | None = None  # of the open session
         self._digest_time: DigestTime = "now"
         self._in_flight: OnCommit | None = None  # of the next commit
+        self._reverts = count(1)  # numbers of the reverts, each of which refuses steps for itself
         self.reads: str | None = None  # the folder that the open session has read last
         # The folder of the weights, that an update has read or the engine was made from, and their epoch.
         made_from = engine.model.folder
@@ -205,14 +207,15 @@ class EngineHost(SessionHost):
 
     def revert(self, take_back: Callable[[], object]) -> str:
         """Refuse to sample while `take_back` restores the old bytes, then publish them. Returns their version."""
-        self._engine.weights.hold_for_update(refusal=(_REVERT, "a weight update is being reverted"))
+        key = f"{_REVERT} {next(self._reverts)}"  # one that fails while another runs lifts its own refusal alone
+        self._engine.weights.hold_for_update(refusal=(key, "a weight update is being reverted"))
         try:
             if not all(self._replica.gather(self._is_as_committed())):
                 self._before = replace(self._before, digest=None)  # what was written since is not taken back
             take_back()
             self.unpublish()
         finally:
-            self._engine.weights.allow_sampling(_REVERT)
+            self._engine.weights.allow_sampling(key)
         return self._before.version
 
     def _is_as_committed(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from lockstep.tests.integration.weights.sessions.callers import (
     LONG,
     NORM,
     PARAMS,
+    PATIENCE,
     PROMPT,
     answer,
     digest_of,
@@ -26,6 +29,7 @@ from lockstep.tests.integration.weights.sessions.callers import (
 from lockstep.tests.support.callers import soon, submit, wait_until
 from lockstep.weight_sync.digests.model_digest import tensor_roots
 from lockstep.weight_sync.errors import Poisoned, SessionError, TransferFailed
+from lockstep.weight_sync.transaction.transaction import WeightTransaction
 
 # -- explicit sessions -------------------------------------------------------------------------------------------------
 
@@ -152,6 +156,28 @@ def test_a_reverted_commit_leaves_the_weights_before_it(service, model, newer):
     assert answer(service) == greedy(model)
     with pytest.raises(SessionError, match="no commit"):
         service.revert_weight_update()
+
+
+def test_a_revert_that_fails_leaves_the_refusal_of_one_that_still_runs(service, newer, monkeypatch):
+    service.begin_weight_update(weight_version="5")
+    service.update_weights_from_named_tensors(named(newer))
+    service.end_weight_update()
+    entered, leave, take_back = threading.Event(), threading.Event(), WeightTransaction.revert
+
+    def slow(self) -> None:
+        entered.set()
+        assert leave.wait(PATIENCE)
+        take_back(self)
+
+    monkeypatch.setattr(WeightTransaction, "revert", slow)
+    monkeypatch.setattr(service.sessions._manager, "_lock_timeout_s", 0.05)
+    running = submit(service.revert_weight_update)
+    assert entered.wait(PATIENCE)
+    with pytest.raises(SessionError, match="waited"):
+        service.revert_weight_update()
+    assert service.engine.refusal == "a weight update is being reverted"
+    leave.set()
+    assert soon(running) == "default" and service.engine.refusal is None
 
 
 def test_a_commit_whose_undo_was_released_stands(service, newer):
