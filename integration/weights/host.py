@@ -14,6 +14,7 @@ from ...weight_sync.transaction.host import SessionHost
 from ...weight_sync.transaction.records import SessionRecord
 from ...weight_sync.transaction.transaction import Coverage, Undo, WeightTransaction
 from .all_ranks import Replica
+from .beside import WritesBeside
 from .known_roots import KnownRoots
 from .options import DigestTime, UpdateOptions
 from .rank_weights import ReplicaWeights
@@ -53,6 +54,7 @@ class _Prepared:
     roots: Mapping[str, bytes]
     digest: str | None
     undefined: frozenset[str]
+    has_written_alone: bool  # no others have written weights while the session was open
 
 
 class EngineHost(SessionHost):
@@ -73,8 +75,9 @@ class EngineHost(SessionHost):
         self._commit_everywhere, self._on_lease_over = commit_everywhere, on_lease_over
         self.last_commit: Commit | None = None
         self._before = _Standing(engine.weight_version, engine.weight_digest, frozenset(), {})
-        self._next = _Prepared({}, None, frozenset())
+        self._next = _Prepared({}, None, frozenset(), True)
         self._transaction: WeightTransaction | None = None  # of the open session
+        self._beside: WritesBeside | None = None  # of the open session
         self._digest_time: DigestTime = "now"
         self._in_flight: OnCommit | None = None  # of the next commit
         self._reverts = count(1)  # numbers of the reverts, each of which refuses steps for itself
@@ -94,6 +97,8 @@ class EngineHost(SessionHost):
         self._roots.forget_fresh()
         self._digest_time = "now"
         self._transaction = self._weights.transaction(coverage, undo)
+        self._beside = WritesBeside(self._engine.model)
+        self._transaction.before_overwriting = self._beside.look
         return self._transaction
 
     def digest_roots(self, names: Sequence[str]) -> dict[str, bytes]:
@@ -105,13 +110,14 @@ class EngineHost(SessionHost):
         decision."""
         assert self._transaction is not None
         written = set(self._transaction.written_names())
-        self._roots.forget_names(self._written_beside())
+        beside = self._written_beside()
+        self._roots.forget_names(beside)
         undefined = self._roots.undefined - written
         roots, digest = self._roots.after(written), None
         if self._digest_time == "now" and not undefined:
             roots = self._roots.completed(roots)
             digest = self._weights.model_digest(roots)
-        self._next = _Prepared(roots, digest, undefined)
+        self._next = _Prepared(roots, digest, undefined, not beside)
 
     def publish(self, record: SessionRecord) -> None:
         """Publish a commit; see `SessionHost`."""
@@ -120,7 +126,8 @@ class EngineHost(SessionHost):
         if record.coverage == "full":
             lift.append(_TORN)
         version = record.version if record.version is not None else engine.weight_version
-        before = _Standing(engine.weight_version, engine.weight_digest, self._roots.undefined, {})
+        digest = engine.weight_digest if ready.has_written_alone else None  # a revert leaves what others wrote
+        before = _Standing(engine.weight_version, digest, self._roots.undefined, {})
         report = engine.weights.commit_weights(
             version, ready.digest, lift=lift, refuse=_refusal_of(ready.undefined), in_flight=self._in_flight
         )
@@ -129,7 +136,7 @@ class EngineHost(SessionHost):
         self._before = replace(before, refusals=refusals, num_forgotten=self._roots.num_forgotten)
         if self.reads is not None:
             self.folder = (self.reads, engine.epoch)
-        self._transaction, self._in_flight, self.reads = None, None, None
+        self._transaction, self._beside, self._in_flight, self.reads = None, None, None, None
         engine.weights.before_sampling = None
         self.last_commit = Commit(
             version, ready.digest, record.num_bytes, report.num_blocks_dropped, report.num_unpinned, record,
@@ -167,16 +174,20 @@ class EngineHost(SessionHost):
         self._on_lease_over()
 
     def _drop_transaction(self) -> set[str]:
-        """Return the names of the tensors that it has written, restored or not."""
-        written = set() if self._transaction is None else self._transaction.overwritten
+        """Return the names of the tensors that it alone has written, restored or not."""
+        written = self._written_alone()
         self._roots.forget_fresh()
-        self._transaction, self._in_flight, self.reads = None, None, None
+        self._transaction, self._beside, self._in_flight, self.reads = None, None, None, None
         return written
+
+    def _written_alone(self) -> set[str]:
+        if self._transaction is None or self._beside is None:
+            return set()
+        return self._transaction.overwritten - self._beside.names
 
     def _written_beside(self) -> set[str]:
         """Return the names of tensors that others have written on any rank while the session was open. A collective."""
-        assert self._transaction is not None
-        found = self._replica.gather(self._engine.weights.written_beside(self._transaction.overwritten))
+        found = self._replica.gather(self._engine.weights.written_beside(self._written_alone()))
         return {name for names in found for name in names}
 
     # -- the engine -------------------------------------------------------------------------------------------------

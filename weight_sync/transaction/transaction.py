@@ -6,7 +6,7 @@ open -- commit --> committed -- revert --> rolled_back
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -66,6 +66,7 @@ class WeightTransaction:
         self.state: State = "open"
         self.num_writes = 0  # calls that began to write; while it does not grow, nothing has changed
         self.overwritten: set[str] = set()  # resident names of tensors that it wrote here, also if they were restored
+        self.before_overwriting: Callable[[str], object] = lambda name: None  # called once for each of them
         self._aliases = dict(aliases or {})
         named = [(name, tensor, True) for name, tensor in resident] + [(n, t, False) for n, t in optional]
         absent = [(spec, True) for spec in elsewhere] + [(spec, False) for spec in optional_elsewhere]
@@ -153,7 +154,7 @@ class WeightTransaction:
         else:
             self.num_writes += 1
             if words.numel():
-                self.overwritten.add(entry.spec.name)
+                self._overwrites(entry)
             if self._log is not None:
                 self._log.save_elements(entry.spec.name, positions)
             entry.held.local.put(positions, words)
@@ -317,9 +318,14 @@ class WeightTransaction:
 
     def _save(self, entry: Resident, start: int, stop: int) -> None:
         first, last = entry.held.local_range(start, stop)
+        if last > first:
+            self._overwrites(entry)
         if self._log is not None:
             self._log.save_range(entry.spec.name, first, last)
-        if last > first:
+
+    def _overwrites(self, entry: Resident) -> None:
+        if entry.spec.name not in self.overwritten:
+            self.before_overwriting(entry.spec.name)
             self.overwritten.add(entry.spec.name)
 
     def _tie_broken(self, entry: Resident, name: str) -> str:

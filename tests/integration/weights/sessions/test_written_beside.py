@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from lockstep.tests.integration.weights.sessions.callers import (
     only,
 )
 from lockstep.tests.support.callers import soon, submit, wait_until
-from lockstep.weight_sync.errors import SessionError
+from lockstep.weight_sync.errors import DigestMismatch, SessionError
 from lockstep.weight_sync.transaction.session import SessionManager
 
 
@@ -53,6 +54,54 @@ def test_an_aborted_session_does_not_give_its_digest_to_what_others_wrote_meanwh
     [found] = service.engine.generate([PROMPT], PARAMS)
     assert (found.weight_digest, found.num_cached_tokens) == (None, 0)
     assert tuple(found.token_ids) == greedy(service.engine.model.module)
+
+
+@pytest.mark.parametrize("how", ["counted by torch", "through .data"])
+@pytest.mark.parametrize("is_open", [True, False], ids=["session", "update without a session"])
+def test_what_others_wrote_before_the_session_did_has_no_digest_of_before(service, newer, how, is_open):
+    """The undo data of such a tensor holds their write, since the session keeps what it overwrites."""
+    commit_all(service, newer)
+    if is_open:
+        service.begin_weight_update(coverage="partial")
+    else:
+        service.update_weights_from_named_tensors(only(newer, EMBED))
+    with torch.no_grad():
+        weight = service.engine.model.module.get_parameter(NORM)
+        (weight.data if how == "through .data" else weight).mul_(1.5)
+    wrong = {NORM: "0" * 64} if not is_open else {}
+    update = partial(service.update_weights_from_named_tensors, only(newer, NORM), verify=wrong)
+    if is_open:
+        update()
+        service.abort_weight_update()
+    else:
+        with pytest.raises(DigestMismatch):
+            update()
+    assert service.engine.weight_digest is None
+    [found] = service.engine.generate([PROMPT], PARAMS)
+    assert (found.weight_digest, found.num_cached_tokens) == (None, 0)
+    assert tuple(found.token_ids) == greedy(service.engine.model.module)
+
+
+def test_nor_has_it_where_the_session_restored_it_and_committed_others(service, newer):
+    commit_all(service, newer)
+    service.begin_weight_update(coverage="partial")
+    change(service)
+    with pytest.raises(DigestMismatch):
+        service.update_weights_from_named_tensors(only(newer, NORM), verify={NORM: "0" * 64})
+    service.update_weights_from_named_tensors([(EMBED, torch.zeros_like(newer.get_parameter(EMBED)))])
+    assert service.end_weight_update().digest == now(service)
+
+
+@pytest.mark.parametrize("name", [NORM, EMBED], ids=["which it did not write", "which it wrote afterwards"])
+def test_a_revert_of_a_session_in_which_others_wrote_claims_no_digest_of_before(service, newer, name):
+    commit_all(service, newer)
+    service.begin_weight_update(coverage="partial", weight_version="2")
+    change(service, name)
+    service.update_weights_from_named_tensors([(EMBED, torch.zeros_like(newer.get_parameter(EMBED)))])
+    service.end_weight_update()
+    assert service.revert_weight_update() == "1"
+    assert service.engine.weight_digest is None
+    assert service.finish_digest() == now(service) != digest_of(newer)
 
 
 def test_an_aborted_session_without_other_writes_keeps_digest_and_kv(service, newer):
