@@ -151,14 +151,16 @@ def is_gated_mlp(module: nn.Module) -> bool:
 
 def gates_by_halves(experts: nn.Module) -> bool:
     """Return whether the gate of an experts module is silu of the first half of its columns times the second half."""
-    return type(getattr(experts, "act_fn", None)) in _SILU and _halves_gate(cast(Hashable, type(experts)))
+    gate = getattr(type(experts), "_apply_gate", None)
+    is_its_class = callable(gate) and "_apply_gate" not in vars(experts)
+    return is_its_class and type(getattr(experts, "act_fn", None)) in _SILU and _halves_gate(cast(Hashable, gate))
 
 
 @cache
-def _halves_gate(kind: type[nn.Module]) -> bool:
+def _halves_gate(gate: Forward) -> bool:
     x = torch.arange(36, dtype=torch.float64).view(3, 12) / 7
     try:
-        found = cast(Any, kind)._apply_gate(SimpleNamespace(act_fn=torch.sin), x)
+        found = gate(SimpleNamespace(act_fn=torch.sin), x)
     except _UNLIKE:
         return False
     return _same(found, torch.sin(x[:, :6]) * x[:, 6:])

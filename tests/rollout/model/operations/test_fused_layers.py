@@ -13,7 +13,7 @@ from lockstep.kernels.layers.rms_norm import NormRule, reference_rms_norm, rms_n
 from lockstep.kernels.layers.rotary import reference_rotary, rotary
 from lockstep.kernels.layers.swiglu import reference_swiglu, swiglu
 from lockstep.kernels.linear.linear import invariant_linear, native_product, native_products
-from lockstep.rollout.model.operations.fused_layers import fused_forward
+from lockstep.rollout.model.operations.fused_layers import fused_forward, gates_by_halves
 
 RULES = [NormRule(1e-6), NormRule(1e-5, 0.0, False), NormRule(1e-6, 1.0, False)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -179,3 +179,15 @@ def test_a_gated_mlp_is_one_product_but_for_gradients_and_hooks(make_model, monk
     assert len(calls) == 1
     trained.sum().backward()
     assert x.grad.abs().sum() > 0
+
+
+def test_a_gate_that_is_patched_later_is_recognised_anew(make_model, monkeypatch):
+    experts = next(part for part in make_model("qwen3_moe").modules() if hasattr(part, "_apply_gate"))
+    assert gates_by_halves(experts)
+    own = type(experts)._apply_gate
+    monkeypatch.setattr(type(experts), "_apply_gate", lambda self, x: own(self, x) * 2)
+    assert not gates_by_halves(experts)
+    monkeypatch.setattr(type(experts), "_apply_gate", own)
+    assert gates_by_halves(experts)
+    monkeypatch.setattr(experts, "_apply_gate", lambda x: own(experts, x) * 2, raising=False)
+    assert not gates_by_halves(experts)
