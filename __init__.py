@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .integration.service import RolloutService as RolloutService
+    from .integration.service_config import ServiceConfig as ServiceConfig
     from .rollout.completion import Completion as Completion
     from .rollout.config import EngineConfig as EngineConfig
     from .rollout.engine import Engine as Engine
@@ -23,9 +24,18 @@ _MODULES = {
     "RequestOptions": "rollout.request_options",
     "RolloutService": "integration.service",
     "SamplingParams": "rollout.sampling_params",
+    "ServiceConfig": "integration.service_config",
 }
 
-__all__ = ["Completion", "Engine", "EngineConfig", "RequestOptions", "RolloutService", "SamplingParams"]
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "RequestOptions",
+    "RolloutService",
+    "SamplingParams",
+    "ServiceConfig",
+]
 
 
 def __getattr__(name: str) -> object:

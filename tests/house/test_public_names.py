@@ -35,6 +35,13 @@ def test_the_options_that_a_public_call_takes_are_a_public_name(call):
     assert f"{lockstep.RequestOptions.__module__}.RequestOptions" in hints
 
 
+@pytest.mark.parametrize("kind", [lockstep.Engine, lockstep.RolloutService])
+def test_the_settings_that_a_public_class_takes_are_a_public_name(kind):
+    settings = [found for name in lockstep.__all__ if (found := getattr(lockstep, name)).__name__.endswith("Config")]
+    hint = str(get_type_hints(kind.__init__)["config"])
+    assert any(f"{found.__module__}.{found.__name__}" in hint for found in settings)
+
+
 def test_the_version_is_the_packages():
     from lockstep.integration.version import version
 
