@@ -5,6 +5,10 @@ class LockstepError(RuntimeError):
     """The base of every run-time condition that Lockstep raises on purpose."""
 
 
+class GrammarError(ValueError):
+    """A grammar of a request that is wrong, or that this engine cannot use. The message quotes the place."""
+
+
 class IllegalTransition(LockstepError):
     """A requested change of a sequence's state that its present state does not allow; nothing changed."""
 

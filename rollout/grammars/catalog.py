@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
-from ..errors import LockstepError
+from ..errors import GrammarError, LockstepError
 from ..sampling_params import SamplingParams
 from .cache import MAX_GRAMMARS, MAX_WAITING, GrammarCache, Promise
 from .compiler import Constraint, GrammarCompiler, constraint_of
@@ -69,23 +70,24 @@ class Grammars:
     def compiled(self, params: Iterable[SamplingParams]) -> list[CompiledGrammar | None]:
         """Return the grammar of each request, or None, waiting for missing ones.
 
-        Raises ValueError for a wrong grammar, and for any grammar if the engine has no tokenizer.
+        Raises GrammarError for a wrong grammar, and for any grammar if the engine has no tokenizer.
         """
         constraints = [constraint_of(one) for one in params]
         self._check_tokenizer(constraints)
-        return self.cache.get_all(constraints)
+        with _as_grammar_errors():
+            return self.cache.get_all(constraints)
 
     def ask(self, params: Iterable[SamplingParams]) -> list[Promise]:
         """Start to compile the grammars of these requests; returns the unfinished ones.
 
-        All of them wait together, or none: Overloaded is raised where too many wait already. Raises ValueError as
+        All of them wait together, or none: Overloaded is raised where too many wait already. Raises GrammarError as
         `compiled`, except for errors in a grammar that was not compiled before, and for more grammars than may wait.
         """
         constraints = [constraint_of(one) for one in params]
         self._check_tokenizer(constraints)
         different = list(filter(None, dict.fromkeys(constraints)))
         if len(different) > self._limits.max_waiting:
-            raise ValueError(
+            raise GrammarError(
                 f"{len(different)} different grammars are more than the {self._limits.max_waiting} that may wait to be "
                 "compiled (max_waiting_grammars): send several requests"
             )
@@ -93,8 +95,9 @@ class Grammars:
             self.cache.check_turn()
         promises: list[Promise] = []
         try:
-            for constraint in different:
-                promises.append(self.cache.ask(constraint, in_turn=False))
+            with _as_grammar_errors():
+                for constraint in different:
+                    promises.append(self.cache.ask(constraint, in_turn=False))
         except (LockstepError, ValueError):
             self.cache.leave(promises)
             raise
@@ -105,7 +108,7 @@ class Grammars:
         self.cache.leave(promises)
 
     def state(self, grammar: CompiledGrammar, params: SamplingParams) -> GrammarState:
-        """Create the state of a new sequence. Raises ValueError if the grammar would not allow it a single token."""
+        """Create the state of a new sequence. Raises GrammarError if the grammar would not allow it a single token."""
         state = GrammarState(
             grammar,
             self._token_text(),
@@ -115,7 +118,7 @@ class Grammars:
             max_rollback=self._max_rollback,
         )
         if state.is_over:
-            raise ValueError("the grammar allows the empty output only, and without a stop token nothing can end it")
+            raise GrammarError("the grammar allows the empty output only, and without a stop token nothing can end it")
         return state
 
     def setup(self) -> CompilerSetup:
@@ -147,7 +150,7 @@ class Grammars:
 
     def _check_tokenizer(self, constraints: Iterable[Constraint | None]) -> None:
         if any(constraints) and self._tokenizer is None:
-            raise ValueError("json_schema, regex, ebnf and structural_tag need a tokenizer: the engine has none")
+            raise GrammarError("json_schema, regex, ebnf and structural_tag need a tokenizer: the engine has none")
 
     def _token_text(self) -> TokenText:
         with self._lock:
@@ -155,6 +158,14 @@ class Grammars:
                 assert self._tokenizer is not None
                 self._text = TokenText(self._tokenizer, self._vocab_size)
             return self._text
+
+
+@contextmanager
+def _as_grammar_errors() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise GrammarError(str(error)) from error
 
 
 class _ForeignCompiler:

@@ -181,7 +181,8 @@ def _gone_on(asked: Asked, begun: BegunBody, rids: Sequence[str]) -> Asked:
             more = _beginning(one, begun, params, options, seed, index)
             parts.append((prompt, replace(params, n=1), replace(options, base_id=rid, **more)))
     prompts, each, options_each = zip(*parts, strict=True)
-    return Asked(prompts, each, options_each, [""] * num)  # other ids: the first server's may still live here
+    # Other ids: the first server's may still live here.
+    return Asked(prompts, each, options_each, [""] * num, grammar_field=asked.grammar_field)
 
 
 def _beginning(

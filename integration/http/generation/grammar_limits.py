@@ -35,11 +35,12 @@ class _Size:
     alternatives: int = 0  # of all choices together
 
 
-def check_grammars(params: Iterable[SamplingParams], config: HttpConfig) -> None:
-    """Check the grammars of a request. Raises BadField naming the setting that one of them exceeds."""
+def check_grammars(params: Iterable[SamplingParams], config: HttpConfig, field: str | None = None) -> None:
+    """Check the grammars of a request. field: as in `check_grammar`. Raises BadField naming the setting that one
+    of them exceeds."""
     for constraint in dict.fromkeys(map(constraint_of, params)):
         if constraint is not None:
-            check_grammar(constraint, config)
+            check_grammar(constraint, config, field)
 
 
 def check_grammar(constraint: Constraint, config: HttpConfig, field: str | None = None) -> None:

@@ -12,12 +12,10 @@ from typing import Any
 
 from ....rollout.engine import Engine
 from ....rollout.errors import Overloaded
-from ....rollout.grammars.compiler import constraint_of
 from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import SamplingParams
 from ..edge.config import HttpConfig
 from ..edge.errors import BadField
-from .grammar_limits import check_grammar
 from .tokenising import Tokenising
 
 _NAMES = ("rid", "extra_key", "cache_salt", "model")
@@ -167,11 +165,6 @@ class RequestLimits:
             num_bytes += len(_ENCODER.encode(tool))
             if num_bytes > limit:
                 raise BadField(field, f"their JSON has more than {limit} bytes (max_tools_bytes)")
-
-    def grammar(self, params: SamplingParams, field: str) -> None:
-        """Check the grammar of sampling parameters, which is made of this field."""
-        if (constraint := constraint_of(params)) is not None:
-            check_grammar(constraint, self._config, field)
 
     @property
     def tokenizer(self) -> Any:

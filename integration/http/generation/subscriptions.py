@@ -29,7 +29,7 @@ from starlette.responses import Response
 
 from ....rollout.completion import Completion, StreamChunk
 from ....rollout.engine import Engine
-from ....rollout.errors import EngineStopped
+from ....rollout.errors import EngineStopped, GrammarError
 from ....rollout.grammars.cache import Promise
 from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import SamplingParams
@@ -62,6 +62,7 @@ class Asked:
     options: Sequence[RequestOptions]
     rids: Sequence[str]
     names_weights: bool = False  # the tokens' weights must have a digest, as for a receipt
+    grammar_field: str | None = None  # of the request, that its grammars are made of; None: the kind of grammar
 
 
 class Subscription:
@@ -262,7 +263,7 @@ class Hub:
         def begin() -> list[list[str]]:
             subscription.check_here()
             asked = subscription.asked = prepare()
-            check_grammars(asked.params, self.config)
+            check_grammars(asked.params, self.config, asked.grammar_field)
             self.entries.take(subscription, self.limits.num_open_entries(asked.prompts, asked.params, asked.options))
             if self.engine.weight_digest is None and (
                 asked.names_weights or any(map(self._has_receipt, asked.options))
@@ -271,10 +272,13 @@ class Hub:
             missing.extend(self.engine.requests.ask_grammars(asked.params))
             return [] if missing else submit()
 
-        groups = await self._in_thread(begin, subscription, missing)
-        if missing:  # a grammar may take long, and there are few intake threads: wait in the event loop
-            await self._compiled(missing)
-            groups = await self._in_thread(submit, subscription)
+        try:
+            groups = await self._in_thread(begin, subscription, missing)
+            if missing:  # a grammar may take long, and there are few intake threads: wait in the event loop
+                await self._compiled(missing)
+                groups = await self._in_thread(submit, subscription)
+        except GrammarError as error:
+            raise HttpError(400, str(error), param=subscription.asked.grammar_field) from error
         ids = [id for group in groups for id in group]
         subscription.index_of = {id: index for index, id in enumerate(ids)}
         subscription.num_open += len(ids)

@@ -128,7 +128,7 @@ def read_completion(values: dict[str, object], engine: Engine, model: str, limit
         count = len(prompts)
         token_ids = limits.tokenising.token_ids(prompts, "prompt", [params] * count, kept)
         limits.entries(token_ids, [params] * count, options, "logprobs")
-        return Asked(token_ids, [params] * count, options, rids)
+        return Asked(token_ids, [params] * count, options, rids, grammar_field=_grammar_field(body))
 
     return _request(
         body, id, model, asked, engine, is_chat=False, logprobs=has_logprobs, num_top=body.logprobs or 0,
@@ -179,13 +179,12 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
         room = max(engine.max_model_len - len(token_ids), 1)
         its_params = params if max_tokens is not None else replace(params, max_new_tokens=room)
         its_params = form.params(its_params, form.beginning(token_ids, begun))
-        if form.has_grammar:
-            limits.grammar(its_params, "tools")
         its_options = options
         if predicted:
             its_options = replace(options, draft_token_ids=tuple(limits.tokenising.draft(predicted, "prediction")))
         limits.entries([token_ids], [its_params], [its_options], "top_logprobs")
-        return Asked([token_ids], [its_params], [its_options], [id])
+        field = "tools" if form.has_grammar else _grammar_field(body)
+        return Asked([token_ids], [its_params], [its_options], [id], grammar_field=field)
 
     return _request(
         body, id, model, asked, engine, is_chat=True, logprobs=body.logprobs, num_top=body.top_logprobs, echo=False,
@@ -333,6 +332,15 @@ def _params(body: CommonBody, max_new_tokens: int) -> SamplingParams:
             message = message.replace(ours, name)
         name, _, why = message.partition(" ")
         raise BadField(name.rstrip(":"), why) from None
+
+
+def _grammar_field(body: CommonBody) -> str | None:
+    """Return the field of a request that its grammar is made of; None: it has none."""
+    if format_settings(body.response_format):
+        return "response_format"
+    if structured_settings(body.structured_outputs):
+        return "structured_outputs"
+    return next((name for name in ("regex", "ebnf") if getattr(body, name) is not None), None)
 
 
 def _num_prompt_top(body: CommonBody, engine: Engine, limits: RequestLimits) -> int | None:

@@ -138,7 +138,7 @@ def read_inference(values: dict[str, object], engine: Engine, model: str, limits
     )  # fmt: skip
     streaming = body.stream_options or StreamOptions()
     id = with_prefix(body.request_id or uuid.uuid4().hex)
-    asked = Asked([body.token_ids], [params], [options], [id])
+    asked = Asked([body.token_ids], [params], [options], [id], grammar_field="sampling_params.structured_outputs")
     limits.entries(asked.prompts, asked.params, asked.options, "sampling_params",
                    has_logprobs=[num_top is not None])  # fmt: skip
     return InferenceRequest(

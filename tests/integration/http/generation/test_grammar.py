@@ -131,6 +131,37 @@ def test_a_mistake_in_a_grammar_is_a_400_that_quotes_its_place(served, params, w
     assert not engine.has_work
 
 
+WRONG = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"minimum": 3}}}
+DEEP = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"items": {"minLength": 10**6}}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"response_format": WRONG}, "response_format"),
+        ({"response_format": DEEP}, "response_format"),
+        ({"structured_outputs": {"json": {"minimum": 3}}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a{10000000}"}}, "structured_outputs"),
+        ({"response_format": {"type": "text"}, "regex": "a(b"}, "regex"),
+        ({"ebnf": 'root ::= "a" foo'}, "ebnf"),
+    ],
+)
+def test_the_error_of_a_grammar_names_the_field_that_it_came_in(served, given, param):
+    engine, client = served
+    for stream in (False, True, False):  # the last one finds the refusal that the first has left
+        answer = client.post("/v1/completions", json={"prompt": "q", "stream": stream, **given})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert not engine.has_work
+
+
+@pytest.mark.parametrize("structured", [{"json": {"minimum": 3}}, {"regex": "a{10000000}"}])
+def test_so_does_that_of_vllms_call(served, structured):
+    _, client = served
+    body = {"token_ids": [5, 6], "sampling_params": {"structured_outputs": structured}}
+    answer = client.post("/inference/v1/generate", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "sampling_params.structured_outputs")
+
+
 def test_many_slow_grammars_hold_up_nobody_else(served, monkeypatch):
     _, client = served
     may_go_on, compile = threading.Event(), CompilerProcess.compile
