@@ -21,7 +21,7 @@ PIN_BUDGET = 0.5
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _COUNTS = (
     *("block_size", "max_num_seqs", "max_num_batched_tokens", "chunked_prefill_size", "max_model_len"),
-    *("tp", "pp", "k_blocks", "state_check_steps"),
+    *("tp", "pp", "k_blocks", "state_check_steps", "num_scheduler_steps"),
     *("jump_forward_max_rollback", "jump_forward_max_blocks", "max_grammars"),
     *("max_waiting_grammars", "grammar_memory_mb", "speculation_memory_mb"),
 )
@@ -99,6 +99,8 @@ class EngineConfig:
     # admission keeps KV blocks free, at first; it adapts
     overlap: bool | None = None  # plan the next step and deliver the last one while the model runs; None: on a GPU, if
     # one rank has the whole model
+    num_scheduler_steps: int = 8  # decode steps from one schedule, on a CPU, where nothing needs the host in between,
+    # as text, streams, grammars and drafts do. They end early for whatever waits. `Engine.step` runs one; 1: always one
     cuda_graph_batch_sizes: tuple[int, ...] | None = None  # decode batch sizes that are recorded; other batches are
     # padded to the next one. (): none; None: up to max_num_seqs, with drafts to 17 times as many, on a GPU 1, 2,
     # 4, 8, 16, 24 … 256, on a CPU 1 … 8, 10 … 16, 20 … 32, 40 … 128, 144 … 256

@@ -131,6 +131,12 @@ class SamplingParams:
         return any(getattr(self, name) is not None for name in GRAMMARS)
 
     @property
+    def draws_alone(self) -> bool:
+        """Whether the host has no part in the draws, and no stop condition needs text."""
+        shapes_logits = self.needs_penalties or bool(self.logit_bias) or self.min_new_tokens > 0
+        return not shapes_logits and not self.needs_text and self.max_new_tokens > 0
+
+    @property
     def needs_text(self) -> bool:
         """Whether the end of the request depends on text, so that a tokenizer is needed."""
         return bool(self.stop or self.stop_regex)

@@ -7,8 +7,10 @@ the larger of bytes over the bandwidth and operations over the product rate, bot
 in a cache between two steps may beat it). Cells whose KV exceeds --max-kv-gib are left out, and named,
 and so are those for which no time is left.
 
-host_ms is the part of the median step outside its replay, where a CPU replays a recorded step: scheduling, delivery,
-and turning tokens into text, for which a preset gets a tokenizer of its vocabulary's size and a folder has its own.
+Steps run as a call of `generate` runs them, those of one schedule together (`EngineConfig.num_scheduler_steps`); each
+has the mean of their time. host_ms is the part of the median step outside its replay, where a CPU replays a recorded
+step: scheduling, delivery, and turning tokens into text, for which a preset gets a tokenizer of its vocabulary's size
+and a folder has its own.
 
 The profile is of one cell (--profile-batch, --profile-context).
 """

@@ -44,7 +44,9 @@ class Driver:
         self._kick = threading.Event()  # set by every change that the loop's thread may wait for
         self._model, self._ranks, self._reports = parts.model, parts.ranks, parts.reports
         self._kv_events = parts.ledger.events
+        self._most_steps = parts.config.num_scheduler_steps
         self.inbox = inbox
+        inbox.is_lock_wanted = self.lock.is_wanted
         self._gate, self._loop, self._answers = gate, gate.loop, answers
         self._stepper = ThreadPoolExecutor(1, "lockstep-step")  # runs the steps that coroutines wait for
         self._turn: Future[None] | None = None  # the latest of these steps
@@ -150,15 +152,16 @@ class Driver:
         call = self._gate.before_sampling
         return call if call is not None and self._gate.pause_mode is None and self.has_work else None
 
-    def run_step(self, then: Callable[[], T]) -> T:
-        """Run one step in this thread, and return `then()`, called before another thread has the lock. Runs nothing
-        while paused, or without requests. The caller has checked that the process is the engine's."""
+    def run_step(self, then: Callable[[], T], most: int = 1) -> T:
+        """Run one step in this thread, or up to `most` decode steps, and return `then()`, called before another thread
+        has the lock. Runs nothing while paused, or without requests. The caller has checked that the process is the
+        engine's."""
         phase = self._model.phase
         with self.lock:
             phase.enter(admits=False)  # a borrower would need the lock
             try:
                 self.inbox.hand_over(self._loop.queue, SLICE)
-                self._step()
+                self._step(most)
             finally:
                 self._wake.notify_all()
                 phase.leave(admits=False)
@@ -212,7 +215,7 @@ class Driver:
                         self._ring()  # also where no step can run
                     is_mine = self._thread is me and self._model.in_rollout_phase
                     if is_ready := is_mine and self._gate.can_step:
-                        self._step()
+                        self._step(self._most_steps)
                         self._wake.notify_all()
                 if not is_ready and self._thread is me:  # `stop` may have kicked before the kick was cleared
                     self._kick.wait()
@@ -226,11 +229,11 @@ class Driver:
                 self._answers.on_failure(stopped)
                 self._wake.notify_all()
 
-    def _step(self) -> None:
+    def _step(self, most: int) -> None:
         self._step_began = time.monotonic()
         try:
             with on_host():
-                self._gate.step()
+                self._gate.step(most)
             self._ring()
         finally:
             self._step_began = None
@@ -274,7 +277,7 @@ class Driver:
                 raise EngineStopped("the engine's loop has ended") from self._failure
             if self._thread is None and self._gate.pause_mode is None:
                 if self._gate.before_sampling is None:  # else settle comes first
-                    self.run_step(lambda: None)
+                    self.run_step(lambda: None, self._most_steps)
             else:
                 if self._thread is None:
                     logger.warning("paused (%s): waiting for continue_generation", self._gate.pause_mode)

@@ -46,6 +46,10 @@ class FairLock:
         self._num_held -= 1
         self._inner.release()
 
+    def is_wanted(self) -> bool:
+        """Return whether another thread waits for the lock. The caller holds it."""
+        return self._turnstile.locked()
+
     def give_way(self) -> bool:
         """Let the threads that wait for the lock have it, each in its turn, and take it back. Returns False, and does
         nothing, where the caller holds it more than once: an outer block relies on it."""

@@ -117,6 +117,11 @@ class Mailboxes:
         if box is not None and box.wants_chunks and not request.options.stream_when_final:
             self._post(box, request, None)
 
+    def wants_tokens(self, request: Request) -> bool:
+        """Return whether the request's call wants every chunk, when it comes."""
+        box = self._boxes.get(request.id)
+        return box is not None and box.wants_chunks and not request.options.stream_when_final
+
     def on_answer(self, request: Request, completion: Completion) -> None:
         """Post a request's last chunk, with its completion, or keep the completion for `take_unclaimed`."""
         box = self._boxes.get(request.id)

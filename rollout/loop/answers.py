@@ -16,6 +16,10 @@ class Answers(Protocol):
     def on_token(self, request: Request) -> None:
         """Take new tokens of a live request."""
 
+    def wants_tokens(self, request: Request) -> bool:
+        """Return whether the request's call is given each token as it comes."""
+        ...
+
     def on_answer(self, request: Request, completion: Completion) -> None:
         """Take the completion of a request that has ended."""
 
@@ -28,4 +32,8 @@ class Interrupts(Protocol):
 
     def is_interrupted(self, num_steps: int) -> bool:
         """Return whether a command waits for the current step; `num_steps`: committed since the engine was made."""
+        ...
+
+    def is_awaited(self, num_steps: int) -> bool:
+        """Return whether anything waits for the current step: a command, a request, or a thread that wants the lock."""
         ...

@@ -23,6 +23,7 @@ from .grammar_steps import GrammarSteps
 from .parts import Parts
 
 MAX_IN_FLIGHT = 64  # steps: more than there are stages
+_MANY = 1 << 16  # steps
 EARLIER = "earlier"  # the source of the tokens of an earlier answer, which are not guesses: all are drawn again
 
 
@@ -39,6 +40,7 @@ class DraftSteps:
         self._verified: set[Request] = set()  # whose earlier answer has tokens that were not drawn again yet
         self._shares: dict[int, float] = {}  # of steps in flight: share of their rows that verify earlier answers
         self._num_accepted = 0  # in the newest committed step
+        self.num_without = 1  # steps from the newest prepared one on that have no drafts, whatever they draw
         # Steps that are planned before this one is committed need slots of states and blocks: each of them at most one
         # slot a sequence, and the blocks of its rows, with one more for each sequence whose rows begin inside a block.
         num_ahead, limits = parts.runner.num_stages - 1, parts.limits
@@ -52,18 +54,21 @@ class DraftSteps:
 
     def prepare(self, output: ScheduleOutput) -> ScheduleOutput:
         """Return the scheduled step with its drafts. Changes the ledger; the managers learn of it from the schedule."""
-        speculation = self._speculation
+        speculation, self.num_without = self._speculation, 1
         if self._verified:
             verified = {item.id for item in output.scheduled} & {request.id for request in self._verified}
             if (verifying := self._verify(output)).has_drafts:  # no rows are left for guesses
                 self._note_share(verifying, verified)
                 return verifying
         if speculation is None or not speculation.is_used:
+            self.num_without = 1 if self._verified else _MANY
             return output
         started = time.perf_counter()
         size = StepSize(output.num_rows, len(output.scheduled))
         if (why := speculation.why_none(size)) is not None:
             speculation.reasons.begin(why, len(output.scheduled))
+            if why is NoDraft.RESTING and not self._verified:
+                self.num_without = speculation.num_resting
             return output
         wanted, places = self._wanted(output, speculation.most_asked(len(output.scheduled)))
         budget = self._scheduler.row_limit.now - output.num_rows
@@ -111,8 +116,11 @@ class DraftSteps:
         if by_source:  # of each: rows that ran, and tokens among them that were the ones drawn
             self._trace.instant("drafts", step=output.step, sources=by_source)
 
-    def on_step_timed(self, output: ScheduleOutput, seconds: float) -> None:
-        """Learn the time of a step that holds decodes and drafts only, that of finding the drafts included."""
+    def on_step_timed(self, output: ScheduleOutput, seconds: float, num_steps: int = 1) -> None:
+        """Learn the time of a step that holds decodes and drafts only, that of finding the drafts included. num_steps:
+        so many that ran one after another, of this time each."""
+        if num_steps > 1 and self._speculation is not None:
+            self._speculation.rested(num_steps - 1)
         planned = self._planned.pop(output.step, None)
         self._metrics.verify_seconds += self._shares.pop(output.step, 0.0) * seconds
         if self._speculation is not None and output.has_one_token_each:

@@ -44,8 +44,9 @@ class StepGate:
         has_memory = self._kv_cache.is_allocated and self._model.holds_weights
         return is_free and has_memory and self.loop.has_work
 
-    def step(self) -> None:
-        """Run one step. Runs nothing while paused, or before `before_sampling` was called.
+    def step(self, most: int = 1) -> None:
+        """Run one step, or up to `most` decode steps. Runs nothing while paused, or before `before_sampling` was
+        called.
 
         Raises MemoryReleased or SamplingRefused if there are requests that must not run now.
         """
@@ -66,7 +67,7 @@ class StepGate:
             if has_adapters and self.adapters.look():
                 self.code.accept()
             self.code.look()
-            self.loop.step()
+            self.loop.step(most)
         finally:
             self._events.flush()
 

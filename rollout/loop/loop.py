@@ -31,6 +31,7 @@ from dataclasses import dataclass, field, replace
 from ..completion import FinishReason
 from ..model.memory import is_out_of_memory
 from ..running.runner import StepHandle
+from ..scheduling.multi_step import MultiStep
 from ..sequences.request import Request
 from ..sequences.sequence import HOLDS_BLOCKS
 from ..sequences.step import ScheduleOutput, SequenceResult
@@ -53,6 +54,7 @@ class Flight:
     requests: dict[str, Request]  # the requests of the step, by id
     handle: StepHandle
     started: float  # of time.perf_counter()
+    num_steps: int = 1  # decode steps that have run, one after another; known after the commit
     results: list[SequenceResult] = field(default_factory=list)  # after the commit: the committed results
 
 
@@ -75,7 +77,9 @@ class Loop:
         self._drafts = DraftSteps(parts, self._grammars)
         self._receipts = Receipts(parts)
         self._answers, self._interrupts = answers, interrupts
-        self._overlap = overlap  # plan ahead while the only stage runs, on a thread of its own
+        self._multi_step = MultiStep(parts.ledger, parts.limits, parts.managers.engine, answers.wants_tokens)
+        self._runner.goes_on = lambda num_steps: not interrupts.is_awaited(self._metrics.num_steps + num_steps)
+        self._overlap = overlap  # plan ahead while the only stage runs
         self._flights: deque[Flight] = deque()  # launched steps, in the order of their launches
         self._committed: Flight | None = None  # the step that is committed and not delivered
         self._too_large: ScheduleOutput | None = None  # the step whose memory was not found
@@ -90,7 +94,7 @@ class Loop:
     def last_throughput(self) -> float:
         """Tokens per second of the newest step; 0 before the first one."""
         results, seconds = self._newest_step
-        return sum(result.token_id is not None for result in results) / seconds
+        return sum((result.token_id is not None) + len(result.accepted) for result in results) / seconds
 
     def queue(self, request: Request) -> None:
         """Queue a request. Its id must not be live."""
@@ -99,8 +103,9 @@ class Loop:
         self._drafts.on_queued(request)
         self._reports.on_queued(request)
 
-    def step(self) -> None:
-        """Launch as many steps as there are stages, if requests can run, and finish the oldest.
+    def step(self, most: int = 1) -> None:
+        """Launch as many steps as there are stages, if requests can run, and finish the oldest. most: decode steps that
+        may run from one schedule.
 
         Raises the error of a failed step. The launched steps are dropped then, and their sequences wait again. Where
         memory ran out nothing is raised: later steps are smaller.
@@ -109,7 +114,7 @@ class Loop:
             if self._overlap:
                 self._step_ahead()
             else:
-                while len(self._flights) < self._runner.num_stages and self._launch(self._schedule()):
+                while len(self._flights) < self._runner.num_stages and self._launch(self._schedule(), most):
                     pass
                 self._commit()
                 self._deliver()
@@ -192,10 +197,12 @@ class Loop:
         with self._trace.span("schedule", running=scheduler.num_running, waiting=scheduler.num_waiting):
             return scheduler.schedule()
 
-    def _launch(self, output: ScheduleOutput) -> bool:
-        """Send the schedule to the managers and launch the step; returns False if it is empty."""
+    def _launch(self, output: ScheduleOutput, most: int = 1) -> bool:
+        """Send the schedule to the managers and launch the step; returns False if it is empty. most: as of `step`."""
         try:
             output = self._drafts.prepare(self._grammars.prepare(output))
+            if (most := min(most, self._drafts.num_without)) > 1 and self._runner.runs_several:
+                output = self._multi_step.plan(output, most, may_evict=not self._scheduler.num_waiting)
         except BaseException as error:
             self._start_over_after(output, error)
             raise
@@ -256,12 +263,14 @@ class Loop:
             request = flight.requests[item.id]
             if item.incarnation == request.num_retractions:
                 request.in_flight.committed()
+        if flight.output.num_steps > 1:
+            flight.num_steps = 1 + len(results[0].accepted)
         with self._trace.span("commit", step=flight.output.step):
             takes = self._managers.engine.takes
             flight.results = [r for r in results if takes(r, flight.requests[r.id])]
             self._managers.on_step_completed(flight.results)
             accepted: dict[str, int] = {}
-            if flight.output.has_drafts:
+            if flight.output.has_drafts or flight.num_steps > 1:
                 accepted = {result.id: len(result.accepted) for result in flight.results if result.accepted}
             self._scheduler.on_step_completed(flight.output, flight.requests, accepted)
             self._drafts.end(flight.output, flight.results)
@@ -379,12 +388,12 @@ class Loop:
         # With several steps in flight only the time that this one added counts: the stages' times overlap.
         seconds = now - max(flight.started, self._last_commit)
         self._last_commit = now
-        self._metrics.num_steps += 1
-        self._metrics.num_rows += flight.output.num_rows
-        self._metrics.num_sequence_forwards += len(flight.output.scheduled)
+        self._metrics.num_steps += (num_steps := flight.num_steps)
+        self._metrics.num_rows += flight.output.num_rows * num_steps
+        self._metrics.num_sequence_forwards += len(flight.output.scheduled) * num_steps
         self._metrics.step_seconds += seconds
-        self._scheduler.on_step_timed(flight.output, seconds)
-        self._drafts.on_step_timed(flight.output, seconds)
+        self._scheduler.on_step_timed(flight.output, seconds / num_steps)
+        self._drafts.on_step_timed(flight.output, seconds / num_steps, num_steps)
         self._newest_step = flight.results, seconds
         if self._trace.is_on:
             usage = self._ledger.usage

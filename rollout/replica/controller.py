@@ -26,7 +26,7 @@ class ReplicaRunner:
     """The runner of a replica. It sends each step once to the followers, with the managers' events since the step
     before, and runs the controller's own share."""
 
-    begins_ahead = False
+    begins_ahead = runs_several = False
 
     def __init__(self, ranks: RankChannel, stage: Stage, metrics: Metrics, state_check_steps: int) -> None:
         self.num_stages = ranks.mesh.pp
@@ -35,6 +35,7 @@ class ReplicaRunner:
         self._ranks, self._metrics = ranks, metrics
         self._check_every = state_check_steps
         self._num_launched = 0
+        self.goes_on: Callable[[int], bool] = lambda num_steps: False
         self._writer = EventWriter(stage.has_states)
         self._new: dict[str, Request] = {}  # not sent to the followers yet
         self.sampling_rank = ranks.mesh.num_ranks - ranks.mesh.tp  # local

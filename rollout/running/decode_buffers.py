@@ -121,6 +121,20 @@ class HostViews:
         self.drawn_ids, self.drawn_logprobs = view(buffers.drawn_ids), view(buffers.drawn_logprobs)
         self.block_tables = buffers.block_tables.numpy()
 
+    def drawn(self, num_rows: int) -> tuple[list[int], list[float]]:
+        """Return the tokens that the first rows have drawn, and their log-probabilities."""
+        logprobs: list[float] = self.drawn_logprobs[:num_rows].tolist()  # type: ignore[assignment]  # a view of floats
+        return self.drawn_ids[:num_rows].tolist(), logprobs
+
+    def advance(self, size: int, block_size: int) -> None:
+        """Move each of the first rows to the token that it has drawn, which follows its present one."""
+        for row in range(size):
+            position = self.positions[row] + 1
+            self.token_ids[row], self.positions[row] = self.drawn_ids[row], position
+            self.noise_positions[row] = self.context_lens[row] = position + 1
+            block, offset = divmod(position, block_size)
+            self.slots[row] = self.block_tables.item(row, block) * block_size + offset
+
 
 class DecodedStep:
     """A decode step in the device's queue."""

@@ -172,8 +172,18 @@ class DecodeGraphs:
         self._num_steps += 1
         self._fill_views(rows, size, views)
         self._record_of(size, "", self._drawing_step)()
-        logprobs: list[float] = views.drawn_logprobs[:num_rows].tolist()  # type: ignore[assignment]  # a view of floats
-        return views.drawn_ids[:num_rows].tolist(), logprobs
+        return views.drawn(num_rows)
+
+    def run_further(self, num_rows: int, size: int) -> tuple[list[int], list[float]]:
+        """Run the step that follows the newest one, which was of the same rows on a CPU, with the tokens that it has
+        drawn. Returns as `run_rows`. The rows' tables hold blocks for it."""
+        views = self._views
+        assert views is not None, num_rows
+        self._forget_if_moved()
+        self._num_steps += 1
+        views.advance(size, self._kv_cache.block_size)
+        self._record_of(size, "", self._drawing_step)()
+        return views.drawn(num_rows)
 
     def _record_of(self, size: int, kind: str, step: Callable[[int], Run]) -> Run:
         record = self._records.get((size, kind))

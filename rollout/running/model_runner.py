@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ from ..states.tensors import StatePool
 from .batch import Batch, build_batch, decode_rows, state_slots
 from .decode_buffers import DecodedStep, DecodeInputs, DecodeRows
 from .decode_graphs import DecodeGraphs
-from .results import drawn_results, results_of
+from .results import drawn_results, results_of, results_of_several
 from .sampler import Sampler
 
 Results = Callable[[], list[SequenceResult]]
@@ -61,7 +61,8 @@ class ModelRunner:
         self.begins_ahead = begins_ahead and graphs is not None
         has_queue = graphs is not None and model.device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, "lockstep-model") if overlap and not has_queue else None
-        self._runs_rows = graphs is not None and not overlap and model.device.type == "cpu"
+        self.runs_several = graphs is not None and not overlap and model.device.type == "cpu"
+        self.goes_on: Callable[[int], bool] = lambda num_steps: False
         self.workers = WorkerSequenceManager(self.num_stages)
         self.num_forwards = 0
         self.num_begun = 0  # steps that began before the step before was delivered
@@ -74,7 +75,7 @@ class ModelRunner:
         if begun is not None and begun.holds(output):
             self._newest = begun
             return LaunchedStep(lambda: begun.results(output))
-        if self._runs_rows and (launched := self._launch_rows(output, requests)) is not None:
+        if self.runs_several and (launched := self._launch_rows(output, requests)) is not None:
             return launched
         # With graphs the batch stays on the host: it is copied with the graphs' inputs, or as a whole when it runs.
         on = torch.device("cpu") if self._graphs is not None else self._model.device
@@ -93,8 +94,9 @@ class ModelRunner:
         return LaunchedStep(lambda: step.results(output))
 
     def _launch_rows(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> LaunchedStep | None:
-        """Run a decode step on a CPU whose rows go to the recorded step's buffers one by one; returns None for any
-        other step. A batch of tensors would take longer to make than all else around a step of few rows."""
+        """Run a decode step on a CPU whose rows go to the recorded step's buffers one by one, and the further ones of
+        its schedule; returns None for any other step. A batch of tensors would take longer to make than all else around
+        a step of few rows."""
         graphs, tables = self._graphs, self.workers.block_tables
         rows = decode_rows(output.scheduled, self.workers, requests)
         if rows is None or rows.allowed or rows.states is not None:
@@ -106,12 +108,26 @@ class ModelRunner:
         if settings is None:
             return None
         inputs = DecodeRows(rows.token_ids, rows.positions, [tables.own(id) for id in rows.ids], settings)
-        self.num_forwards += 1
         self._newest = None
-        # The guard of torch.inference_mode(), without its Python.
-        with self._trace.span("forward", step=output.step, rows=len(rows.ids)), torch._C._InferenceMode(True):
-            drawn = graphs.run_rows(inputs, size)
-        return LaunchedStep(lambda: drawn_results(output.scheduled, *drawn))
+        several: list[tuple[list[int], list[float]]] = []
+        with torch._C._InferenceMode(True):  # the guard of torch.inference_mode(), without its Python
+            while not several or self._may_follow(output, several):
+                self.num_forwards += 1
+                with self._trace.span("forward", step=output.step, rows=len(rows.ids)):
+                    further = several and graphs.run_further(len(rows.ids), size)
+                    several.append(further or graphs.run_rows(inputs, size))
+        if len(several) > 1:
+            return LaunchedStep(lambda: results_of_several(output.scheduled, several))
+        return LaunchedStep(lambda: drawn_results(output.scheduled, *several[0]))
+
+    def _may_follow(self, output: ScheduleOutput, drawn: Sequence[tuple[list[int], list[float]]]) -> bool:
+        """Return whether another decode step of the schedule follows those that have drawn these tokens and
+        log-probabilities: none has ended a sequence or was broken, and nothing waits."""
+        if len(drawn) == output.num_steps:
+            return False
+        token_ids, logprobs = drawn[-1]
+        is_broken = (total := sum(logprobs)) != total
+        return not is_broken and output.stop_ids.isdisjoint(token_ids) and self.goes_on(len(drawn))
 
     def anticipate(self, output: ScheduleOutput, requests: Mapping[str, Request]) -> None:
         """Begin the step that will probably be launched next, if its inputs are on the device already.

@@ -65,6 +65,19 @@ def drawn_results(
     return _drawn(items, [Sampled(*row, ()) for row in zip(token_ids, logprobs, strict=True)])
 
 
+def results_of_several(
+    items: Sequence[ScheduledSequence], steps: Sequence[tuple[Sequence[int], Sequence[float]]]
+) -> list[SequenceResult]:
+    """Return the results of decode steps that followed one another, each with one row per item: all tokens but the
+    last step's count as accepted. steps: token ids and log-probabilities, by row. Raises BrokenLogits."""
+    *before, last = steps
+    results = drawn_results(items, *last)
+    for row, result in enumerate(results):
+        new = [NewToken(ids[row], logprobs[row], (), (), False, False, None) for ids, logprobs in before]
+        results[row] = result._replace(accepted=tuple(new))
+    return results
+
+
 def _drawn(items: Sequence[ScheduledSequence], choices: Sequence[Sampled]) -> list[SequenceResult]:
     """Return the results of shares that are drawn from. choices: of all their rows, one after another.
 

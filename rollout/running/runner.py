@@ -55,6 +55,8 @@ class Runner(Protocol):
     workers: WorkerSequenceManager  # this rank's; the caller passes it every event, as it does the controller's manager
     begins_ahead: bool  # whether an announced step may begin; a step that may have drafts is not announced
     num_forwards: int  # launched or run on this rank since it was last set to 0
+    runs_several: bool  # whether it runs the further steps of a schedule with `num_steps` > 1
+    goes_on: Callable[[int], bool]  # asked after so many steps of one schedule whether the next one may run
 
     @property
     def on_event(self) -> Callable[[Event], None] | None:

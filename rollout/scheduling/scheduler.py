@@ -115,13 +115,14 @@ class Scheduler:
     ) -> None:
         """Publish the KV that is complete after this step, and give back what drafts took in vain.
 
-        requests: the live ones by id. accepted: by id the tokens that were accepted of a draft; none of others.
+        requests: the live ones by id. accepted: by id the tokens that came before the last one, of a draft or of
+        several steps; none of others.
         """
         self.row_limit.on_good_step()
         block_size, running = self._ledger.block_size, self._running
         for item in output.scheduled:
             start, end = item.start, item.start + item.num_tokens
-            has_draft = bool(item.draft.token_ids)
+            has_draft = bool(item.draft.token_ids) or output.num_steps > 1  # for whose tokens blocks were taken
             num_accepted = accepted.get(item.id, 0) if has_draft and accepted else 0
             end += num_accepted
             if start // block_size == end // block_size and item.allowed is None and not has_draft:

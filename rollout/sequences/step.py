@@ -75,6 +75,8 @@ class ScheduleOutput:
     preempted: tuple[str, ...] = ()
     ignored: tuple[tuple[str, str], ...] = ()  # (id, why it can never run)
     exhausted: tuple[tuple[str, str], ...] = ()  # (id, why): lone sequences larger than the pool, ended with "length"
+    num_steps: int = 1  # decode steps of one row a sequence that may run one after another; blocks are there for all
+    stop_ids: frozenset[int] = frozenset()  # tokens after which none of these steps follows
 
     num_rows: int = field(init=False, compare=False, repr=False)  # drafts' rows included
     has_drafts: bool = field(init=False, compare=False, repr=False)

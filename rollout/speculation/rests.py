@@ -60,6 +60,16 @@ class Rests:
         self.is_trial = was_resting and not newest.left
         return newest.left > 0
 
+    @property
+    def num_left(self) -> int:
+        """The number of steps that are left of the newest one's rest, with that step itself."""
+        return self._newest.left
+
+    def further_steps(self, num_steps: int) -> None:
+        """Count so many steps of the newest one's rest that have run without `next_step`, fewer than are left of it."""
+        if self._newest.left:
+            self._newest.left = max(self._newest.left - num_steps, 1)
+
     def begin(self, num_sequences: int, *, were_proposals: bool) -> None:
         """Begin a rest after a step of so many, in which no draft would have paid."""
         rest = self._newest = self._class(num_sequences)

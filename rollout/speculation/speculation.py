@@ -146,6 +146,15 @@ class Speculation:
         """Whether the next step may have drafts."""
         return bool(self._sources) and not self._rests.is_resting
 
+    @property
+    def num_resting(self) -> int:
+        """The number of steps from this one on, of a rest, that have no drafts."""
+        return self._rests.num_left
+
+    def rested(self, num_steps: int) -> None:
+        """Count further steps of a rest, for which `why_none` was not asked."""
+        self._rests.further_steps(num_steps)
+
     def why_none(self, size: StepSize) -> NoDraft | None:
         """Count a step, and return why none of its sequences has a draft; None: `plan` drafts. size: without drafts."""
         if not self.lengths.may_draft(size):

@@ -47,13 +47,14 @@ def tiny_model() -> transformers.PreTrainedModel:
     return model
 
 
-def make_engine(overlap: bool, make_runner: MakeRunner) -> Engine:
+def make_engine(overlap: bool, make_runner: MakeRunner, speculation: str = "auto") -> Engine:
     config = EngineConfig(
         kv_cache=NUM_BLOCKS,
         max_num_seqs=NUM_PLACES,
         max_num_batched_tokens=40,
         chunked_prefill_size=11,
         overlap=overlap,
+        speculation=speculation,
         pin_budget=1.0,
     )
     engine = Engine(tiny_model(), config, make_runner=make_runner)
@@ -99,9 +100,13 @@ class Trace:
             if len(live) < 3 * NUM_PLACES:
                 self._add(number)
         elif name == "step":
-            before = engine.state()["num_forwards"]
-            engine.step()
+            before, num_steps = engine.state()["num_forwards"], engine.metrics.num_steps
+            if number % 2:
+                engine.step()
+            else:  # as calls that wait for an answer
+                engine.driver.run_step(lambda: None, number % 9)
             assert not engine.is_paused or engine.state()["num_forwards"] == before
+            self.counts["several"] += engine.metrics.num_steps - num_steps > 1
         elif name in MODES:
             report = engine.pause_generation(name)
             assert engine.is_paused and report.mode == name
@@ -129,7 +134,7 @@ class Trace:
             self.pinned += [(hash, owner) for hash in report.hashes]
         elif name == "unpin":
             dice = random.Random(number)
-            hash, owner = dice.choice(self.pinned) if self.pinned else (number, "nobody")
+            hash, owner = dice.choice(self.pinned[-20:]) if self.pinned else (number, "nobody")
             self.counts["unpinned"] += engine.unpin_blocks([hash], owner=owner).num_unpinned
         elif name == "evict":
             report = engine.evict_descendants(random.Random(number).choice(self.pinned)[0] if self.pinned else number)

@@ -30,7 +30,8 @@ class StagedRunner:
     before_stage(stage, output), if set, is called on the stage's thread before it runs a step.
     """
 
-    begins_ahead = False
+    begins_ahead = runs_several = False
+    goes_on: Callable[[int], bool]
 
     def __init__(self, parts: RunnerParts, num_stages: int) -> None:
         self.num_stages = num_stages

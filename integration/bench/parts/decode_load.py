@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from .machine_peaks import Peaks
 from .runs import clock
 
 _NUM_SKIPPED = PLAIN_STEPS + 4  # decode steps that warm up, until a CPU replays its recording
+_NUM_SPARE = _NUM_SKIPPED + 2  # tokens: one in the prefill, and no sequence ends in the last step
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def make_decode_engine(
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Engine:  # fmt: skip
     """Make an engine with room for one load of `decode_steps`. With a tokenizer it turns every token into text."""
-    blocks_each = -(-(context + num_steps + _NUM_SKIPPED + 2) // EngineConfig.block_size)
+    blocks_each = -(-(context + num_steps + _NUM_SPARE) // EngineConfig.block_size)
     config = EngineConfig(
         kv_cache=batch * blocks_each + 1,
         max_num_seqs=batch,
@@ -84,11 +84,11 @@ def decode_steps(
     """Measure the seconds of `num_steps` steps, each of one row of every sequence, at about `context` tokens of
     context.
 
-    Their KV is random numbers: a step reads as much as after a prefill, and takes as long. around: called with each
-    step that counts, to run it. With overlap the next step runs already when one returns: all have the mean of the
-    time from one return to the last.
+    Their KV is random numbers: a step reads as much as after a prefill, and takes as long. They run as `generate` runs
+    them, those of one schedule together, which have the mean of their time. around: called to run those that count.
+    With overlap the next step runs already when one returns: all have the mean of the time from one return to the last.
     """
-    max_new_tokens = num_steps + _NUM_SKIPPED + 2  # one in the prefill, and no sequence ends in the last step
+    max_new_tokens = num_steps + _NUM_SPARE
     generator = torch.Generator().manual_seed(0)
     prompt_tokens = max(context - _NUM_SKIPPED - num_steps // 2, 1)
     prompts = torch.randint(engine.model.vocab_size, (batch, prompt_tokens), generator=generator)
@@ -104,19 +104,32 @@ def decode_steps(
             clock(engine.model.device)
             engine.parts.runner.release_memory()  # and has recorded the step after it without the forward
         now = time.perf_counter if engine.config.overlap else partial(clock, engine.model.device)
-        returned = [now()]
-        for index in range(_NUM_SKIPPED + num_steps):
-            num_rows = engine.metrics.num_rows
-            if index < _NUM_SKIPPED:
-                engine.step()
-            else:
-                around(engine.step)
-            returned.append(now())
-            assert engine.metrics.num_rows - num_rows == batch, "not a decode step of the whole batch"
+        for _ in range(_NUM_SKIPPED):
+            _checked(engine, batch, engine.step)
+        seconds: list[float] = []
+        began = before = now()
+        while len(seconds) < num_steps:
+            run = partial(_run_steps, engine, num_steps - len(seconds))
+            num = _checked(engine, batch, partial(around, run))
+            after = now()
+            seconds += [(after - before) / num] * num
+            before = after
         engine.abort_request(abort_all=True)
-    if engine.config.overlap:
-        return [(returned[-1] - returned[_NUM_SKIPPED]) / num_steps] * num_steps
-    return [after - before for before, after in pairwise(returned)][_NUM_SKIPPED:]
+    return [(before - began) / num_steps] * num_steps if engine.config.overlap else seconds
+
+
+def _run_steps(engine: Engine, most: int) -> None:
+    """Run a step, or the decode steps of one schedule, as a call of the engine does that waits for its answer."""
+    engine.driver.run_step(lambda: None, min(engine.config.num_scheduler_steps, most))
+
+
+def _checked(engine: Engine, batch: int, run: Callable[[], object]) -> int:
+    """Call `run` and return how many steps it ran. They have one row of every sequence."""
+    num_rows, num_steps = engine.metrics.num_rows, engine.metrics.num_steps
+    run()
+    num = engine.metrics.num_steps - num_steps
+    assert engine.metrics.num_rows - num_rows == batch * num, "not a decode step of the whole batch"
+    return num
 
 
 @contextmanager

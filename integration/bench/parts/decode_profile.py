@@ -71,7 +71,7 @@ class HostTime:
         self.seconds: list[float] = []  # of the steps that replayed a record
 
     def __call__(self, step: Callable[[], object]) -> None:
-        """Run a step and measure it."""
+        """Run a step, or several of one schedule, and measure each one's share."""
         record = _record_of(self._engine, self._batch)
         if record is None:
             step()
@@ -87,9 +87,11 @@ class HostTime:
 
         record.replay = timed
         try:
-            started = time.perf_counter()
+            started, num_before = time.perf_counter(), self._engine.metrics.num_steps
             step()
-            self.seconds.append(time.perf_counter() - started - in_replay)
+            seconds = time.perf_counter() - started - in_replay
+            num_steps = self._engine.metrics.num_steps - num_before
+            self.seconds += [seconds / max(num_steps, 1)] * num_steps
         finally:
             del record.replay  # the method of its class again
 

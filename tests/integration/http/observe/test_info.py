@@ -83,7 +83,7 @@ def test_health_is_bad_when_the_loop_has_failed_and_good_again_when_it_is_restar
 def test_a_step_that_does_not_end_counts_as_a_loop_that_has_failed(service, monkeypatch, until):
     release = threading.Event()
     step = service.engine.gate.step
-    monkeypatch.setattr(service.engine.gate, "step", lambda: (release.wait(10), step()))
+    monkeypatch.setattr(service.engine.gate, "step", lambda most: (release.wait(10), step(most)))
     config = HttpConfig(port=0, stall_timeout_s=0.2)
     with serve_in_background(service, config) as server, httpx.Client(base_url=server.url) as client:
         assert _healthy(client)
