@@ -10,13 +10,15 @@ import h11
 _MIN_CHUNK_BYTES = 16  # of a body's chunks on average, after the first ones
 _NUM_FREE_CHUNKS = 1000
 _CHUNKS_A_TURN = 64  # of a body, that are read before the event loop serves others
+_ABSOLUTE = re.compile(rb"(?i:https?)://(?:[^/?#]*@)?([^/?#@]+)([^#]*)")  # a target with host and path
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 _NUM_OTHER_LINES = 2  # of a head: its first line, and the empty one after it
 
 
 class Reader(h11.Connection):
-    """A server's side of a connection. `next_event` raises RemoteProtocolError also for a head with too many headers,
-    for a body with two lengths and for one in tiny chunks; `refusal` is then the answer."""
+    """A server's side of a connection. A target in absolute form (`GET http://host/path`) is read as its path, with
+    that host, as RFC 9112 has it (3.2.2). `next_event` raises RemoteProtocolError also for a head with too many
+    headers, for a body with two lengths and for one in tiny chunks; `refusal` is then the answer."""
 
     def __init__(self, max_head_bytes: int, max_headers: int) -> None:
         super().__init__(h11.SERVER, max_head_bytes)
@@ -45,6 +47,7 @@ class Reader(h11.Connection):
             event = super().next_event()
             if isinstance(event, h11.Request):
                 _check_one_length(event)
+                event = _in_origin_form(event)
                 self._num_chunks = self._num_bytes = 0
             elif isinstance(event, h11.Data):
                 self._count(event)
@@ -86,6 +89,16 @@ class Reader(h11.Connection):
             raise h11.RemoteProtocolError(
                 f"{self._num_chunks} chunks of a body have fewer than {_MIN_CHUNK_BYTES} bytes on average"
             )
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    found = _ABSOLUTE.fullmatch(request.target)
+    if found is None:
+        return request
+    host, path = found.groups()
+    target = path if path.startswith(b"/") else b"/" + path
+    headers = [(name, host if name == b"host" else value) for name, value in request.headers]
+    return h11.Request(method=request.method, headers=headers, target=target, http_version=request.http_version)
 
 
 def _check_one_length(request: h11.Request) -> None:

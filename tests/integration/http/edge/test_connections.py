@@ -73,6 +73,24 @@ def test_a_body_with_two_lengths_is_refused(quick, lengths):
     assert b"either Content-Length or Transfer-Encoding, not both" in answer
 
 
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://127.0.0.1/health", 200),
+        (b"HTTP://user@localhost:80/health?a=http://b/c", 200),
+        (b"http://127.0.0.1", 200),
+        (b"http://127.0.0.1?a", 200),
+        (b"http://127.0.0.1/no/such", 404),
+        (b"http://evil.example/server_info", 403),  # the target's host counts, whatever the header says
+        (b"http:///health", 404),
+        (b"ftp://127.0.0.1/health", 404),
+    ],
+)
+def test_a_target_with_its_host_is_read_as_its_path(quick, target, status):
+    with connect(quick, b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n" % target) as connection:
+        assert read_to_end(connection).startswith(b"HTTP/1.1 %d " % status)
+
+
 @pytest.mark.parametrize("sent", [b"", b"G", b"GET /health HTT", b"GET /health HTTP/1.1\r\nHost: a\r\n"])
 def test_a_connection_without_a_whole_head_is_closed(quick, sent):
     with connect(quick, sent) as connection:
