@@ -70,6 +70,7 @@ class OpenAIRequest:
     return_meta_info: bool
     return_cached_details: bool
     decode: Callable[[Sequence[int]], str]
+    own_text: Callable[[int], str] | None  # returns a token's text where its id is its name; None: it is the text
     bytes_of: Callable[[int], bytes | None]  # returns a token's bytes; only for a chat with log-probabilities
     form: ChatForm | None  # of a chat's answers
     begun: str | None  # the beginning of the answer that a chat's prompt has already
@@ -263,7 +264,8 @@ def _request(
     session: SessionParams | None = None,
     extra_key: str = "",
 ) -> OpenAIRequest:
-    text_of = token_name if body.return_tokens_as_token_ids else text_of_token(engine)
+    own_text = text_of_token(engine)
+    text_of = token_name if body.return_tokens_as_token_ids else own_text
     streaming = body.stream_options or StreamOptions()
     return OpenAIRequest(
         id=id,
@@ -285,6 +287,7 @@ def _request(
         return_cached_details=body.return_cached_tokens_details,
         has_prediction=getattr(body, "prediction", None) is not None,
         decode=_decoder(engine, body.skip_special_tokens),
+        own_text=(own_text or (lambda _: "")) if body.return_tokens_as_token_ids else None,
         bytes_of=bytes_of_token(engine.tokenizer if is_chat and logprobs else None),
         size=size,
         asked=asked,

@@ -214,8 +214,9 @@ def chat_logprobs(
 
 def _token(ask: OpenAIRequest, token_id: int, logprob: float) -> dict[str, object]:
     finite_logprob, _, text = ask.wanted.triple(logprob, token_id)
-    text = text or ""
-    return {"token": text, "logprob": finite_logprob, "bytes": _token_bytes(ask, token_id, text)}
+    name = text or ""
+    own_text = name if ask.own_text is None else ask.own_text(token_id)
+    return {"token": name, "logprob": finite_logprob, "bytes": _token_bytes(ask, token_id, own_text)}
 
 
 def _token_bytes(ask: OpenAIRequest, token_id: int, text: str) -> list[int] | None:

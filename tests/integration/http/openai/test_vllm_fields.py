@@ -193,6 +193,16 @@ def test_tokens_are_named_by_their_ids(url, path):
                    for o in at["top_logprobs"])  # fmt: skip
 
 
+def test_the_bytes_of_a_token_that_is_named_by_its_id_are_its_own(service, url):
+    asked = {"logprobs": True, "top_logprobs": 2, "return_tokens_as_token_ids": True, "return_token_ids": True}
+    [choice] = post(url, "chat/completions", **asked)["choices"]
+    texts = [service.engine.tokenizer.decode([id]) for id in choice["token_ids"]]
+    assert [bytes(at["bytes"]).decode() for at in choice["logprobs"]["content"]] == texts
+    for other in (other for at in choice["logprobs"]["content"] for other in at["top_logprobs"]):
+        id = int(other["token"].removeprefix("token_id:"))
+        assert bytes(other["bytes"]).decode() == service.engine.tokenizer.decode([id])
+
+
 @PATHS
 def test_known_fields_that_are_not_supported_are_refused_by_name_and_unknown_ones_pass(url, path):
     for name, value in (("allowed_token_ids", [1]), ("bad_words", ["a"]), ("logits_processors", ["x"]),
