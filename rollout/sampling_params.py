@@ -17,6 +17,7 @@ from .stop_patterns import MAX_PATTERN_SIZE, pattern_size
 
 GREEDY_BELOW = 1e-6  # temperatures under this mean argmax
 LEAST_BIAS = -1e30  # a logit_bias of this much or less bans its token
+MAX_SAMPLES = 1 << 16  # of a prompt: each is a sequence from the moment when it is asked for
 MAX_STOPS = 32
 MAX_STOP_REGEX_BYTES = 256
 MAX_KEPT_SPECIAL = 256  # tokens
@@ -51,7 +52,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # in [-2, 2]; taken off a logit once its token has occurred
     repetition_penalty: float = 1.0  # in (0, 2]; scales the logits of tokens that have occurred
     min_new_tokens: int = 0  # neither end of sequence nor a stop before this many
-    n: int = 1  # samples per prompt
+    n: int = 1  # samples per prompt; at most 65536
     ignore_eos: bool = False  # do not stop at an end-of-sequence token
     skip_special_tokens: bool = True  # leave special tokens out of the text
     kept_special_tokens: tuple[int, ...] = ()  # special tokens that stay in the text although others are left out
@@ -249,7 +250,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "presence_penalty": (lambda v: _is_number(v, -2, 2), "a number in [-2, 2]"),
     "repetition_penalty": (lambda v: _is_number(v, 0, 2) and v > 0, "a number in (0, 2]"),
     "min_new_tokens": (lambda v: _is_int(v, 0), "an integer of 0 or more"),
-    "n": (lambda v: _is_int(v, 1), "an integer of 1 or more"),
+    "n": (lambda v: _is_int(v, 1, MAX_SAMPLES), f"an integer from 1 to {MAX_SAMPLES}"),
     "ignore_eos": _BOOL,
     "skip_special_tokens": _BOOL,
     "kept_special_tokens": (

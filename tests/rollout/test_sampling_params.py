@@ -85,7 +85,7 @@ def test_greedy_and_penalties_are_asked_by_property():
         ("presence_penalty", [-2, 2], [-2.1, 2.1, math.nan]),
         ("repetition_penalty", [0.01, 2], [0, 2.1, math.nan]),
         ("min_new_tokens", [0, 128], [-1, 129, 0.0]),
-        ("n", [1, 64], [0, -1, True, 2.0]),
+        ("n", [1, 64, 65_536], [0, -1, True, 2.0, 65_537, 10**7]),
         ("ignore_eos", [True, False], [0, 1, "true"]),
         ("skip_special_tokens", [True, False], [0, 1]),
         ("spaces_between_special_tokens", [True, False], [0, 1]),
