@@ -15,6 +15,8 @@ from torch import Tensor
 from ...kernels.sampling.draws import RowSettings
 from ..sequences.block_tables import OwnBlocks
 
+Drawn = tuple[list[int], list[float]]  # the tokens that a step has drawn, by row, and their log-probabilities
+
 
 @dataclass(frozen=True)
 class DecodeInputs:
@@ -121,7 +123,7 @@ class HostViews:
         self.drawn_ids, self.drawn_logprobs = view(buffers.drawn_ids), view(buffers.drawn_logprobs)
         self.block_tables = buffers.block_tables.numpy()
 
-    def drawn(self, num_rows: int) -> tuple[list[int], list[float]]:
+    def drawn(self, num_rows: int) -> Drawn:
         """Return the tokens that the first rows have drawn, and their log-probabilities."""
         logprobs: list[float] = self.drawn_logprobs[:num_rows].tolist()  # type: ignore[assignment]  # a view of floats
         return self.drawn_ids[:num_rows].tolist(), logprobs
@@ -148,7 +150,7 @@ class DecodedStep:
         """Return once the step has run."""
         self._staging.wait()
 
-    def drawn(self) -> tuple[list[int], list[float]]:
+    def drawn(self) -> Drawn:
         """Wait for the step and return its tokens and their log-probabilities. Call it before two further steps run."""
         self.wait()
         staging, n = self._staging, self.num_rows

@@ -26,7 +26,7 @@ from ..model.attention import StepContext
 from ..model.hosted_model import HostedModel
 from ..states.tensors import StatePool
 from .cpu_graphs import CPUGraphs
-from .decode_buffers import Buffers, DecodedStep, DecodeInputs, DecodeRows, HostViews, Staging
+from .decode_buffers import Buffers, DecodedStep, DecodeInputs, DecodeRows, Drawn, HostViews, Staging
 from .recorders import CUDAGraphs, PlainWhileHooked, Recorder, Run
 
 _NUM_STAGINGS = 2  # steps that may be in the queue
@@ -164,7 +164,7 @@ class DecodeGraphs:
         self._fill(inputs, size, staging)
         return self._record_of(size, kind, step)(), staging
 
-    def run_rows(self, rows: DecodeRows, size: int) -> tuple[list[int], list[float]]:
+    def run_rows(self, rows: DecodeRows, size: int) -> Drawn:
         """Run a step on a CPU, and return its tokens and their log-probabilities. size: `size_for` its rows."""
         num_rows, views = len(rows.positions), self._views
         assert views is not None, num_rows
@@ -174,7 +174,7 @@ class DecodeGraphs:
         self._record_of(size, "", self._drawing_step)()
         return views.drawn(num_rows)
 
-    def run_further(self, num_rows: int, size: int) -> tuple[list[int], list[float]]:
+    def run_further(self, num_rows: int, size: int) -> Drawn:
         """Run the step that follows the newest one, which was of the same rows on a CPU, with the tokens that it has
         drawn. Returns as `run_rows`. The rows' tables hold blocks for it."""
         views = self._views

@@ -22,7 +22,7 @@ from ..sequences.step import ScheduleOutput, SequenceResult
 from ..sequences.worker_manager import WorkerSequenceManager
 from ..states.tensors import StatePool
 from .batch import Batch, build_batch, decode_rows, state_slots
-from .decode_buffers import DecodedStep, DecodeInputs, DecodeRows
+from .decode_buffers import DecodedStep, DecodeInputs, DecodeRows, Drawn
 from .decode_graphs import DecodeGraphs
 from .results import drawn_results, results_of, results_of_several
 from .sampler import Sampler
@@ -109,20 +109,20 @@ class ModelRunner:
             return None
         inputs = DecodeRows(rows.token_ids, rows.positions, [tables.own(id) for id in rows.ids], settings)
         self._newest = None
-        several: list[tuple[list[int], list[float]]] = []
+        run, drawn = partial(graphs.run_rows, inputs, size), list[Drawn]()
         with torch._C._InferenceMode(True):  # the guard of torch.inference_mode(), without its Python
-            while not several or self._may_follow(output, several):
+            while not drawn or self._may_follow(output, drawn):
                 self.num_forwards += 1
                 with self._trace.span("forward", step=output.step, rows=len(rows.ids)):
-                    further = several and graphs.run_further(len(rows.ids), size)
-                    several.append(further or graphs.run_rows(inputs, size))
-        if len(several) > 1:
-            return LaunchedStep(lambda: results_of_several(output.scheduled, several))
-        return LaunchedStep(lambda: drawn_results(output.scheduled, *several[0]))
+                    drawn.append(run())
+                run = partial(graphs.run_further, len(rows.ids), size)
+        if len(drawn) > 1:
+            return LaunchedStep(lambda: results_of_several(output.scheduled, drawn))
+        return LaunchedStep(lambda: drawn_results(output.scheduled, *drawn[0]))
 
-    def _may_follow(self, output: ScheduleOutput, drawn: Sequence[tuple[list[int], list[float]]]) -> bool:
-        """Return whether another decode step of the schedule follows those that have drawn these tokens and
-        log-probabilities: none has ended a sequence or was broken, and nothing waits."""
+    def _may_follow(self, output: ScheduleOutput, drawn: Sequence[Drawn]) -> bool:
+        """Return whether another decode step of the schedule follows those that have drawn this: none has ended a
+        sequence or was broken, and nothing waits."""
         if len(drawn) == output.num_steps:
             return False
         token_ids, logprobs = drawn[-1]

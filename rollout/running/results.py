@@ -12,6 +12,7 @@ from ...kernels.sampling.parts import DrawnRows
 from ..completion import ListedLogprobs, TopLogprobs
 from ..sequences.step import NewToken, ScheduledSequence, ScheduleOutput, SequenceResult
 from .batch import Batch, KnownRows
+from .decode_buffers import Drawn
 from .sampler import Sampled, Sampler, prompt_listed_logprobs, prompt_logprobs, refuse_broken
 
 
@@ -65,11 +66,9 @@ def drawn_results(
     return _drawn(items, [Sampled(*row, ()) for row in zip(token_ids, logprobs, strict=True)])
 
 
-def results_of_several(
-    items: Sequence[ScheduledSequence], steps: Sequence[tuple[Sequence[int], Sequence[float]]]
-) -> list[SequenceResult]:
+def results_of_several(items: Sequence[ScheduledSequence], steps: Sequence[Drawn]) -> list[SequenceResult]:
     """Return the results of decode steps that followed one another, each with one row per item: all tokens but the
-    last step's count as accepted. steps: token ids and log-probabilities, by row. Raises BrokenLogits."""
+    last step's count as accepted. Raises BrokenLogits."""
     *before, last = steps
     results = drawn_results(items, *last)
     for row, result in enumerate(results):
