@@ -12,7 +12,7 @@ import json
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 from ...http.edge.bodies import MAX_TIMEOUT_S
@@ -134,6 +134,14 @@ class Admin:
             told = f"{entry.verb} of {entry.age_s:.0f} s ago is resolved"
             told += "; the weight versions are mixed" if is_mixed else ""
             return {"success": True, "message": told, "mixed_state": is_mixed, "weight_versions": versions}
+
+    async def end_lost_update(self) -> None:
+        """Clear the entry of an earlier router's update whose workers are all other processes now. Does nothing where a
+        change is under way, or the disk refuses: the next probe tries again."""
+        if self.updates.is_lost and not self._lock.locked():
+            with suppress(HttpError):
+                async with self.changing("the end of a lost update"):
+                    await self.updates.end_lost()
 
     async def set_disabled(self, workers: Sequence[Worker], disabled: bool) -> None:
         """Disable or enable workers for an operator, whose change holds the lock. Raises HttpError 503 where the roster

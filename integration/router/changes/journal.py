@@ -35,6 +35,7 @@ class TargetRecord:
     url: str
     disabled: bool  # by an operator
     weight_version: str | None
+    process: float | int | str | None = None  # the start of its process; None: it was not known
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ def _check(entry: JournalEntry) -> None:
         "url": all(isinstance(target.url, str) for target in entry.targets),
         "disabled": all(isinstance(target.disabled, bool) for target in entry.targets),
         "weight_version": all(isinstance(target.weight_version, str | None) for target in entry.targets),
+        "process": all(isinstance(target.process, float | int | str | None) for target in entry.targets),
     }
     if wrong := [name for name, is_right in right.items() if not is_right]:
         raise TypeError(f"{', '.join(wrong)} cannot be what it has there")

@@ -70,6 +70,23 @@ class Updates:
         """Return whether a worker's process has the update in progress from its beginning. True without an update."""
         return not self._began or self._began.get(worker.id) == worker.num_deaths
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the journal's entry is of an earlier router, and each worker of its update has been seen to be
+        another process since: none of them has a part of the update, as where a new job has the same addresses."""
+        entry = self.journal.entry
+        if entry is None or entry.failure is None or self._began:
+            return False
+        now = {worker.url: worker.process for worker in self._registry}
+        pairs = [(target.process, now.get(target.url)) for target in entry.targets]
+        return bool(pairs) and all(None not in (before, after) and before != after for before, after in pairs)
+
+    async def end_lost(self) -> None:
+        """Clear the entry of an update that is lost with its processes. Raises HttpError 503."""
+        if self.is_lost:
+            logger.error("the update ended with its workers, all of which have other processes now")
+            await self._clear()
+
     async def partakers(self, verb: str, rule: Rule, workers: Sequence[Worker]) -> list[Worker]:
         """Choose the workers for a call of an update. A process that began in the middle of it has no part of it; only
         taking it back, or replacing all weights after a failed one, is asked of all. Where none is left, the update is
@@ -77,7 +94,7 @@ class Updates:
         if self.journal.is_unresolved and self._settles(rule, workers):
             return list(workers)
         partaking = [worker for worker in workers if self.partakes(worker)]
-        if not partaking:
+        if self.is_lost or not partaking:
             logger.error("the update ended with its workers, all of which have other processes now")
             await self._clear()
             if not (rule.is_whole or rule.journal in ("opens", "mends")):
@@ -239,7 +256,9 @@ class Updates:
 
 
 def _entry(verb: str, targets: Sequence[Worker], session: bool = False) -> JournalEntry:
-    records = tuple(TargetRecord(worker.url, worker.disabled, worker.weight_version) for worker in targets)
+    records = tuple(
+        TargetRecord(worker.url, worker.disabled, worker.weight_version, worker.process) for worker in targets
+    )
     return JournalEntry(verb, time.time(), records, session)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from ..calls import PLAIN, WorkerCall
 from ..config import RouterConfig
@@ -33,6 +33,7 @@ class HealthChecks:
         self._wire = wire
         self._config = config
         self._on_death = on_death
+        self.after_probe: Callable[[], Awaitable[None]] | None = None  # awaited after each regular probe
         self._tasks: dict[str, asyncio.Task[None]] = {}
         key = config.http.admin_api_key or config.http.api_key
         authorization = ((b"authorization", f"Bearer {key}".encode()),) if key else ()
@@ -108,6 +109,8 @@ class HealthChecks:
         while True:
             try:
                 await self.check(worker)
+                if self.after_probe is not None:
+                    await self.after_probe()
             except Exception as error:  # any error: if this task ended, the worker would not be probed again
                 logger.exception("the probe of worker %s failed", worker.url)
                 self._die(worker, f"its probe failed inside the router: {error}")

@@ -239,13 +239,13 @@ def test_a_journal_that_cannot_be_read_concerns_everybody(path, text):
     [
         {"started_at": None}, {"started_at": "now"}, {"started_at": math.nan}, {"started_at": 10**400},
         {"started_at": True}, {"verb": None}, {"session": 1}, {"failure": 3}, {"url": None}, {"disabled": None},
-        {"weight_version": 4},
+        {"weight_version": 4}, {"process": []},
     ],
     ids="{!s:.24}".format,
 )  # fmt: skip
 def test_a_journal_with_values_of_other_kinds_names_them_and_has_an_age(path, wrong):
     path.parent.mkdir()
-    target = {"url": "http://a:1", "disabled": False, "weight_version": "4"}
+    target = {"url": "http://a:1", "disabled": False, "weight_version": "4", "process": 1.5}
     values = {"verb": "x", "started_at": 5.0, "session": False, "failure": None}
     for part in (target, values):
         part |= {name: value for name, value in wrong.items() if name in part}

@@ -324,6 +324,50 @@ def test_an_unresolved_update_after_a_restart_is_settled_as_its_refusal_says(fle
         assert fleet.post(f"/workers/{fleet.report(worker)['id']}/enable").json()["routable"]
 
 
+def cut_off(fleet: Fleet) -> None:
+    """Leave an update in the journal as a router that is killed in the middle of it."""
+    fleet.http.close()
+    fleet.router.close()
+    records = [{"url": w.url, "disabled": False, "weight_version": "1", "process": w.info["startup_time"]}
+               for w in fleet.workers]  # fmt: skip
+    values = {"verb": "update_weights_from_disk", "started_at": time.time(), "session": False, "failure": None}
+    fleet.journal.write_text(json.dumps({**values, "targets": records}))
+
+
+def test_an_update_in_the_journal_is_over_once_all_of_its_workers_are_other_processes(make_fleet):
+    """A new job has the addresses of the former one, whose router was killed in the middle of an update."""
+    first = make_fleet(2)
+    cut_off(first)
+    one, other = first.workers
+    one.info = {**one.info, "startup_time": time.time() + 1}
+    fleet = Fleet(first.journal.parent, first.workers)
+    try:
+        assert all("journal" in fleet.report(worker)["held"] for worker in (one, other)), "one process has it still"
+        assert fleet.post("/update_weights_from_disk").status_code == 409
+        restart(fleet, other, "1")
+        wait_until(lambda: all("journal" not in fleet.report(worker)["held"] for worker in (one, other)), "it is over")
+        assert fleet.http.get("/weight_update_journal").json() == {"unresolved": False, "entry": None}
+        assert fleet.post("/update_weights_from_disk").status_code == 200
+    finally:
+        fleet.router.close()
+
+
+def test_a_router_starts_although_workers_of_the_one_before_are_gone_and_serves_with_the_rest(make_fleet):
+    first = make_fleet(2)
+    first.http.close()
+    first.router.close()
+    gone, left = first.workers
+    gone.stop()
+    fleet = Fleet(first.journal.parent, first.workers, wait=False, queue_timeout_s=5.0)
+    try:
+        wait_until(lambda: fleet.stats()["num_healthy"] == 1, "the other one is alive")
+        assert fleet.post("/generate", {"text": "a"}).json()["text"] == left.url
+        assert fleet.post("/update_weights_from_disk").status_code == 200
+    finally:
+        fleet.router.close()
+        gone.start(gone.port)
+
+
 # -- probes ----------------------------------------------------------------------------------------------------------
 
 
