@@ -28,7 +28,7 @@ from .step_pools import has_bits_of, trial_step
 logger = logging.getLogger(__name__)
 
 _MOST_WANTED = 0.25  # of a step's rows: attention over single rows costs more than over the rows of a sequence
-_BY_ROW = ("position_ids", "position_embeddings")  # arguments beside the hidden states that have a row for each token
+_BY_ROW = ("position_ids", "position_embeddings", "per_layer_input")  # arguments that have a row for each token too
 
 Forward = Callable[..., Any]
 

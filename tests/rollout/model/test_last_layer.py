@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
@@ -13,6 +14,7 @@ from lockstep.kernels.attention.paged import PagedStep
 from lockstep.rollout.model.attention import StepContext
 from lockstep.rollout.model.hosted_model import HostedModel
 from lockstep.rollout.model.step_pools import step_pools
+from lockstep.tests.support.random_models import spread_weights
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe"]
 WITH_STATES = ["falcon_h1", "lfm2", "nemotron_h"]  # their last layer keeps a state of all rows
@@ -73,6 +75,32 @@ def test_rows_and_kv_of_a_step_that_leaves_rows_out_are_those_of_a_whole_one(mak
     rows = torch.tensor([25, 8, 13, 10])  # in no order, two of one sequence
     few, kv_of_few = logits_and_kv(hosted, rows)
     assert left_out == [7, 22]  # of the trial, and of the step
+    assert torch.equal(few, whole[rows])
+    assert all(map(torch.equal, kv_of_few, kv))
+
+
+def gemma4(dtype: torch.dtype, num_shared: int) -> Any:
+    config = transformers.Gemma4TextConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=20, head_dim=16, global_head_dim=32, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=256, num_kv_shared_layers=num_shared, bos_token_id=None, eos_token_id=None,
+        pad_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    return spread_weights(transformers.AutoModelForCausalLM.from_config(config).to(dtype)).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_shared", "leaves_out"), [(0, True), (2, False)], ids=["own keys", "shared keys"])
+def test_inputs_of_single_layers_have_rows_too(monkeypatch, dtype, num_shared, leaves_out):
+    """A last layer that takes the keys of an earlier one does not run twice: they are of all rows."""
+    hosted = adopt(gemma4(dtype, num_shared))
+    left_out = counted(monkeypatch)
+    whole, kv = logits_and_kv(hosted, None)
+    rows = torch.tensor([25, 8, 13, 10])
+    few, kv_of_few = logits_and_kv(hosted, rows)
+    assert (22 in left_out, hosted.numerics.last_layer._is_recognised) == (leaves_out, leaves_out)
     assert torch.equal(few, whole[rows])
     assert all(map(torch.equal, kv_of_few, kv))
 
