@@ -18,7 +18,10 @@ _loaded: weakref.WeakKeyDictionary[nn.Module, dict[torch.dtype, Mapping[str, tor
 
 class Cast:
     """The cast of one model's tensors to a dtype, with the exceptions that transformers makes where it loads the model
-    in this dtype: tensors that its class keeps in float32, and those that its layers make in a dtype of their own."""
+    in this dtype: tensors that its class keeps in float32, and those that its layers make in a dtype of their own.
+
+    A buffer that was registered on the module itself, and that its class does not make, is cast: transformers loads no
+    such buffer, and `module.to(dtype)` casts it too."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         """Read the dtypes. model: unwrapped; dtype: None for no cast."""

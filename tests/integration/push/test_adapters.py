@@ -90,6 +90,25 @@ class WithBuffers(nn.Module):
         self.register_buffer("table", torch.zeros(2), persistent=False)
 
 
+class MakesBuffers(Qwen3ForCausalLM):
+    """A model whose class makes buffers: one without a dtype, and one with its own."""
+
+    def __init__(self, config: Qwen3Config) -> None:
+        super().__init__(config)
+        self.register_buffer("plain", torch.ones(3))
+        self.register_buffer("exact", torch.ones(3, dtype=torch.float32))
+
+
+def test_buffers_of_a_users_class_have_the_dtypes_with_which_it_is_loaded_and_others_are_cast(tmp_path):
+    model = MakesBuffers(tiny_qwen3().config)
+    model.save_pretrained(tmp_path)
+    loaded = MakesBuffers.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    model.register_buffer("added", torch.ones(3, dtype=torch.float32))
+    sent = {name: tensor.dtype for name, tensor in trainer_tensors(model, torch.bfloat16)}
+    assert (sent["plain"], sent["exact"], sent["added"]) == (torch.bfloat16, torch.float32, torch.bfloat16)
+    assert all(loaded.get_buffer(name).dtype == sent[name] for name in ("plain", "exact"))
+
+
 def test_stored_buffers_come_with_the_parameters_and_only_floating_point_is_cast():
     model = WithBuffers()
     assert [name for name, _ in ddp_tensors(model, buffers=False)] == ["weight"]
