@@ -28,6 +28,10 @@ def weight_samples(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, bytes]:
         if view is not None:
             views[view.device, view.dtype].append((name, view))
     for named in views.values():
+        if len(named) == 1:  # as of a tensor that is about to be written: nothing to join
+            [(name, view)] = named
+            found[name] = view.cpu().numpy().tobytes()
+            continue
         values = torch.cat([view for _, view in named]).cpu().numpy()
         ends = np.cumsum([0, *(len(view) for _, view in named)]).tolist()
         for (name, _), (begin, end) in zip(named, pairwise(ends), strict=True):
