@@ -46,7 +46,7 @@ class Driver:
         self._kv_events = parts.ledger.events
         self._most_steps = parts.config.num_scheduler_steps
         self.inbox = inbox
-        inbox.is_lock_wanted = self.lock.is_wanted
+        inbox.between_steps = self._between_steps
         self._gate, self._loop, self._answers = gate, gate.loop, answers
         self._stepper = ThreadPoolExecutor(1, "lockstep-step")  # runs the steps that coroutines wait for
         self._turn: Future[None] | None = None  # the latest of these steps
@@ -237,6 +237,11 @@ class Driver:
             self._ring()
         finally:
             self._step_began = None
+
+    def _between_steps(self) -> bool:
+        """Note that the next step of a schedule would begin; return whether another thread waits for the lock."""
+        self._step_began = time.monotonic()
+        return self.lock.is_wanted()
 
     def _ring(self) -> None:
         """Run the alarm's callback if it is due. The caller holds the lock."""

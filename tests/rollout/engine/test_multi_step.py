@@ -200,6 +200,14 @@ def test_the_alarm_rings_after_its_step(make_engine):
     assert rung == [5]
 
 
+def test_every_step_is_a_sign_of_life(make_engine, wait_in_steps):
+    engine, beats = make_engine(), []
+    for num_steps in range(1, 5):
+        wait_in_steps(engine, num_steps, lambda: beats.append(engine.driver.heartbeat))
+    engine.generate(PROMPTS[0], sampled(max_new_tokens=6))
+    assert len(beats) == len(set(beats)) == 4 and beats == sorted(beats)
+
+
 def test_broken_logits_in_a_later_step_are_refused(make_engine, wait_in_steps):
     engine = make_engine()
     head = engine.model.module.get_output_embeddings().weight
@@ -219,7 +227,7 @@ def test_blocks_that_were_taken_for_steps_that_did_not_run_are_given_back(make_e
     engine, held = make_engine(), []
 
     def come() -> None:
-        engine.driver.inbox.is_lock_wanted = lambda: True
+        engine.driver.inbox.between_steps = lambda: True
 
     wait_in_steps(engine, 1, come)
     engine.add(list(range(12)), sampled(max_new_tokens=40))
