@@ -164,10 +164,11 @@ class Engine(OfOneProcess):
         """Whether requests wait or run, or a step's output is not delivered yet; `step` may have answers even so."""
         return self.driver.has_work
 
-    def step(self) -> list[Completion]:
-        """Run one step, if not paused; returns the new completions (aborted ones too) that no other call waits for."""
+    def step(self, most: int = 1) -> list[Completion]:
+        """Run one step, if not paused, or up to `most` decode steps where nothing needs the host in between, as calls
+        that wait do; returns the new completions (aborted ones too) that no other call waits for."""
         self.driver.settle()
-        return self.driver.run_step(self.mailboxes.take_unclaimed)
+        return self.driver.run_step(self.mailboxes.take_unclaimed, most)
 
     def start(self) -> None:
         """Start a thread that runs the steps, so that callers only wait. Does nothing if it is started already. It

@@ -109,18 +109,13 @@ def decode_steps(
         seconds: list[float] = []
         began = before = now()
         while len(seconds) < num_steps:
-            run = partial(_run_steps, engine, num_steps - len(seconds))
+            run = partial(engine.step, min(engine.config.num_scheduler_steps, num_steps - len(seconds)))
             num = _checked(engine, batch, partial(around, run))
             after = now()
             seconds += [(after - before) / num] * num
             before = after
         engine.abort_request(abort_all=True)
     return [(before - began) / num_steps] * num_steps if engine.config.overlap else seconds
-
-
-def _run_steps(engine: Engine, most: int) -> None:
-    """Run a step, or the decode steps of one schedule, as a call of the engine does that waits for its answer."""
-    engine.driver.run_step(lambda: None, min(engine.config.num_scheduler_steps, most))
 
 
 def _checked(engine: Engine, batch: int, run: Callable[[], object]) -> int:

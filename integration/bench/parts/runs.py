@@ -52,7 +52,8 @@ def num_kv_blocks(load: Load) -> int:
 
 
 def run_engine(engine: Engine, load: Load, prompts: list[list[int]], repeat: int) -> Run:
-    """Run the load through our engine, step by step."""
+    """Run the load through our engine, step by step, as `generate` runs them: those of one schedule have the mean of
+    their time."""
     counts = load.counts(repeat)
     completions: list[Completion] = []
     decode_steps: list[float] = []
@@ -63,13 +64,15 @@ def run_engine(engine: Engine, load: Load, prompts: list[list[int]], repeat: int
         for prompt, count in zip(prompts, counts, strict=True):
             engine.add(prompt, SamplingParams(max_new_tokens=count, ignore_eos=True))
         while engine.has_work:
-            before, num_rows, num_open = now, metrics.num_rows, load.batch - len(completions)
-            completions += engine.step()
+            before, num_open = now, load.batch - len(completions)
+            num_rows, num_steps = metrics.num_rows, metrics.num_steps
+            completions += engine.step(engine.config.num_scheduler_steps)
             now = time.perf_counter()  # to wait for the device here would end the overlap of steps
-            if metrics.num_rows - num_rows > num_open:
+            num_rows, num_steps = metrics.num_rows - num_rows, metrics.num_steps - num_steps
+            if num_rows > num_open * num_steps:
                 prefill_seconds += now - before
             elif num_open == load.batch:
-                decode_steps.append(now - before)
+                decode_steps += [(now - before) / num_steps] * num_steps
         now = clock(device)
     assert sum(len(completion.logprobs) for completion in completions) == sum(counts)
     # A prompt of one token per sequence is indistinguishable from a decode step, and is its own prefill.

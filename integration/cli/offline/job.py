@@ -322,7 +322,7 @@ class _OfflineRun:
                     live[self._add(*item)] = item
                 if not live:
                     break
-                finished = engine.step()
+                finished = engine.step(engine.config.num_scheduler_steps)
                 self._file.append(self._answer(*live.pop(c.id), c) for c in finished)
                 num_ignored += sum(_finish_reason(c).type == "ignored" for c in finished)
                 seconds, num_tokens = engine.metrics.step_seconds, engine.metrics.num_output_tokens

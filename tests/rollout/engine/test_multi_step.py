@@ -143,6 +143,18 @@ def test_a_call_of_step_runs_one(make_engine):
     assert answer.num_completion_tokens == 5
 
 
+def test_a_call_of_step_runs_several_where_it_is_told(make_engine):
+    engine = make_engine()
+    [id] = engine.add(PROMPTS[0], sampled(max_new_tokens=7))
+    with engine.model.rollout_phase():
+        assert engine.step(4) == engine.step(4) == []
+        assert engine.metrics.num_steps == 5
+        [answer] = engine.step(4)
+        with pytest.raises(ValueError, match="at least one step, not 0"):
+            engine.step(0)
+    assert answer.id == id and engine.metrics.num_steps == 7
+
+
 def test_a_command_ends_the_steps_after_the_running_one(make_engine, wait_in_steps):
     engine, reports = make_engine(), []
     thread = threading.Thread(
@@ -160,7 +172,7 @@ def test_a_command_ends_the_steps_after_the_running_one(make_engine, wait_in_ste
     with engine.model.rollout_phase():
         engine.add(PROMPTS[0], sampled(max_new_tokens=20))
         for _ in range(2):
-            engine.driver.run_step(lambda: None, MOST)
+            engine.step(MOST)
     thread.join()
     assert launches.run == [1, 3]
     assert reports[0].num_retracted == 1 and reports[1].num_waiting == 1
@@ -233,7 +245,7 @@ def test_blocks_that_were_taken_for_steps_that_did_not_run_are_given_back(make_e
     engine.add(list(range(12)), sampled(max_new_tokens=40))
     with engine.model.rollout_phase():
         for _ in range(6):
-            engine.driver.run_step(lambda: None, MOST)
+            engine.step(MOST)
             held.append(engine.state()["num_held_blocks"])
             engine.check_integrity()
     assert held == [1, 1, 1, 1, 1, 2]  # 12 tokens have KV after the first step, one more after each other one
