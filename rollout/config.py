@@ -100,8 +100,8 @@ class EngineConfig:
     overlap: bool | None = None  # plan the next step and deliver the last one while the model runs; None: on a GPU, if
     # one rank has the whole model
     num_scheduler_steps: int = 8  # decode steps from one schedule, on a CPU, where nothing needs the host in between,
-    # as text, streams, grammars and drafts do. They end early for whatever waits. `Engine.step` runs one if not told
-    # otherwise; 1: always one
+    # as stop strings, streams, grammars, adapters and drafts do. They end early for whatever waits. `Engine.step` runs
+    # one if not told otherwise; 1: always one
     cuda_graph_batch_sizes: tuple[int, ...] | None = None  # decode batch sizes that are recorded; other batches are
     # padded to the next one. (): none; None: up to max_num_seqs, with drafts to 17 times as many, on a GPU 1, 2,
     # 4, 8, 16, 24 … 256, on a CPU 1 … 8, 10 … 16, 20 … 32, 40 … 128, 144 … 256

@@ -134,7 +134,7 @@ class SamplingParams:
     @property
     def draws_alone(self) -> bool:
         """Whether the host has no part in the draws, and no stop condition needs text."""
-        shapes_logits = self.needs_penalties or bool(self.logit_bias) or self.min_new_tokens > 0
+        shapes_logits = self.needs_penalties or bool(self.logit_bias) or self.min_new_tokens > 0 or self.is_constrained
         return not shapes_logits and not self.needs_text and self.max_new_tokens > 0
 
     @property

@@ -155,9 +155,9 @@ class Driver:
     def run_step(self, then: Callable[[], T], most: int = 1) -> T:
         """Run one step in this thread, or up to `most` decode steps, and return `then()`, called before another thread
         has the lock. Runs nothing while paused, or without requests. The caller has checked that the process is the
-        engine's. Raises ValueError for a number below 1."""
-        if most < 1:
-            raise ValueError(f"a step has at least one step, not {most!r}")
+        engine's. Raises ValueError for another number than a positive integer."""
+        if type(most) is not int or most < 1:
+            raise ValueError(f"most must be a positive integer, not {most!r}")
         phase = self._model.phase
         with self.lock:
             phase.enter(admits=False)  # a borrower would need the lock

@@ -25,7 +25,7 @@ class Inbox:
         self._requests: dict[str, Request] = {}
         self._claimed: set[str] = set()  # ids of requests that are being made
         self._num_commands = 0  # commands that wait for the engine's lock
-        # Called between two steps of one schedule; returns whether a thread waits for the engine's lock.
+        # Called between two steps of one schedule, as a sign of life; returns whether a thread wants the engine's lock.
         self.between_steps: Callable[[], bool] = lambda: False
 
     def __len__(self) -> int:
@@ -94,5 +94,5 @@ class Inbox:
 
     def is_awaited(self, num_steps: int) -> bool:
         """Return whether anything comes before the next step, as `is_interrupted`, or waits for the end of this one: a
-        request, or a thread that wants the engine's lock."""
+        request, or a thread that wants the engine's lock. Calls `between_steps`."""
         return self.between_steps() or bool(self._requests) or self.is_interrupted(num_steps)

@@ -120,7 +120,7 @@ class DraftSteps:
         """Learn the time of a step that holds decodes and drafts only, that of finding the drafts included. num_steps:
         so many that ran one after another, of this time each."""
         if num_steps > 1 and self._speculation is not None:
-            self._speculation.rested(num_steps - 1)
+            self._speculation.rested(num_steps - 1, len(output.scheduled))
         planned = self._planned.pop(output.step, None)
         self._metrics.verify_seconds += self._shares.pop(output.step, 0.0) * seconds
         if self._speculation is not None and output.has_one_token_each:

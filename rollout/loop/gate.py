@@ -67,7 +67,7 @@ class StepGate:
             if has_adapters and self.adapters.look():
                 self.code.accept()
             self.code.look()
-            self.loop.step(most)
+            self.loop.step(1 if has_adapters else most)  # a switch of adapters is looked for before every step
         finally:
             self._events.flush()
 

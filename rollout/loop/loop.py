@@ -104,8 +104,7 @@ class Loop:
         self._reports.on_queued(request)
 
     def step(self, most: int = 1) -> None:
-        """Launch as many steps as there are stages, if requests can run, and finish the oldest. most: decode steps that
-        may run from one schedule.
+        """Launch as many steps as there are stages, if requests can run, and finish the oldest. most: of one schedule.
 
         Raises the error of a failed step. The launched steps are dropped then, and their sequences wait again. Where
         memory ran out nothing is raised: later steps are smaller.
@@ -201,7 +200,8 @@ class Loop:
         """Send the schedule to the managers and launch the step; returns False if it is empty. most: as of `step`."""
         try:
             output = self._drafts.prepare(self._grammars.prepare(output))
-            if (most := min(most, self._drafts.num_without)) > 1 and self._runner.runs_several:
+            most = min(most, self._drafts.num_without)
+            if most > 1 and self._runner.runs_several(len(output.scheduled)) and self._runner.goes_on(1):
                 output = self._multi_step.plan(output, most, may_evict=not self._scheduler.num_waiting)
         except BaseException as error:
             self._start_over_after(output, error)
@@ -272,7 +272,7 @@ class Loop:
             accepted: dict[str, int] = {}
             if flight.output.has_drafts or flight.num_steps > 1:
                 accepted = {result.id: len(result.accepted) for result in flight.results if result.accepted}
-            self._scheduler.on_step_completed(flight.output, flight.requests, accepted)
+            self._scheduler.on_step_completed(flight.output, flight.requests, accepted, flight.num_steps)
             self._drafts.end(flight.output, flight.results)
             self._grammars.end(flight.results)
         self._committed = flight

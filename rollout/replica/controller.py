@@ -26,7 +26,7 @@ class ReplicaRunner:
     """The runner of a replica. It sends each step once to the followers, with the managers' events since the step
     before, and runs the controller's own share."""
 
-    begins_ahead = runs_several = False
+    begins_ahead = False
 
     def __init__(self, ranks: RankChannel, stage: Stage, metrics: Metrics, state_check_steps: int) -> None:
         self.num_stages = ranks.mesh.pp
@@ -100,6 +100,10 @@ class ReplicaRunner:
     def release_memory(self) -> None:
         """Drop this rank's recorded steps; followers drop theirs where they release memory."""
         self.stage.release_memory()
+
+    def runs_several(self, num_rows: int) -> bool:
+        """Return False: each step is sent to the followers."""
+        return False
 
     def computed_rows(self, num_rows: int) -> int:
         return self.stage.computed_rows(num_rows)

@@ -128,11 +128,13 @@ class HostViews:
         logprobs: list[float] = self.drawn_logprobs[:num_rows].tolist()  # type: ignore[assignment]  # a view of floats
         return self.drawn_ids[:num_rows].tolist(), logprobs
 
-    def advance(self, size: int, block_size: int) -> None:
-        """Move each of the first rows to the token that it has drawn, which follows its present one."""
+    def advance(self, num_rows: int, size: int, block_size: int, padding: int) -> None:
+        """Move each of the first rows to the token that it has drawn, which follows its present one, and the rows
+        behind them, up to `size`, with the row that pads."""
         for row in range(size):
-            position = self.positions[row] + 1
-            self.token_ids[row], self.positions[row] = self.drawn_ids[row], position
+            is_own = row < num_rows
+            source, position = (row, self.positions[row] + 1) if is_own else (padding, self.positions[padding])
+            self.token_ids[row], self.positions[row] = self.drawn_ids[source], position
             self.noise_positions[row] = self.context_lens[row] = position + 1
             block, offset = divmod(position, block_size)
             self.slots[row] = self.block_tables.item(row, block) * block_size + offset

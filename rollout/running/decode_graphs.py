@@ -105,6 +105,7 @@ class DecodeGraphs:
         self._weights = TensorAddresses(())  # the module's tensors, which they read
         self._views = HostViews(self._buffers) if device.type == "cpu" else None
         self._versions = [0] * self.sizes[-1]  # of the tables in the views, by row; 0: of none
+        self._padding = 0  # the row that pads the newest step of `run_rows`
         self._num_steps = 0
         self.num_tables_sent = 0  # rows of block tables that had changed
 
@@ -181,7 +182,7 @@ class DecodeGraphs:
         assert views is not None, num_rows
         self._forget_if_moved()
         self._num_steps += 1
-        views.advance(size, self._kv_cache.block_size)
+        views.advance(num_rows, size, self._kv_cache.block_size, self._padding)
         self._record_of(size, "", self._drawing_step)()
         return views.drawn(num_rows)
 
@@ -261,7 +262,7 @@ class DecodeGraphs:
             self._kv_cache.block_size,
         )
         num_rows, versions = len(positions), self._versions
-        padding = positions.index(min(positions)) if size > num_rows else 0
+        padding = self._padding = positions.index(min(positions)) if size > num_rows else 0
         for row in range(size):
             source = row if row < num_rows else padding
             position, own = positions[source], tables[source]

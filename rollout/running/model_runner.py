@@ -61,7 +61,7 @@ class ModelRunner:
         self.begins_ahead = begins_ahead and graphs is not None
         has_queue = graphs is not None and model.device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, "lockstep-model") if overlap and not has_queue else None
-        self.runs_several = graphs is not None and not overlap and model.device.type == "cpu"
+        self._runs_rows = graphs is not None and not overlap and model.device.type == "cpu"
         self.goes_on: Callable[[int], bool] = lambda num_steps: False
         self.workers = WorkerSequenceManager(self.num_stages)
         self.num_forwards = 0
@@ -75,7 +75,7 @@ class ModelRunner:
         if begun is not None and begun.holds(output):
             self._newest = begun
             return LaunchedStep(lambda: begun.results(output))
-        if self.runs_several and (launched := self._launch_rows(output, requests)) is not None:
+        if self._runs_rows and (launched := self._launch_rows(output, requests)) is not None:
             return launched
         # With graphs the batch stays on the host: it is copied with the graphs' inputs, or as a whole when it runs.
         on = torch.device("cpu") if self._graphs is not None else self._model.device
@@ -123,7 +123,7 @@ class ModelRunner:
     def _may_follow(self, output: ScheduleOutput, drawn: Sequence[Drawn]) -> bool:
         """Return whether another decode step of the schedule follows those that have drawn this: none has ended a
         sequence or was broken, and nothing waits."""
-        if len(drawn) == output.num_steps:
+        if len(drawn) >= output.num_steps:
             return False
         token_ids, logprobs = drawn[-1]
         is_broken = (total := sum(logprobs)) != total
@@ -187,6 +187,10 @@ class ModelRunner:
         self.settle()
         self._newest = None
         self.call(partial(torch.inference_mode()(self._graphs.record_ahead), size, block))
+
+    def runs_several(self, num_rows: int) -> bool:
+        """Return whether several decode steps of so many rows may run from one schedule."""
+        return self._runs_rows and self._graphs is not None and self._graphs.size_for(num_rows) is not None
 
     def computed_rows(self, num_rows: int) -> int:
         recorded = self._graphs.size_for(num_rows) if self._graphs is not None else None

@@ -55,7 +55,6 @@ class Runner(Protocol):
     workers: WorkerSequenceManager  # this rank's; the caller passes it every event, as it does the controller's manager
     begins_ahead: bool  # whether an announced step may begin; a step that may have drafts is not announced
     num_forwards: int  # launched or run on this rank since it was last set to 0
-    runs_several: bool  # whether it runs the further steps of a schedule with `num_steps` > 1
     goes_on: Callable[[int], bool]  # asked after so many steps of one schedule whether the next one may run
 
     @property
@@ -84,6 +83,10 @@ class Runner(Protocol):
     def release_memory(self) -> None:
         """Drop recorded steps, and what they keep of the weights and of KV, before these are released. No step is in
         flight."""
+        ...
+
+    def runs_several(self, num_rows: int) -> bool:
+        """Return whether it runs the further steps of a schedule with `num_steps` > 1, of so many rows each."""
         ...
 
     def computed_rows(self, num_rows: int) -> int:

@@ -35,10 +35,10 @@ class Admission:
         """Set the ratio to its initial value, for a flush of the cache or the end of all work."""
         self.ratio = self._initial_ratio
 
-    def on_good_step(self) -> None:
-        """Lower the ratio after a step without a retraction."""
+    def on_good_step(self, num_steps: int = 1) -> None:
+        """Lower the ratio after so many steps without a retraction."""
         lowest = self._initial_ratio * MINIMUM_SHARE
-        self.ratio = max(self.ratio - (self._initial_ratio - lowest) / NUM_DECAY_STEPS, lowest)
+        self.ratio = max(self.ratio - num_steps * (self._initial_ratio - lowest) / NUM_DECAY_STEPS, lowest)
 
     def on_retraction(self, running: Collection[Request]) -> None:
         """Raise the ratio because blocks ran out.

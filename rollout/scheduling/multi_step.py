@@ -1,8 +1,8 @@
 """Several decode steps from one schedule, with which the host's work around a step is done once for all of them.
 
 The field calls it multi-step scheduling. Between two of the steps only the drawn tokens move, to the inputs of the
-next. So it is for sequences that need nothing of the host meanwhile: no text, no grammar, no caller that wants each
-token. The steps end early where a sequence ends, or where anything waits for the engine: a command, a request, or a
+next. So it is for sequences that need nothing of the host meanwhile: no stop string, no grammar, no caller that wants
+each token. The steps end early where a sequence ends, or where anything waits for the engine: a command, a request, a
 thread.
 """
 
@@ -46,22 +46,24 @@ class MultiStep:
             most = min(most, self._most(item, requests[item.id], stop_ids))
             if most < 2:
                 return output
-        tables = [self._ledger.block_table(requests[item.id]) for item in output.scheduled]
-        num_blocks = list(map(len, tables))
-        for item in output.scheduled:
-            request, num_known = requests[item.id], item.start + 1
-            most = 1 + self._ledger.plan_draft(request, num_known, most - 1, may_evict=may_evict)
-            if most < 2:
-                break
+        ends = [(requests[item.id], item.start) for item in output.scheduled]
+        num_free = self._ledger.num_available if may_evict else self._ledger.usage.num_free
+        num_spare = num_free - len(ends)  # one is left for each sequence
+        while (num_missing := self._num_missing(ends, most)) and num_missing > num_spare:
+            most -= 1
         if most < 2:
-            for item in output.scheduled:
-                self._ledger.settle_draft(requests[item.id], item.start + 1, 0)
             return output
-        items = [
-            item if len(table) == num else item._replace(new_blocks=(*item.new_blocks, *table[num:]))
-            for item, table, num in zip(output.scheduled, tables, num_blocks, strict=True)
-        ]
+        items = []
+        for item, (request, start) in zip(output.scheduled, ends, strict=True):
+            new_blocks = self._ledger.grow(request, start + most)
+            assert new_blocks is not None, request
+            items.append(item._replace(new_blocks=(*item.new_blocks, *new_blocks)) if new_blocks else item)
         return replace(output, scheduled=tuple(items), num_steps=most, stop_ids=frozenset(stop_ids))
+
+    def _num_missing(self, ends: list[tuple[Request, int]], most: int) -> int:
+        """Count the blocks that so many steps need beyond those of the first one. ends: requests, and the positions of
+        their rows in the first step."""
+        return sum(max(self._ledger.num_missing(request, start + most), 0) for request, start in ends)
 
     def _most(self, item: ScheduledSequence, request: Request, stop_ids: set[int]) -> int:
         """Return how many steps the sequence may have one after another, and add its stop tokens to `stop_ids`."""

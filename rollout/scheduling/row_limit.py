@@ -20,10 +20,10 @@ class RowLimit:
         self.now, self._num_good = max(num_rows // 2, 1), 0
         self._patience = min(2 * self._patience, _PATIENCE[1])
 
-    def on_good_step(self) -> None:
-        """Allow more rows again after enough good steps."""
+    def on_good_step(self, num_steps: int = 1) -> None:
+        """Count so many good steps; allow more rows again after enough of them."""
         if self.now == self._most:
             return
-        self._num_good += 1
+        self._num_good += num_steps
         if self._num_good >= self._patience:
             self.now, self._num_good = min(2 * self.now, self._most), 0

@@ -111,14 +111,16 @@ class Scheduler:
         self._queue.push(request)
 
     def on_step_completed(
-        self, output: ScheduleOutput, requests: dict[str, Request], accepted: Mapping[str, int] | None = None
-    ) -> None:
+        self, output: ScheduleOutput, requests: dict[str, Request], accepted: Mapping[str, int] | None = None,
+        num_steps: int = 1,
+    ) -> None:  # fmt: skip
         """Publish the KV that is complete after this step, and give back what drafts took in vain.
 
         requests: the live ones by id. accepted: by id the tokens that came before the last one, of a draft or of
-        several steps; none of others.
+        several steps; none of others. num_steps: that have run.
         """
-        self.row_limit.on_good_step()
+        self.row_limit.on_good_step(num_steps)
+        self._admission.on_good_step(num_steps - 1)  # the first one counts when it is scheduled
         block_size, running = self._ledger.block_size, self._running
         for item in output.scheduled:
             start, end = item.start, item.start + item.num_tokens

@@ -43,7 +43,8 @@ class Request:
     base_id: str = ""  # the id of the request that this is a sample of
     earlier: tuple[int, ...] = ()  # an answer of other weights, whose tokens are drawn again, as many as stay in a step
     record: OutputRecord = field(init=False)
-    draws_alone: bool = field(init=False)  # no token but a stop token needs the host before the next one is drawn
+    draws_alone: bool = field(init=False)  # a decode step reads nothing of it but its tokens, and only a stop token
+    # needs the host before the next one is drawn
     in_flight: InFlight = field(init=False, default_factory=InFlight)
     next_token: NextToken | None = None
     num_cached_tokens: int = 0
@@ -63,7 +64,7 @@ class Request:
         if options.logprob_start_len == 0:
             self.record.begin_prompt()
         reports_more = options.top_logprobs_num or options.token_ids_logprob or self.record.wants_kept
-        self.draws_alone = self.grammar is None and not reports_more and self.params.draws_alone
+        self.draws_alone = self.params.draws_alone and not reports_more and not self.wants_prompt_logprobs
 
     id: ClassVar[str] = property(attrgetter("sequence.id"))  # type: ignore[assignment]  # without a call of Python
 

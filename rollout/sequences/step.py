@@ -68,7 +68,10 @@ class ScheduledSequence(NamedTuple):  # one a sequence and step: a tuple takes a
 
 @dataclass(frozen=True)
 class ScheduleOutput:
-    """The schedule of one step. Managers apply it in this order: ignored, exhausted, preempted, scheduled."""
+    """The schedule of one step, or of several decode steps of the same rows.
+
+    Managers apply it in this order: ignored, exhausted, preempted, scheduled.
+    """
 
     step: int
     scheduled: tuple[ScheduledSequence, ...]

@@ -67,8 +67,7 @@ class Rests:
 
     def further_steps(self, num_steps: int) -> None:
         """Count so many steps of the newest one's rest that have run without `next_step`, fewer than are left of it."""
-        if self._newest.left:
-            self._newest.left = max(self._newest.left - num_steps, 1)
+        self._newest.left = max(self._newest.left - num_steps, 1)
 
     def begin(self, num_sequences: int, *, were_proposals: bool) -> None:
         """Begin a rest after a step of so many, in which no draft would have paid."""

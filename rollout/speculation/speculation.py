@@ -151,9 +151,11 @@ class Speculation:
         """The number of steps from this one on, of a rest, that have no drafts."""
         return self._rests.num_left
 
-    def rested(self, num_steps: int) -> None:
-        """Count further steps of a rest, for which `why_none` was not asked."""
-        self._rests.further_steps(num_steps)
+    def rested(self, num_steps: int, num_sequences: int) -> None:
+        """Count further steps of a rest, of so many sequences each, for which `why_none` was not asked."""
+        if self._rests.is_resting:
+            self._rests.further_steps(num_steps)
+            self.reasons.counts[NoDraft.RESTING] += num_steps * num_sequences
 
     def why_none(self, size: StepSize) -> NoDraft | None:
         """Count a step, and return why none of its sequences has a draft; None: `plan` drafts. size: without drafts."""

@@ -30,7 +30,7 @@ class StagedRunner:
     before_stage(stage, output), if set, is called on the stage's thread before it runs a step.
     """
 
-    begins_ahead = runs_several = False
+    begins_ahead = False
     goes_on: Callable[[int], bool]
 
     def __init__(self, parts: RunnerParts, num_stages: int) -> None:
@@ -65,6 +65,9 @@ class StagedRunner:
 
     def release_memory(self) -> None:
         """Do nothing: it records no step."""
+
+    def runs_several(self, num_rows):
+        return False
 
     def computed_rows(self, num_rows: int) -> int:
         return num_rows

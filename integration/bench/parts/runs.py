@@ -71,7 +71,7 @@ def run_engine(engine: Engine, load: Load, prompts: list[list[int]], repeat: int
             num_rows, num_steps = metrics.num_rows - num_rows, metrics.num_steps - num_steps
             if num_rows > num_open * num_steps:
                 prefill_seconds += now - before
-            elif num_open == load.batch:
+            elif num_open == load.batch and num_steps:  # with overlap the last call only delivers
                 decode_steps += [(now - before) / num_steps] * num_steps
         now = clock(device)
     assert sum(len(completion.logprobs) for completion in completions) == sum(counts)

@@ -18,6 +18,8 @@ from lockstep.integration.bench.parts.runs import Run
 from lockstep.integration.cli import main as cli
 from lockstep.kernels.linear.linear import SOURCE
 from lockstep.kernels.machine import native
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
 from lockstep.tests.support import prepared_python
 
 LOAD = Load(batch=3, prompt_tokens=20, new_tokens=5)
@@ -79,6 +81,14 @@ def test_our_run_separates_prefill_from_decode_and_hits_no_prefix(tiny):
         assert run.prefill_seconds + sum(run.decode_step_seconds) <= run.seconds
     assert engine.metrics.num_cached_tokens == 0
     assert engine.metrics.num_output_tokens == 2 * LOAD.batch * LOAD.new_tokens
+
+
+def test_our_run_with_overlap_ends_with_a_call_that_only_delivers(tiny):
+    config = EngineConfig(kv_cache=runs.num_kv_blocks(LOAD), max_num_seqs=LOAD.batch, overlap=True)
+    engine = Engine(tiny, config)
+    run = runs.run_engine(engine, LOAD, LOAD.prompts(16384, 0), 0)
+    assert 0 < len(run.decode_step_seconds) <= LOAD.new_tokens
+    engine.close()
 
 
 def test_transformers_runs_the_same_load_and_its_logprobs_are_those_of_its_tokens(tiny, monkeypatch):

@@ -12,6 +12,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.rollout.speculation.no_draft import NoDraft
 from lockstep.tests.rollout.engine.callers import PROMPTS, assert_idle, sampled
 
 MOST = EngineConfig.num_scheduler_steps
@@ -106,6 +107,8 @@ def test_no_step_follows_a_stop_token(make_engine):
         ({"repetition_penalty": 1.1}, {}),
         ({"logit_bias": {"3": 1.0}}, {}),
         ({"min_new_tokens": 4}, {}),
+        ({"regex": "[a-z ]{60}"}, {}),
+        ({}, {"logprob_start_len": 0}),
         ({}, {"top_logprobs_num": 2}),
         ({}, {"token_ids_logprob": (4,)}),
         ({"top_k": 5}, {"max_kept_ids": 500}),
@@ -150,8 +153,9 @@ def test_a_call_of_step_runs_several_where_it_is_told(make_engine):
         assert engine.step(4) == engine.step(4) == []
         assert engine.metrics.num_steps == 5
         [answer] = engine.step(4)
-        with pytest.raises(ValueError, match="at least one step, not 0"):
-            engine.step(0)
+        for wrong in (0, 2.5, True):
+            with pytest.raises(ValueError, match=f"most must be a positive integer, not {wrong}"):
+                engine.step(wrong)
     assert answer.id == id and engine.metrics.num_steps == 7
 
 
@@ -189,7 +193,8 @@ def test_a_request_and_a_thread_that_wait_end_the_steps(make_engine, wait_in_ste
 
     def come() -> None:
         if waits == "request":
-            engine.add(PROMPTS[1], sampled(max_new_tokens=3))
+            if not engine.driver.inbox and len(engine.parts.sequences) == 1:
+                engine.add(PROMPTS[1], sampled(max_new_tokens=3))
             return
         threads.append(threading.Thread(target=engine.driver.look, args=(lambda: None,)))
         threads[-1].start()
@@ -214,10 +219,10 @@ def test_the_alarm_rings_after_its_step(make_engine):
 
 def test_every_step_is_a_sign_of_life(make_engine, wait_in_steps):
     engine, beats = make_engine(), []
-    for num_steps in range(1, 5):
+    for num_steps in range(2, 5):
         wait_in_steps(engine, num_steps, lambda: beats.append(engine.driver.heartbeat))
     engine.generate(PROMPTS[0], sampled(max_new_tokens=6))
-    assert len(beats) == len(set(beats)) == 4 and beats == sorted(beats)
+    assert len(beats) == len(set(beats)) == 3 and beats == sorted(beats)
 
 
 def test_broken_logits_in_a_later_step_are_refused(make_engine, wait_in_steps):
@@ -261,17 +266,60 @@ def test_the_number_of_steps_is_checked():
 
 def test_rests_of_drafts_count_every_step(make_engine):
     """Sources of drafts rest for a number of steps, however many of them a schedule holds."""
-    reports = []
+    engine = make_engine(speculation={"past": 4}, max_num_seqs=32, kv_cache="400 blocks")
+    speculation = engine.parts.speculation
+    launches, asked = Launches(engine), []
+
+    def resting(size):
+        asked.append(engine.metrics.num_steps)
+        rest = speculation._rests._class(size.num_tokens)
+        speculation._rests._newest = rest
+        rest.left = rest.left - 1 if rest.left else 7
+        return NoDraft.RESTING
+
+    speculation.why_none = resting
+    engine.generate([[i, 2 * i, 3 * i] for i in range(32)], SamplingParams(max_new_tokens=61, sampling_seed=1))
+    counts = speculation.reasons.counts[NoDraft.RESTING]
+    assert max(launches.run) == 7
+    assert counts == 32 * engine.metrics.num_steps == 32 * 61
+
+
+def test_steps_of_a_padded_batch(make_engine):
+    """A batch of nine is padded to ten rows, of which the last follows one of the others."""
+    prompts = [[3 * i + j for j in range(3 + i)] for i in range(9)]
+    runs = []
     for most in (1, MOST):
-        engine = make_engine(num_scheduler_steps=most, speculation={"past": 4}, max_num_seqs=32, kv_cache="400 blocks")
-        speculation = engine.parts.speculation
-        asked, plan = [], speculation.plan
+        engine = make_engine(max_num_seqs=16, num_scheduler_steps=most)
+        launches = Launches(engine)
+        runs.append(answers_of(engine.generate(prompts, sampled(max_new_tokens=40))))
+        assert max(launches.run) == most and engine.parts.runner.computed_rows(9) == 10
+    assert runs[0] == runs[1]
 
-        def noted(*args, asked=asked, plan=plan, metrics=engine.metrics):
-            asked.append(metrics.num_steps)
-            return plan(*args)
 
-        speculation.plan = noted
-        engine.generate([[i, 2 * i, 3 * i] for i in range(32)], SamplingParams(max_new_tokens=60, sampling_seed=1))
-        reports.append(asked)
-    assert reports[0] == reports[1]
+def test_a_batch_that_is_not_recorded_runs_step_by_step(make_engine):
+    engine = make_engine(cuda_graph_batch_sizes=(2,))
+    launches = Launches(engine)
+    engine.generate(PROMPTS, sampled(max_new_tokens=12))
+    assert set(launches.allowed) == {1}
+
+
+def test_an_error_in_a_later_step_loses_nothing(make_engine, wait_in_steps):
+    engine, raised = make_engine(), []
+
+    def fail() -> None:
+        if not raised:
+            raised.append(True)
+            raise KeyboardInterrupt
+
+    wait_in_steps(engine, 3, fail)
+    engine.add(PROMPTS[0], sampled(max_new_tokens=20))
+    with engine.model.rollout_phase():
+        engine.step(MOST)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step(MOST)
+        engine.check_integrity()
+        while not (answers := engine.step(MOST)):
+            pass
+    assert answers[0].token_ids == make_engine().generate(PROMPTS[0], sampled(max_new_tokens=20))[0].token_ids
+    assert answers[0].num_retractions == 1
+    assert_idle(engine)

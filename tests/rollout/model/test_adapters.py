@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, get_peft_model
@@ -115,6 +117,20 @@ def test_switch_between_two_steps_makes_running_sequences_compute_their_kv_again
     plain = selected_logprobs(logits, torch.tensor(mixed.token_ids), 1.0).tolist()
     same = [a == b for a, b in zip(plain, mixed.logprobs, strict=True)]
     assert same == [False, False, True, True]
+
+
+def test_each_step_looks_for_a_switch(make_model):
+    """A schedule of several steps would run them with the adapters of the first one."""
+    engine = Engine(adapted(make_model("qwen3")), replace(CONFIG, speculation="off"))
+    launch, allowed = engine.parts.runner.launch, []
+
+    def noted(output, requests):
+        allowed.append(output.num_steps)
+        return launch(output, requests)
+
+    engine.parts.runner.launch = noted
+    engine.generate(PROMPTS, SamplingParams(max_new_tokens=12))
+    assert set(allowed) == {1}
 
 
 def test_recorded_decode_steps_are_dropped_with_a_switch(make_model):
