@@ -50,8 +50,10 @@ def is_inside(inner: dict, outer: dict) -> bool:
 def test_trace_tells_steps_requests_commands_and_kv(traced):
     events = traced(overlap=False)
     forwards = spans(events, "forward")
-    assert [event["args"]["step"] for event in forwards] == list(range(1, len(forwards) + 1))
-    assert len(spans(events, "schedule")) >= len(forwards) == len(spans(events, "deliver"))
+    steps = [event["args"]["step"] for event in forwards]  # of one schedule several may run
+    assert [1, *steps] == sorted([1, *steps]) and set(steps) == set(range(1, steps[-1] + 1))
+    assert len(steps) > len(set(steps))
+    assert len(spans(events, "schedule")) >= steps[-1] == len(spans(events, "deliver"))
     assert [len(spans(events, name)) for name in ("pause_generation", "continue_generation")] == [1, 1]
     names = [event["name"] for event in events if event["ph"] == "i"]
     assert names.count("request") == names.count("answer") == 3
