@@ -24,7 +24,10 @@ def read(path) -> list[dict]:
 def traced(make_model, tmp_path):
     def run(overlap: bool) -> list[dict]:
         path = tmp_path / f"{overlap}.json"
-        settings = EngineConfig(kv_cache="64 blocks", max_num_seqs=8, overlap=overlap, trace=str(path))
+        # Without drafts: with them the measured times of steps decide how many steps a schedule holds.
+        settings = EngineConfig(
+            kv_cache="64 blocks", max_num_seqs=8, overlap=overlap, trace=str(path), speculation="off"
+        )
         engine = Engine(make_model("qwen3"), settings)
         engine.generate([[1, 2, 3], [4] * 20], PARAMS)
         engine.add([5, 6], PARAMS, rid="retracted")
