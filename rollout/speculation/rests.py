@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from .lengths import FIRST_GAIN
 
 FIRST, LONGEST = 4, 64  # steps of a rest: doubled each time that drafts do not pay
-LONGEST_WITHOUT = 8  # where there was no proposal: it costs only the search,
-SEARCHES = 4  # of which so many may be in vain for each step of a rest
+FIRST_WITHOUT, LONGEST_WITHOUT = 2, 16  # where there was no proposal: doubled until drafts pay. They are shorter: only
+# the search was in vain, and the host's look between two steps
+SEARCHES, MOST_AT_FIRST = 4, 8  # many sequences begin with a step for each so many of them, at most so many steps
 GAIN_WEIGHT = 0.1  # of the newest step; a rest follows where steps with drafts bring less than steps without
 PAYS = 1.05  # gain with which sources are asked for all sequences, and the next rest is short again
 
@@ -24,6 +25,7 @@ class _Class:
     """The steps of one class, as far as they are known."""
 
     length: int = FIRST  # steps of the next rest
+    length_without: int = FIRST_WITHOUT  # the same, where there is no proposal
     left: int = 0  # steps of this one
     were_proposals: bool = False  # in the step in which it began
     gain: float = FIRST_GAIN  # of tokens a second by drafts, in recent steps
@@ -33,7 +35,7 @@ class Rests:
     """Count the steps of the rests, and learn whether drafts pay."""
 
     def __init__(self, *, search_is_dear: bool = False) -> None:
-        """Start outside of a rest. search_is_dear: few sequences rest without proposals too, as many do."""
+        """Start outside of a rest. search_is_dear: after the first step without proposals few rest as long as many do."""
         self._search_is_dear = search_is_dear
         self._classes: dict[int, _Class] = {}
         self._newest = _Class()  # of the newest step
@@ -76,7 +78,9 @@ class Rests:
         if were_proposals:
             rest.left, rest.length = rest.length, min(2 * rest.length, LONGEST)
         else:
-            rest.left = LONGEST_WITHOUT if self._search_is_dear else min(num_sequences // SEARCHES, LONGEST_WITHOUT)
+            least = MOST_AT_FIRST if self._search_is_dear else min(num_sequences // SEARCHES, MOST_AT_FIRST)
+            rest.left = max(rest.length_without, least)
+            rest.length_without = min(2 * rest.length_without, LONGEST_WITHOUT)
 
     def pays(self, num_sequences: int) -> bool:
         """Return whether drafts have paid lately in steps of about so many."""
@@ -85,6 +89,8 @@ class Rests:
     def learn(self, num_sequences: int, gain: float) -> None:
         """Learn the gain of a step with drafts. A rest begins where they take more time than they save."""
         rest = self._class(num_sequences)
+        if gain > 1:
+            rest.length_without = FIRST_WITHOUT
         if rest.left > 0:  # the step is older than the rest
             return
         rest.gain += GAIN_WEIGHT * (gain - rest.gain)

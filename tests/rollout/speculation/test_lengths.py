@@ -12,7 +12,7 @@ from lockstep.rollout.sequences.step import Vote
 from lockstep.rollout.speculation.acceptance import FORGETTING, MAX_DEPTH, Acceptance
 from lockstep.rollout.speculation.lengths import MIN_GAIN, BestRate, StepSize, WholeDrafts
 from lockstep.rollout.speculation.proposer import Proposal
-from lockstep.rollout.speculation.rests import FIRST, LONGEST, LONGEST_WITHOUT, Rests
+from lockstep.rollout.speculation.rests import FIRST, LONGEST, LONGEST_WITHOUT, MOST_AT_FIRST, Rests
 from lockstep.rollout.speculation.speculation import SPARE, Speculation, Wanted
 from lockstep.rollout.speculation.step_costs import LEAST, MAX_SIZES, WARM_UP, WINDOW, StepCosts
 
@@ -244,17 +244,25 @@ def test_a_load_that_shrinks_again_and_again_is_tried_ever_less():
     assert tried[0] >= 7 and sum(tried[-128:]) <= 128 * 9 / LONGEST + 9
 
 
-@pytest.mark.parametrize(("num_rows", "num_steps"), [(1, 0), (3, 0), (8, 2), (64, LONGEST_WITHOUT)])
-def test_without_proposals_few_sequences_rest_not_at_all_and_many_shortly(num_rows, num_steps):
+@pytest.mark.parametrize(("num_rows", "lengths"), [
+    (1, [2, 4, 8, 16, 16]), (3, [2, 4, 8, 16, 16]), (16, [4, 4, 8, 16, 16]), (200, [8, 8, 8, 16, 16]),
+])  # fmt: skip
+def test_without_proposals_rests_are_short_and_grow_until_drafts_pay(num_rows, lengths):
     rests = Rests()
-    for _ in range(6):  # rests grow only where drafts do not pay
+
+    def length() -> int:
         rests.begin(num_rows, were_proposals=False)
-        assert rests.is_resting == (num_steps > 0)
-        num = sum(rests.next_step(num_rows) for _ in range(LONGEST_WITHOUT))
-        assert num == max(num_steps - 1, 0)
+        assert rests.is_resting
+        return 1 + sum(rests.next_step(num_rows) for _ in range(2 * LONGEST_WITHOUT))
+
+    assert [length() for _ in lengths] == lengths
+    rests.learn(num_rows, 0.99)  # a step in vain, by the time of its search
+    assert length() == LONGEST_WITHOUT
+    rests.learn(num_rows, 1.2)
+    assert length() == lengths[0]
 
 
 def test_where_a_search_is_dear_one_sequence_rests_too():
     rests = Rests(search_is_dear=True)
     rests.begin(1, were_proposals=False)
-    assert [rests.next_step(1) for _ in range(LONGEST_WITHOUT)].count(True) == LONGEST_WITHOUT - 1
+    assert [rests.next_step(1) for _ in range(LONGEST_WITHOUT)].count(True) == MOST_AT_FIRST - 1
