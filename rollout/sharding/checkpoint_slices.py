@@ -1,7 +1,7 @@
 """A reader of tensor slices from a model folder, under the names of the module.
 
-A folder may hold a parameter in pieces, for instance one matrix per expert: transformers' own conversion mapping
-defines how the pieces form the parameter, and only the bytes of the wanted slice are read.
+A folder may hold a parameter in pieces, for instance one matrix per expert (`published_names`): only the bytes of the
+wanted slice are read.
 """
 
 from __future__ import annotations
@@ -13,22 +13,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    Concatenate,
-    MergeModulelist,
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
+from transformers.core_model_loading import dot_natural_key
 
+from .published_names import PublishedNames
 from .shards import Shard
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -146,28 +139,19 @@ class CheckpointSlices:
 
     def _map_names(self) -> None:
         """Fill `_pieces`. Raises ValueError naming every conversion other than stacking and concatenating."""
-        transforms = get_model_conversion_mapping(self._skeleton)
-        converters = {p: c for c in transforms if isinstance(c, WeightConverter) for p in c.source_patterns}
-        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-        state, prefix = self._skeleton.state_dict(), self._skeleton.base_model_prefix
+        published = PublishedNames(self._skeleton)
         wrong: dict[str, str] = {}
         for key in sorted(self._file_of, key=dot_natural_key):
-            unique = list(dict.fromkeys(converters.values()))
-            name, pattern = rename_source_key(key, renamings, unique, prefix, state)
-            if pattern is None:
-                self._pieces[name] = _StoredParameter({"": [key]}, stacked=False)
+            found = published.conversion(key)
+            if not found.patterns:
+                self._pieces[found.name] = _StoredParameter({"": [key]}, stacked=False)
                 continue
-            converter = converters[pattern]
-            kinds = [type(operation) for operation in converter.operations]
-            stacked = kinds[:1] == [MergeModulelist] and cast(MergeModulelist, converter.operations[0]).dim == 0
-            if kinds[stacked:] not in ([], [Concatenate]) or not kinds:
-                wrong[name] = ", ".join(kind.__name__ for kind in kinds)
+            if found.others:
+                wrong[found.name] = found.others
                 continue
-            cat_dim = 1
-            if kinds[-1] is Concatenate:
-                cat_dim = cast(Concatenate, converter.operations[-1]).dim + (not stacked)
-            groups: dict[str, list[str]] = {p: [] for p in converter.source_patterns}
-            self._pieces.setdefault(name, _StoredParameter(groups, stacked, cat_dim)).groups[pattern].append(key)
+            groups: dict[str, list[str]] = {pattern: [] for pattern in found.patterns}
+            pieces = self._pieces.setdefault(found.name, _StoredParameter(groups, found.stacked, found.cat_dim))
+            pieces.groups[found.patterns[found.group]].append(key)
         if wrong:
             text = "; ".join(f"{name} ({kinds})" for name, kinds in wrong.items())
             raise ValueError(f"model folder {str(self._path)!r} needs conversions that slices cannot take: {text}")
