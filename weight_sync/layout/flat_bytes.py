@@ -23,6 +23,12 @@ def add_range(ranges: Ranges, start: int, stop: int) -> Ranges:
     return (*before, (min(a for a, _ in touching), max(b for _, b in touching)), *after)
 
 
+def remove_range(ranges: Ranges, start: int, stop: int) -> Ranges:
+    """Remove [start, stop) from `ranges`."""
+    left = [part for a, b in ranges for part in ((a, min(b, start)), (max(a, stop), b))] if start < stop else ranges
+    return tuple((a, b) for a, b in left if a < b)
+
+
 def overlaps(ranges: Ranges, start: int, stop: int) -> Ranges:
     """Return the parts of [start, stop) inside `ranges`."""
     return tuple((max(a, start), min(b, stop)) for a, b in ranges if max(a, start) < min(b, stop))

@@ -4,9 +4,61 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..layout.flat_bytes import Ranges, add_range, gaps
+from ..layout.flat_bytes import Ranges, add_range, gaps, overlaps, remove_range
 from ..layout.shard_bytes import ShardBytes
 from ..manifest import TensorSpec
+
+
+@dataclass(frozen=True)
+class Place:
+    """A name that an update may use, and the bytes that it stands for.
+
+    A resident tensor may be tied, and so have several names in the model; each of them may be sent whole or in pieces.
+    """
+
+    spec: TensorSpec  # under that name
+    tensor: str  # the name in the model, of which the bytes are all or a piece
+    entry: Resident
+    start: int  # bytes of the resident tensor
+    stop: int
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def is_piece(self) -> bool:
+        return self.stop - self.start < self.entry.held.num_bytes
+
+    @property
+    def unit(self) -> str:
+        """The name under which the bytes are compared with digests: a piece's own, else the resident tensor's."""
+        return self.name if self.is_piece else self.entry.spec.name
+
+    @property
+    def is_written(self) -> bool:
+        """Whether any of the bytes were written under the model's name since the last `forget`."""
+        entry = self.entry
+        bytes_of_tensor = entry.ranges.get(self.tensor, ())
+        is_known = self.name in entry.sent or self.tensor in entry.by_elements
+        return is_known or bool(overlaps(bytes_of_tensor, self.start, self.stop))
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether any of the bytes were written, under any name."""
+        if not self.is_piece:
+            return bool(self.entry.covered or self.entry.names_used())
+        return bool(overlaps(self.entry.covered, self.start, self.stop))
+
+    def unwritten(self) -> Ranges:
+        """Return the ranges of its own bytes that were not written under this name since the last `forget`."""
+        if self.tensor in self.entry.by_elements and not self.is_piece:
+            return ()
+        return self.own(gaps(self.entry.sent.get(self.name, ()), self.start, self.stop))
+
+    def own(self, ranges: Ranges) -> Ranges:
+        """Count bytes of the resident tensor from this place's own first byte."""
+        return tuple((start - self.start, stop - self.start) for start, stop in ranges) if self.start else ranges
 
 
 @dataclass
@@ -19,51 +71,77 @@ class Resident:
     held: ShardBytes
     required: bool
     covered: Ranges = ()
-    ranges: dict[str, Ranges] = field(default_factory=dict)  # by name, the bytes that `write` and `destination` covered
+    ranges: dict[str, Ranges] = field(default_factory=dict)  # by name in the model, covered by `write`, `destination`
+    sent: dict[str, Ranges] = field(default_factory=dict)  # the same by the name that was sent
     by_elements: set[str] = field(default_factory=set)  # names whose elements were written: all bytes count as covered
+    units: dict[str, None] = field(default_factory=dict)  # of the bytes that were written last, in order
     unchecked: str | None = None  # why the written bytes could not be checked here
 
     @property
     def spec(self) -> TensorSpec:
         return self.held.spec
 
-    def covered_as(self, name: str) -> Ranges:
-        """Return the ranges of bytes that were written under this name."""
-        return add_range((), 0, self.held.num_bytes) if name in self.by_elements else self.ranges.get(name, ())
+    def covered_as(self, tensor: str) -> Ranges:
+        """Return the ranges of bytes that were written under this name of the model."""
+        return add_range((), 0, self.held.num_bytes) if tensor in self.by_elements else self.ranges.get(tensor, ())
 
     def names_used(self) -> set[str]:
-        """Return the names under which any bytes were written."""
+        """Return the model's names under which any bytes were written."""
         return set(self.ranges) | self.by_elements
 
-    def covered_by_others(self, name: str) -> Ranges:
-        """Return the ranges of bytes that were written under any other name."""
-        parts = [part for other in self.names_used() - {name} for part in self.covered_as(other)]
+    def covered_by_others(self, tensor: str) -> Ranges:
+        """Return the ranges of bytes that were written under any other name of the model."""
+        parts = [part for other in self.names_used() - {tensor} for part in self.covered_as(other)]
         covered: Ranges = ()
         for start, stop in parts:
             covered = add_range(covered, start, stop)
         return covered
 
-    def cover(self, name: str, start: int, stop: int) -> None:
+    def sent_as_others(self, place: Place, start: int, stop: int) -> list[str]:
+        """Return the sent names that wrote bytes of the range as the same tensor of the model: the whole of a piece, a
+        piece of a whole, or a piece of the same bytes."""
+        if place.name != place.tensor and place.tensor in self.by_elements:
+            return [place.tensor]
+        mine, taken = self.sent.get(place.name, ()), overlaps(self.covered_as(place.tensor), start, stop)
+        if all(not gaps(mine, a, b) for a, b in taken):
+            return []
+        return [name for name, ranges in self.sent.items() if name != place.name and overlaps(ranges, start, stop)]
+
+    def cover(self, place: Place, start: int, stop: int) -> None:
         """Count bytes as written under this name."""
-        self.ranges[name] = add_range(self.ranges.get(name, ()), start, stop)
+        self.ranges[place.tensor] = add_range(self.ranges.get(place.tensor, ()), start, stop)
+        self.sent[place.name] = add_range(self.sent.get(place.name, ()), start, stop)
         self.covered = add_range(self.covered, start, stop)
+        if not place.is_piece:
+            self.units.clear()
+        self.units[place.unit] = None
 
-    def cover_by_elements(self, name: str) -> None:
+    def cover_by_elements(self, place: Place) -> None:
         """Count all bytes as written under this name."""
-        self.by_elements.add(name)
+        self.by_elements.add(place.tensor)
         self.covered = add_range((), 0, self.held.num_bytes)
+        self.units = {place.unit: None}
 
-    def unwritten(self, name: str | None = None) -> Ranges:
-        """Return the ranges of bytes that were not written, in all or under one name."""
-        covered = self.covered if name is None else self.covered_as(name)
+    def unwritten(self) -> Ranges:
+        """Return the ranges of bytes that were not written under any name."""
         num_bytes = self.held.num_bytes
-        return () if covered == ((0, num_bytes),) else gaps(covered, 0, num_bytes)  # the first case is frequent
+        return () if self.covered == ((0, num_bytes),) else gaps(self.covered, 0, num_bytes)  # the first is frequent
 
     def forget(self) -> None:
         """Forget under which names bytes were written, so that they may be written anew."""
-        self.ranges, self.by_elements = {}, set()
+        self.ranges, self.sent, self.by_elements = {}, {}, set()
 
-    def forget_everything(self) -> None:
-        """Count nothing as written."""
-        self.forget()
-        self.covered, self.unchecked = (), None
+    def forget_place(self, place: Place) -> None:
+        """Count the bytes of a place as not written, under any name."""
+        if not place.is_piece:
+            self.forget()
+            self.covered, self.units, self.unchecked = (), {}, None
+            return
+        start, stop = place.start, place.stop
+        self.ranges = {tensor: self.covered_as(tensor) for tensor in self.names_used()}
+        self.by_elements = set()
+        self.covered = remove_range(self.covered, start, stop)
+        self.ranges = {tensor: remove_range(ranges, start, stop) for tensor, ranges in self.ranges.items()}
+        left = {name: remove_range(ranges, start, stop) for name, ranges in self.sent.items()}
+        self.sent = {name: ranges for name, ranges in left.items() if ranges}
+        self.units.pop(place.name, None)

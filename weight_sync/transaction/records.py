@@ -49,7 +49,7 @@ class WeightSession:
     lease: Lease | None = None  # None: no time limit
     healing: str | None = None  # why the weights were poisoned when the session began
     sources: list[str] = field(default_factory=list)
-    verified: set[str] = field(default_factory=set)  # resident names
+    verified: set[str] = field(default_factory=set)  # `WeightTransaction.written_units`
     unchecked: set[str] = field(default_factory=set)  # resident names that some rank could not check
     num_bytes: int = 0
 
@@ -58,15 +58,15 @@ class WeightSession:
         return self.lease is not None and self.lease.is_over
 
     def unverified(self) -> list[str]:
-        return [name for name in self.transaction.written_names() if name not in self.verified]
+        return [name for name in self.transaction.written_units() if name not in self.verified]
 
     def account(
         self, source: str, version: str | None, specs: Sequence[TensorSpec], matching: set[str], unchecked: set[str]
     ) -> bool:
         """Enter an update and return whether all of its tensors match. matching: names whose digests equal the
         sender's."""
-        names = {self.transaction.tensor_name(spec.name) for spec in specs}
-        matched = {self.transaction.tensor_name(name) for name in matching} & names
+        names = {unit for spec in specs for unit in self.transaction.units(spec.name)}
+        matched = {unit for name in matching for unit in self.transaction.units(name)} & names
         self.sources.append(source)
         self.version = version if version is not None else self.version
         self.num_bytes += sum(spec.num_bytes for spec in specs)

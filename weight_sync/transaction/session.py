@@ -142,8 +142,7 @@ class SessionManager:
 
             def check() -> None:
                 transaction = self._require_session().transaction
-                written = set(transaction.written_names())
-                if unknown := [name for name in digests if transaction.tensor_name(name) not in written]:
+                if unknown := [name for name in digests if not transaction.has_written(name)]:
                     raise ValueError(f"digests of tensors that were not written: {', '.join(unknown)}")
 
             self._ready("verify", check)
@@ -151,8 +150,8 @@ class SessionManager:
             transaction = session.transaction
             try:
                 differing = not_as(self._host, digests, list(digests))
-                session.verified |= {transaction.tensor_name(name) for name in digests}
-                session.verified -= {transaction.tensor_name(name) for name in differing}
+                session.verified |= {unit for name in digests for unit in transaction.units(name)}
+                session.verified -= {unit for name in differing for unit in transaction.units(name)}
                 if session.explicit:
                     transaction.restore(differing)
             except BaseException as error:  # a rank is lost, and its part of the session with it, or there is no undo

@@ -6,7 +6,7 @@ open -- commit --> committed -- revert --> rolled_back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -15,10 +15,11 @@ from torch import Tensor
 from ..errors import Poisoned, SessionError
 from ..layout.bucket import byte_view
 from ..layout.flat_bytes import Ranges, gaps, overlaps, overlaps_itself
+from ..layout.pieces import Pieces
 from ..layout.shard_bytes import Shard, ShardBytes
 from ..manifest import NamedTensors, TensorSpec, dtype_name
-from .coverage import Resident
-from .in_place import is_same_memory
+from .coverage import Place, Resident
+from .names import ModelNames, check_tensors, differences, same_bytes
 from .undo import UndoLog
 
 Coverage = Literal["full", "partial"]
@@ -40,6 +41,9 @@ class WeightTransaction:
     bytes of the whole tensor, and only this rank's part is kept; so every rank of a sharded model can be given the same
     update, and checks that all of it came.
 
+    pieces: further names, of pieces of any of these tensors. Of a tensor of the model no byte may come under two names.
+    A tensor that came in pieces is complete when all of them did.
+
     Raises ValueError listing aliases of unknown tensors, names that come twice and tensors that share their memory. A
     tensor whose own elements share memory is not written: `expect` and the writes refuse it, and under full coverage,
     where it is required, so does this.
@@ -57,6 +61,7 @@ class WeightTransaction:
         shards: Mapping[str, Shard] | None = None,
         elsewhere: Sequence[TensorSpec] = (),
         optional_elsewhere: Sequence[TensorSpec] = (),
+        pieces: Pieces | None = None,
     ) -> None:
         if coverage not in ("full", "partial"):
             raise ValueError(f'coverage must be "full" or "partial", not {coverage!r}')
@@ -67,17 +72,17 @@ class WeightTransaction:
         self.num_writes = 0  # calls that began to write; while it does not grow, nothing has changed
         self.overwritten: set[str] = set()  # resident names of tensors that it wrote here, also if they were restored
         self.before_overwriting: Callable[[str], object] = lambda name: None  # called once for each of them
-        self._aliases = dict(aliases or {})
         named = [(name, tensor, True) for name, tensor in resident] + [(n, t, False) for n, t in optional]
         absent = [(spec, True) for spec in elsewhere] + [(spec, False) for spec in optional_elsewhere]
         names_elsewhere = {spec.name for spec, _ in absent}
-        _check_tensors([(name, tensor) for name, tensor, _ in named], self._aliases, names_elsewhere)
+        check_tensors([(name, tensor) for name, tensor, _ in named], aliases or {}, names_elsewhere)
         self._overlapping = {name for name, tensor, _ in named if overlaps_itself(tensor)}
         if coverage == "full" and (wrong := [n for n, _, required in named if required and n in self._overlapping]):
             raise ValueError(_overlap(", ".join(wrong)))
         parts = shards or {}
         self._tensors = {n: Resident(ShardBytes(n, t, parts.get(n)), required) for n, t, required in named}
         self._tensors |= {spec.name: Resident(ShardBytes.nothing(spec), required) for spec, required in absent}
+        self._names = ModelNames(self._tensors, dict(aliases or {}), pieces)
         self._log: UndoLog | None = None
         if undo == "tensors":
             self._log = UndoLog({name: entry.held.local for name, entry in self._tensors.items()})
@@ -88,38 +93,38 @@ class WeightTransaction:
         """Check the announced tensors; see `Sink.expect`. Under full coverage a tensor that was already written is an
         error too."""
         self._require("open")
-        wrong, seen = [], set()
+        wrong, places = [], dict[str, Place]()
         for spec in specs:
-            if spec.name in seen:
+            try:
+                place = self._names.place(spec.name)
+            except ValueError as error:
+                wrong.append(str(error))
+                continue
+            if spec.name in places:
                 wrong.append(f"{spec.name}: named more than once")
                 continue
-            seen.add(spec.name)
-            entry = self._tensors.get(self.tensor_name(spec.name))
-            if entry is None:
-                wrong.append(f"{spec.name}: not a tensor of this model")
-                continue
-            if entry.spec.name in self._overlapping:
+            places[spec.name] = place
+            if place.entry.spec.name in self._overlapping:
                 wrong.append(_overlap(spec.name))
-            if spec.shape != entry.spec.shape:
-                wrong.append(f"{spec.name}: shape {list(spec.shape)}, resident {list(entry.spec.shape)}")
-            if spec.dtype != entry.spec.dtype:
-                wrong.append(f"{spec.name}: dtype {dtype_name(spec.dtype)}, resident {dtype_name(entry.spec.dtype)}")
-            if self.coverage == "full" and spec.name in entry.names_used():
+            wrong += differences(spec, place)
+            if others := place.entry.sent_as_others(place, place.start, place.stop):
+                wrong.append(_written_as(spec.name, others))
+            elif self.coverage == "full" and place.is_written:
                 wrong.append(f"{spec.name}: written already in this transaction")
-        if wrong:
+        if wrong := wrong + same_bytes(places.values()):
             raise ValueError(f"the update does not fit: {'; '.join(wrong)}")
 
     def destination(self, name: str, offset: int, num_bytes: int) -> Tensor | None:
         """Return memory to receive bytes into; see `Sink.destination`. Raises ValueError for a range outside the tensor
         or, under full coverage, for one that was already written."""
-        stop = offset + num_bytes
-        entry = self._entry_to_write(name, offset, stop)
-        lent = entry.held.lend(offset, stop)
-        if lent is None or overlaps(entry.covered_by_others(name), offset, stop):
+        place = self._place_to_write(name, offset, offset + num_bytes)
+        entry, start, stop = place.entry, place.start + offset, place.start + offset + num_bytes
+        lent = entry.held.lend(start, stop)
+        if lent is None or overlaps(entry.covered_by_others(place.tensor), start, stop):
             return None
         self.num_writes += 1
-        self._save(entry, offset, stop)
-        entry.cover(name, offset, stop)
+        self._save(entry, start, stop)
+        entry.cover(place, start, stop)
         return lent
 
     def write(self, name: str, offset: int, data: Tensor) -> None:
@@ -127,29 +132,29 @@ class WeightTransaction:
         that arrived under the tensor's other name."""
         if data.dtype != torch.uint8 or data.dim() != 1:
             raise ValueError(f"{name}: data must be uint8 [n], not {dtype_name(data.dtype)}{list(data.shape)}")
-        stop = offset + data.numel()
-        entry = self._entry_to_write(name, offset, stop)
-        others = entry.covered_by_others(name)
-        for a, b in overlaps(others, offset, stop):
-            if not entry.held.agrees_with(a, data[a - offset : b - offset]):
-                raise ValueError(self._tie_broken(entry, name))
+        place = self._place_to_write(name, offset, offset + data.numel())
+        entry, start, stop = place.entry, place.start + offset, place.start + offset + data.numel()
+        others = entry.covered_by_others(place.tensor)
+        for a, b in overlaps(others, start, stop):
+            if not entry.held.agrees_with(a, data[a - start : b - start]):
+                raise ValueError(self._tie_broken(place))
         self.num_writes += 1
-        for a, b in gaps(others, offset, stop):
+        for a, b in gaps(others, start, stop):
             self._save(entry, a, b)
-            entry.held.write(a, data[a - offset : b - offset])
-        entry.cover(name, offset, stop)
+            entry.held.write(a, data[a - start : b - start])
+        entry.cover(place, start, stop)
 
     def write_elements(self, name: str, positions: Tensor, values: Tensor) -> None:
         """Write single elements; see `Sink.write_elements`. Raises ValueError for positions outside the tensor, values
         of another dtype or number, and as `write` does for a tensor that was written under its other name."""
-        entry = self._entry_to_write(name, 0, 0)
-        words = _checked_elements(entry, name, positions, values)
+        place = self._place_to_write(name, 0, 0)
+        entry, words = place.entry, _checked_elements(self._require_whole(place), positions, values)
         if not entry.held.is_whole:
             here, positions = entry.held.local_elements(positions.to(words.device))
             words = words[here]
-        if entry.names_used() - {name}:
+        if entry.names_used() - {place.tensor}:
             if not torch.equal(byte_view(entry.held.local.take(positions)), byte_view(words)):
-                raise ValueError(self._tie_broken(entry, name))
+                raise ValueError(self._tie_broken(place))
             self.num_writes += 1
         else:
             self.num_writes += 1
@@ -158,38 +163,59 @@ class WeightTransaction:
             if self._log is not None:
                 self._log.save_elements(entry.spec.name, positions)
             entry.held.local.put(positions, words)
-        entry.cover_by_elements(name)
+        entry.cover_by_elements(place)
 
     def held(self, name: str) -> ShardBytes:
-        """Return the bytes that this rank holds of a tensor; see `Sink.held`. Raises ValueError for an unknown name."""
-        return self._entry(name).held
+        """Return the bytes that this rank holds of a tensor; see `Sink.held`. Raises ValueError for an unknown name,
+        and for a piece."""
+        return self._require_whole(self._names.place(name)).entry.held
 
     def leave_unchecked(self, name: str, why: str) -> None:
         """Mark written bytes as unchecked; see `Sink.leave_unchecked`. Raises ValueError for an unknown name."""
-        self._entry(name).unchecked = why
+        self._names.place(name).entry.unchecked = why
 
     def resident(self, name: str) -> Tensor:
-        """Return this rank's part of a tensor in its present state. Raises ValueError for an unknown name."""
-        return self._entry(name).held.local.tensor
+        """Return this rank's part of a tensor in its present state. Raises ValueError for an unknown name, and for a
+        piece."""
+        return self.held(name).local.tensor
 
     # -- written bytes ------------------------------------------------------------------------------------------------
 
     def tensor_name(self, name: str) -> str:
-        """Return the name under which a tensor is resident, for any of its names."""
-        return self._aliases.get(name, name)
+        """Return the name under which a tensor is resident, for any of its names and those of its pieces."""
+        return self._names.resident(name)
+
+    def units(self, name: str) -> set[str]:
+        """Return the names that are verified with this one: of a piece its own; of a tensor the resident one, and those
+        of the pieces in which it came."""
+        place = self._names.look_up(name)
+        if place is None:
+            return {name}
+        return {place.unit} if place.is_piece else {place.unit, *place.entry.units}
 
     def written_names(self) -> tuple[str, ...]:
         """Return the resident names of the tensors of which any bytes were written."""
         return tuple(name for name, entry in self._tensors.items() if entry.covered or entry.names_used())
 
+    def written_units(self) -> tuple[str, ...]:
+        """Return the names under which the written bytes are verified: `written_names`, or the pieces of a tensor that
+        came in pieces."""
+        return tuple(unit for entry in self._tensors.values() for unit in entry.units)
+
+    def has_written(self, name: str) -> bool:
+        """Return whether any bytes of this name were written, under whichever name."""
+        place = self._names.look_up(name)
+        return place is not None and place.is_covered
+
     def missing(self) -> dict[str, Ranges]:
-        """Return the byte ranges of required tensors that were not written, by resident name."""
-        return {n: ranges for n, e in self._tensors.items() if e.required and (ranges := e.unwritten())}
+        """Return the byte ranges of required tensors that were not written, by resident name, or by piece where some of
+        their pieces were."""
+        return {n: ranges for e in self._tensors.values() if e.required for n, ranges in self._names.absent(e).items()}
 
     def unwritten(self, names: Iterable[str]) -> dict[str, Ranges]:
-        """Return the byte ranges that did not arrive under these names since `start_update`. Raises ValueError as
-        `resident`."""
-        found = {name: self._entry(name).unwritten(name) for name in names}
+        """Return the byte ranges that did not arrive under these names since `start_update`. Raises ValueError for an
+        unknown name."""
+        found = {place.name: place.unwritten() for place in map(self._names.place, names)}
         return {name: ranges for name, ranges in found.items() if ranges}
 
     def unchecked(self) -> dict[str, str]:
@@ -198,13 +224,8 @@ class WeightTransaction:
         return {name: entry.unchecked for name, entry in self._tensors.items() if entry.unchecked is not None}
 
     def describe(self, missing: Mapping[str, Ranges]) -> list[str]:
-        """Describe missing byte ranges, one text for each tensor."""
-        lines = []
-        for name, ranges in missing.items():
-            num_bytes = self._entry(name).held.num_bytes
-            parts = ", ".join(f"[{a}, {b})" for a, b in ranges)
-            lines.append(name if ranges == ((0, num_bytes),) else f"{name} bytes {parts} of {num_bytes}")
-        return lines
+        """Describe missing byte ranges, one text for each tensor or piece."""
+        return self._names.describe(missing)
 
     @property
     def num_undo_bytes(self) -> int:
@@ -233,7 +254,7 @@ class WeightTransaction:
         Under full coverage these are required tensors that were not written; under either coverage, tensors that are
         only partly written.
         """
-        torn = {n: e.unwritten() for n, e in self._tensors.items() if e.covered and e.unwritten()}
+        torn = {n: r for e in self._tensors.values() if e.covered for n, r in self._names.absent(e).items()}
         absent = {**self.missing(), **torn} if self.coverage == "full" else torn
         if absent:
             raise ValueError(f"{len(absent)} tensors were not wholly written: {'; '.join(self.describe(absent))}")
@@ -262,14 +283,16 @@ class WeightTransaction:
         Raises ValueError for an unknown name, and Poisoned (the state is then poisoned) where no old bytes were kept.
         """
         self._require("open")
-        entries = {entry.spec.name: entry for entry in map(self._entry, names)}
-        if self._log is None and any(entry.covered for entry in entries.values()):
+        places = [self._names.place(name) for name in names]
+        if self._log is None and any(place.entry.covered for place in places):
             self.state = "poisoned"
-            raise Poisoned(f'{", ".join(entries)} cannot be restored: the transaction has undo="none"')
-        if self._log is not None:
-            self._log.restore(entries)
-        for entry in entries.values():
-            entry.forget_everything()
+            names = ", ".join(place.name for place in places)
+            raise Poisoned(f'{names} cannot be restored: the transaction has undo="none"')
+        for place in places:
+            if self._log is not None:
+                first, last = place.entry.held.local_range(place.start, place.stop)
+                self._log.restore(place.entry.spec.name, first, last)
+            place.entry.forget_place(place)
 
     def release_undo(self) -> None:
         """Free the undo data; a commit cannot be reverted from then on. Raises SessionError while the transaction is
@@ -298,23 +321,26 @@ class WeightTransaction:
         if self.state != state:
             raise SessionError(f"the transaction is {self.state}, not {state}")
 
-    def _entry(self, name: str) -> Resident:
-        entry = self._tensors.get(self.tensor_name(name))
-        if entry is None:
-            raise ValueError(f"{name}: not a tensor of this model")
-        return entry
+    def _require_whole(self, place: Place) -> Place:
+        if place.is_piece:
+            raise ValueError(f"{place.name}: changes are applied to whole tensors: send those of {place.tensor}")
+        return place
 
-    def _entry_to_write(self, name: str, start: int, stop: int) -> Resident:
+    def _place_to_write(self, name: str, start: int, stop: int) -> Place:
+        """Return the place of a name, of whose bytes [start, stop) are about to be written."""
         self._require("open")
-        entry = self._entry(name)
-        if entry.spec.name in self._overlapping:
+        place = self._names.place(name)
+        if place.entry.spec.name in self._overlapping:
             raise ValueError(_overlap(name))
-        size = entry.spec.dtype.itemsize
-        if not 0 <= start <= stop <= entry.held.num_bytes or start % size or stop % size:
-            raise ValueError(f"{entry.spec.describe()}: [{start}, {stop}) is no range of whole elements in it")
-        if self.coverage == "full" and overlaps(entry.ranges.get(name, ()), start, stop):
+        size = place.spec.dtype.itemsize
+        if not 0 <= start <= stop <= place.spec.num_bytes or start % size or stop % size:
+            raise ValueError(f"{place.spec.describe()}: [{start}, {stop}) is no range of whole elements in it")
+        first, last = place.start + start, place.start + stop
+        if others := place.entry.sent_as_others(place, first, last):
+            raise ValueError(_written_as(name, others))
+        if self.coverage == "full" and overlaps(place.entry.ranges.get(place.tensor, ()), first, last):
             raise ValueError(f"{name}: bytes [{start}, {stop}) were written already in this transaction")
-        return entry
+        return place
 
     def _save(self, entry: Resident, start: int, stop: int) -> None:
         first, last = entry.held.local_range(start, stop)
@@ -328,28 +354,14 @@ class WeightTransaction:
             self.before_overwriting(entry.spec.name)
             self.overwritten.add(entry.spec.name)
 
-    def _tie_broken(self, entry: Resident, name: str) -> str:
-        others = ", ".join(sorted(entry.names_used() - {name}))
-        return f"{name} and {others} are one tensor here, but the update has different bytes for them"
+    def _tie_broken(self, place: Place) -> str:
+        others = ", ".join(sorted(place.entry.names_used() - {place.tensor}))
+        return f"{place.name} and {others} are one tensor here, but the update has different bytes for them"
 
 
-def _check_tensors(named: Sequence[tuple[str, Tensor]], aliases: Mapping[str, str], elsewhere: Collection[str]) -> None:
-    wrong = [f"{name} is here and elsewhere" for name, _ in named if name in elsewhere]
-    tensors: dict[str, Tensor] = {}
-    at: dict[tuple[object, ...], str] = {}
-    for name, tensor in named:
-        if name in tensors:
-            wrong.append(f"{name} is named more than once")
-        tensors[name] = tensor
-        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype)
-        other = at.setdefault(place, name)
-        if other != name and tensor.numel() and is_same_memory(tensor, tensors[other]):
-            wrong.append(f"{name} is the same memory as {other}: one of them must be an alias")
-    known = {*tensors, *elsewhere}
-    wrong += [f"alias {alias} is of unknown {name}" for alias, name in aliases.items() if name not in known]
-    wrong += [f"alias {alias} is a tensor of its own" for alias in aliases if alias in known]
-    if wrong:
-        raise ValueError("; ".join(wrong))
+def _written_as(name: str, others: Sequence[str]) -> str:
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return f"{name}: some of its bytes were written already as {others[0]}{more}"
 
 
 def _overlap(name: str) -> str:
@@ -359,8 +371,9 @@ def _overlap(name: str) -> str:
     )
 
 
-def _checked_elements(entry: Resident, name: str, positions: Tensor, values: Tensor) -> Tensor:
+def _checked_elements(place: Place, positions: Tensor, values: Tensor) -> Tensor:
     """Return `values` as words of the tensor. Raises ValueError for values or positions that do not fit it."""
+    name, entry = place.name, place.entry
     if positions.dtype != torch.int64 or positions.dim() != 1 or positions.shape != values.shape:
         raise ValueError(f"{name}: positions must be int64 [n] and values [n], not {dtype_name(positions.dtype)}"
                          f"{list(positions.shape)} and {list(values.shape)}")  # fmt: skip

@@ -101,8 +101,10 @@ class _OldRange:
     start: int
     data: Tensor  # uint8 [n]
 
-    def put_back(self, flat: FlatBytes) -> None:
-        flat.write(self.start, self.data)
+    def put_back(self, flat: FlatBytes, start: int, stop: int) -> None:
+        first, last = max(start, self.start), min(stop, self.start + self.data.numel())
+        if first < last:
+            flat.write(first, self.data[first - self.start : last - self.start])
 
 
 @dataclass(frozen=True)
@@ -111,8 +113,12 @@ class _OldElements:
     positions: Tensor  # int64 or, where they fit, int32 [n]
     words: Tensor  # [n]
 
-    def put_back(self, flat: FlatBytes) -> None:
-        flat.put(self.positions.long(), self.words)
+    def put_back(self, flat: FlatBytes, start: int, stop: int) -> None:
+        positions, words, size = self.positions.long(), self.words, self.words.itemsize
+        if (start, stop) != (0, flat.num_bytes):
+            inside = (positions >= start // size) & (positions < stop // size)
+            positions, words = positions[inside], words[inside]
+        flat.put(positions, words)
 
 
 class UndoLog:
@@ -145,24 +151,16 @@ class UndoLog:
         words = flat.take(positions)
         self._entries.append(_OldElements(name, self._copied(positions, index_dtype), self._copied(words, words.dtype)))
 
-    def restore(self, names: Iterable[str]) -> None:
-        """Restore everything of these tensors. Their ranges stay saved: the tensors hold the saved bytes again."""
-        names = set(names)
+    def restore(self, name: str, start: int, stop: int) -> None:
+        """Restore bytes [start, stop) of a tensor. What is saved stays saved: the tensor holds these bytes again."""
         for entry in reversed(self._entries):
-            if entry.name in names:
-                entry.put_back(self._tensors[entry.name])
-        # A range that was saved after single elements had been overwritten contains the new elements. It gets the old
-        # ones here.
-        mixed = {entry.name for entry in self._entries if isinstance(entry, _OldElements)} & names
-        for entry in self._entries:
-            if entry.name in mixed and isinstance(entry, _OldRange):
-                self._tensors[entry.name].read(entry.start, entry.data)
-        self._entries = [e for e in self._entries if e.name not in mixed or isinstance(e, _OldRange)]
+            if entry.name == name:
+                entry.put_back(self._tensors[name], start, stop)
 
     def restore_all(self) -> None:
         """Restore everything, newest first."""
         for entry in reversed(self._entries):
-            entry.put_back(self._tensors[entry.name])
+            entry.put_back(self._tensors[entry.name], 0, self._tensors[entry.name].num_bytes)
 
     def release(self) -> None:
         """Forget everything and give the memory back for the next log."""
