@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,18 +15,28 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from ...rollout.engine import Engine
 from ...rollout.loop.weight_samples import weight_samples
 from ...rollout.sharding.part import skeleton_of
+from ...rollout.sharding.published_names import PublishedNames, PublishedPiece
+from ...rollout.sharding.shards import Shard
 from ...weight_sync.digests.model_digest import model_root, tensor_roots
 from ...weight_sync.digests.shard_digest import local_digests, merged_roots, require_whole_cells
-from ...weight_sync.layout.shard_bytes import Shard
 from ...weight_sync.manifest import TensorSpec
 from ...weight_sync.same_host.handover import listed
 from ...weight_sync.transaction.transaction import Coverage, Undo, WeightTransaction
 from .all_ranks import Replica
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A rank's part of a tensor, or of a published piece of one."""
+
+    tensor: Tensor | None  # None: it holds none of it
+    shard: Shard
+    dtype: torch.dtype
+
+
 class ReplicaWeights:
-    """Read the weights and change nothing. Where several ranks hold the model every method but `resident_name` and
-    `transaction` is called on all of them."""
+    """Read the weights and change nothing. Where several ranks hold the model every method but `resident_name`,
+    `piece`, `siblings` and `transaction` is called on all of them."""
 
     def __init__(self, engine: Engine, replica: Replica) -> None:
         """Check the ranks' shares. Raises ValueError where ranks share the model in a way in which its digest cannot be
@@ -35,8 +47,12 @@ class ReplicaWeights:
         self.renamed()
 
     def renamed(self) -> None:
-        """Read the tensors' further names, which an adapter changes."""
-        self._tied = self._engine.model.tied_names()
+        """Read the tensors' names, which an adapter changes."""
+        model = self._engine.model
+        self._tied = model.tied_names()
+        self._known = {*self.names(), *self._tied, *(name for name, _ in model.buffers())}
+        self._published: PublishedNames | None = None
+        self._has_read_published = False  # they are read when a name is none of the others
 
     def names(self) -> list[str]:
         """Return the resident names of what the model digest covers: the parameters of the whole model, and the buffers
@@ -52,8 +68,22 @@ class ReplicaWeights:
         return list(self._engine.model.full_specs)
 
     def resident_name(self, name: str) -> str:
-        """Return the name under which a tied parameter is resident."""
-        return self._tied.get(name, name)
+        """Return the name under which a tied parameter is resident, or one that `name` is a published piece of. Returns
+        an unknown name as it is."""
+        piece = self._piece_if_any(name)
+        whole = name if piece is None else piece.whole
+        return self._tied.get(whole, whole)
+
+    def piece(self, name: str) -> PublishedPiece | None:
+        """Return the place of a tensor that published models have under another name, or in other pieces; see
+        `layout.pieces.Pieces`."""
+        published = None if name in self._known else self._published_names()
+        return None if published is None else published.piece(name)
+
+    def siblings(self, name: str) -> Sequence[PublishedPiece]:
+        """Return all pieces of the same tensor; see `layout.pieces.Pieces`."""
+        published = self._published_names()
+        return () if published is None else published.siblings(name)
 
     def require_all(self, specs: Sequence[TensorSpec], source: str) -> None:
         """Raise ValueError naming the model's parameters that are not among these tensors. Does nothing for a model
@@ -70,28 +100,19 @@ class ReplicaWeights:
     def skeleton_for(self, specs: Sequence[TensorSpec]) -> PreTrainedModel | None:
         """Return the whole module, perhaps without memory, where a folder of these tensors has other names than it, as
         published ones may; None where it has no others, and where none can be converted."""
-        model = self._engine.model
-        known = {*self.names(), *self._tied, *(name for name, _ in model.buffers())}
-        if model.adapters.roots() or all(spec.name in known for spec in specs):
-            return None
-        skeleton = model.module if self._replica.is_alone else skeleton_of(model.config, model.dtype)
-        return skeleton if get_model_conversion_mapping(skeleton) else None
+        return None if all(spec.name in self._known for spec in specs) else self._skeleton()
 
     def digests(self, names: Sequence[str]) -> tuple[Mapping[str, object], dict[str, bytes]]:
-        """Return this rank's digests of its resident tensors, and the tensor roots over all ranks. A root covers the
-        name under which it is asked for. A tensor has no root where ranks that hold the same bytes of it do not
-        agree."""
-        model = self._engine.model
-        resident = dict([*model.resident_tensors(), *model.buffers()])
-        here = {name: resident[r] for name in names if (r := self.resident_name(name)) in resident}
+        """Return this rank's digests of its resident tensors, or of their published pieces, and the tensor roots over
+        all ranks. A root covers the name under which it is asked for. A tensor has no root where ranks that hold the
+        same bytes of it do not agree."""
+        parts = self._parts(names)
+        here = {name: part.tensor for name, part in parts.items() if part.tensor is not None}
         if self._replica.is_alone:
             roots = tensor_roots(here.items())
             return {name: root.hex() for name, root in roots.items()}, roots
-        shards = {name: model.shards[self.resident_name(name)] for name in here}
-        whole = {**model.full_specs, **model.division.buffer_specs}
-        known = {name: whole.get(self.resident_name(name)) for name in names}
-        specs = [TensorSpec(name, *spec) if spec else TensorSpec.of(name, here[name]) for name, spec in known.items()]
-        own = local_digests(here, shards)
+        own = local_digests(here, {name: parts[name].shard for name in here})
+        specs = [TensorSpec(name, part.dtype, part.shard.full_shape) for name, part in parts.items()]
         return own, merged_roots(specs, self._replica.gather(own))
 
     def model_digest(self, roots: Mapping[str, bytes]) -> str:
@@ -121,20 +142,18 @@ class ReplicaWeights:
     def first_entries(self, name: str, limit: int) -> Tensor:
         """Return the first `limit` entries along each dimension of a whole parameter, on the CPU. Raises ValueError for
         an unknown name."""
-        model, resident = self._engine.model, self.resident_name(name)
-        tensor = dict(self._engine.weights.resident_tensors()).get(resident)
-        if self._replica.is_alone:
-            if tensor is None:
-                raise ValueError(f"no parameter is named {name!r}")
-            return tensor.detach()[tuple(slice(limit) for _ in tensor.shape)].cpu()
-        if resident not in model.full_specs:
+        part = self._parts([name], buffers=False).get(name)
+        if part is None:
             raise ValueError(f"no parameter is named {name!r}")
-        dtype, shape = model.full_specs[resident]
-        pieces = [] if tensor is None else _first_entries(tensor.detach(), model.shards[resident], limit)
-        value = torch.zeros([min(limit, size) for size in shape], dtype=dtype)
+        if self._replica.is_alone:
+            assert part.tensor is not None
+            return part.tensor.detach()[tuple(slice(limit) for _ in part.tensor.shape)].cpu()
+        shape = part.shard.full_shape
+        pieces = [] if part.tensor is None else _first_entries(part.tensor.detach(), part.shard, limit)
+        value = torch.zeros([min(limit, size) for size in shape], dtype=part.dtype)
         for dim, start, stop, values in chain(*self._replica.gather(pieces)):
-            part = value.narrow(dim, start, stop - start) if shape else value
-            part.copy_(torch.tensor(values, dtype=dtype).view(part.shape))
+            rows = value.narrow(dim, start, stop - start) if shape else value
+            rows.copy_(torch.tensor(values, dtype=part.dtype).view(rows.shape))
         return value
 
     def transaction(self, coverage: Coverage, undo: Undo) -> WeightTransaction:
@@ -153,8 +172,48 @@ class ReplicaWeights:
             optional_elsewhere = [TensorSpec(name, *spec) for name, spec in optional if name not in here]
         return WeightTransaction(
             resident, optional=buffers, aliases=self._tied, coverage=coverage, undo=undo, shards=shards,
-            elsewhere=elsewhere, optional_elsewhere=optional_elsewhere,
+            elsewhere=elsewhere, optional_elsewhere=optional_elsewhere, pieces=self,
         )  # fmt: skip
+
+    def _piece_if_any(self, name: str) -> PublishedPiece | None:
+        try:
+            return self.piece(name)
+        except ValueError:  # it has no place
+            return None
+
+    def _published_names(self) -> PublishedNames | None:
+        if not self._has_read_published and self._engine.model.holds_weights:
+            skeleton = self._skeleton()
+            self._published = None if skeleton is None else PublishedNames(skeleton)
+            self._has_read_published = True
+        return self._published
+
+    def _skeleton(self) -> PreTrainedModel | None:
+        model = self._engine.model
+        if model.adapters.roots():
+            return None
+        skeleton = model.module if self._replica.is_alone else skeleton_of(model.config, model.dtype)
+        return skeleton if get_model_conversion_mapping(skeleton) else None
+
+    def _parts(self, names: Sequence[str], *, buffers: bool = True) -> dict[str, _Part]:
+        """Return this rank's parts of tensors, under the names asked for, without unknown ones."""
+        model, alone = self._engine.model, self._replica.is_alone
+        here = dict(chain(model.resident_tensors(), model.buffers() if buffers else ()))
+        whole = {} if alone else {**model.full_specs, **(model.division.buffer_specs if buffers else {})}
+        found = {}
+        for name in names:
+            piece, resident = self._piece_if_any(name), self.resident_name(name)
+            tensor = here.get(resident)
+            if tensor is None and resident not in whole:
+                continue
+            dtype, shape = whole.get(resident) or (cast(Tensor, tensor).dtype, tuple(cast(Tensor, tensor).shape))
+            shard = Shard.whole(shape) if alone or tensor is None else model.shards[resident]
+            if piece is not None and tensor is not None:
+                tensor, shard = piece.part(tensor, shard)
+            elif piece is not None:
+                shard = Shard.whole(piece.shape)
+            found[name] = _Part(tensor, shard, dtype)
+        return found
 
 
 def _first_entries(part: Tensor, shard: Shard, limit: int) -> list[list[object]]:
