@@ -12,21 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from ..completion import FinishReason
-from ..errors import DeadlineExceeded, EngineStopped, SamplingRefused
+from ..errors import EngineStopped, SamplingRefused
 from ..loop.answers import Answers
 from ..loop.commands import Command, check_timeout
 from ..loop.gate import StepGate
 from ..loop.on_host import on_host
 from ..loop.parts import Parts
+from .before_sampling import BeforeSampling
 from .fair_lock import FairLock
 from .inbox import Inbox
 from .once_per_id import OncePerId
 from .own_process import OwnProcess
+from .waiters import Waiters
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,7 +41,7 @@ class Driver:
         self.process = OwnProcess()
         self.lock = FairLock()
         self.once_per_id = OncePerId()
-        self._wake = threading.Condition(self.lock)  # type: ignore[arg-type]
+        self._waiters = Waiters(self.lock)
         self._kick = threading.Event()  # set by every change that the loop's thread may wait for
         self._model, self._ranks, self._reports = parts.model, parts.ranks, parts.reports
         self._kv_events = parts.ledger.events
@@ -48,6 +49,7 @@ class Driver:
         self.inbox = inbox
         inbox.between_steps = self._between_steps
         self._gate, self._loop, self._answers = gate, gate.loop, answers
+        self._before_sampling = BeforeSampling(parts.model, gate, lambda: self.has_work)
         self._stepper = ThreadPoolExecutor(1, "lockstep-step")  # runs the steps that coroutines wait for
         self._turn: Future[None] | None = None  # the latest of these steps
         self._turn_lock = threading.Lock()
@@ -97,12 +99,12 @@ class Driver:
     def take_back(self, ids: Iterable[str]) -> None:
         """Remove those of these requests that are not queued yet, which count as aborted, and wake the callers that
         wait for a change."""
-        with self._wake:
+        with self.lock:
             for request in self.inbox.take_back(ids):
                 request.finish_reason = FinishReason("abort", message="the caller went away")
                 self._reports.on_queued(request)
                 self._reports.on_answer(request)
-            self._wake.notify_all()
+            self._waiters.wake_all()
 
     # -- health, without waiting -------------------------------------------------------------------------------------
 
@@ -134,23 +136,7 @@ class Driver:
         SamplingRefused where it cannot succeed yet.
         """
         self.check_open()
-        if self._gate.before_sampling is not None:
-            self._settle()
-
-    def _settle(self) -> None:
-        if (call := self._unsettled()) is not None:
-            with self._model.rollout_phase():
-                call()
-
-    def _settle_in_phase(self) -> None:
-        """Do as `settle`, but skip it while the trainer has the module: the next phase is soon enough."""
-        if (call := self._unsettled()) is not None:
-            with suppress(DeadlineExceeded), self._model.borrowed("the callback before the next step", 0):
-                call()
-
-    def _unsettled(self) -> Callable[[], None] | None:
-        call = self._gate.before_sampling
-        return call if call is not None and self._gate.pause_mode is None and self.has_work else None
+        self._before_sampling.run()
 
     def run_step(self, then: Callable[[], T], most: int = 1) -> T:
         """Run one step in this thread, or up to `most` decode steps, and return `then()`, called before another thread
@@ -165,7 +151,7 @@ class Driver:
                 self.inbox.hand_over(self._loop.queue, SLICE)
                 self._step(most)
             finally:
-                self._wake.notify_all()
+                self._waiters.wake_all()
                 phase.leave(admits=False)
             return then()
 
@@ -181,25 +167,25 @@ class Driver:
     def stop(self) -> None:
         """End that thread after its current step."""
         self.process.check()
-        with self._wake:
+        with self.lock:
             thread, self._thread = self._thread, None
             self._kick.set()
-            self._wake.notify_all()
+            self._waiters.wake_all()
         if thread is not None:
             thread.join()
 
     def close(self) -> None:
         """End the thread of coroutines' steps. No step runs afterwards."""
-        with self._wake, self._turn_lock:
+        with self.lock, self._turn_lock:
             self.is_closed = True
-            self._wake.notify_all()
+            self._waiters.wake_all()
         self._stepper.shutdown()
 
     def _on_loss(self) -> None:
         """Wake all waiting threads after the loss of a rank, so that they notice it. Called from any thread."""
-        with self._wake:
+        with self.lock:
             self._kick.set()
-            self._wake.notify_all()
+            self._waiters.wake_all()
 
     def _run(self) -> None:
         me = threading.current_thread()
@@ -207,10 +193,10 @@ class Driver:
             while self._thread is me:
                 self._kick.clear()  # before the check: a later change is noticed in the next round
                 try:
-                    self._settle_in_phase()
+                    self._before_sampling.run_in_phase()
                 except SamplingRefused as refused:  # the call that lifts the refusal kicks
                     logger.warning("requests wait: %s", refused)
-                with self._wake:
+                with self.lock:
                     self._ranks.check()
                     self.take_inbox(SLICE)
                     if self._thread is me:
@@ -218,18 +204,18 @@ class Driver:
                     is_mine = self._thread is me and self._model.in_rollout_phase
                     if is_ready := is_mine and self._gate.can_step:
                         self._step(self._most_steps)
-                        self._wake.notify_all()
+                        self._waiters.wake_done()
                 if not is_ready and self._thread is me:  # `stop` may have kicked before the kick was cleared
                     self._kick.wait()
         except Exception as error:
             logger.exception("the loop has ended")
             stopped = EngineStopped("the engine's loop has ended")
             stopped.__cause__ = error
-            with self._wake:
+            with self.lock:
                 with self.inbox.lock:
                     self._failure, self._thread = error, None
                 self._answers.on_failure(stopped)
-                self._wake.notify_all()
+                self._waiters.wake_all()
 
     def _step(self, most: int) -> None:
         self._step_began = time.monotonic()
@@ -251,14 +237,14 @@ class Driver:
         if alarm.is_due(metrics.num_steps):
             self._loop.drain()
             alarm.ring(metrics.num_steps)
-            self._wake.notify_all()
+            self._waiters.wake_all()
 
     def drain(self) -> None:
         """Finish all launched steps and wake the callers that wait for their results."""
         self.process.check()
-        with self._wake:
+        with self.lock:
             self._loop.drain()
-            self._wake.notify_all()
+            self._waiters.wake_all()
 
     # -- waiting ----------------------------------------------------------------------------------------------------
 
@@ -268,31 +254,35 @@ class Driver:
         self._kick.set()  # the rollout phase may have begun with this call
         while True:
             if self._thread is None:
-                self._settle()
+                self._before_sampling.run()
             if self._wait_a_step(is_done):
                 return
 
     def _wait_a_step(self, is_done: Callable[[], bool]) -> bool:
         """Return True if `is_done()`; else run one step, or wait for a change where another thread runs them."""
-        with self._wake:
+        with self.lock:
             if is_done():
                 return True
-            if self.is_closed:
-                self.check_open()
-            self._ranks.check()
-            if self._failure is not None:
-                raise EngineStopped("the engine's loop has ended") from self._failure
+            self._check_alive()
             if self._thread is None and self._gate.pause_mode is None:
                 if self._gate.before_sampling is None:  # else settle comes first
                     self.run_step(lambda: None, self._most_steps)
             else:
                 if self._thread is None:
                     logger.warning("paused (%s): waiting for continue_generation", self._gate.pause_mode)
-                self._wake.wait()
+                self._waiters.wait(is_done)
             return False
 
+    def _check_alive(self) -> None:
+        """Raise the error for which no step will run any more."""
+        if self.is_closed:
+            self.check_open()
+        self._ranks.check()
+        if self._failure is not None:
+            raise EngineStopped("the engine's loop has ended") from self._failure
+
     async def progress(self, is_done: Callable[[], bool]) -> None:
-        """Wait in a coroutine for one step.
+        """Wait in a coroutine for one step; or, where a thread runs them, until `is_done()` or another change.
 
         Coroutines that ask at the same time share a step; otherwise each would wait for the steps of all others.
         """
@@ -302,13 +292,16 @@ class Driver:
             if is_mine and (self._turn is None or self._turn.done()):
                 self._turn = self._stepper.submit(self._settle_and_step)
             turn = self._turn if is_mine else None
-        if turn is None:
-            await asyncio.to_thread(self.wait_until, is_done)
-        else:
+        if turn is not None:
             await asyncio.shield(asyncio.wrap_future(turn))
+            return
+        self._kick.set()  # the rollout phase may have begun with this call
+        await self._waiters.wait_in_coroutine(is_done, lambda: self._thread is not None)
+        if not is_done():
+            self._check_alive()
 
     def _settle_and_step(self) -> None:
-        self._settle()
+        self._before_sampling.run()
         self._wait_a_step(lambda: self.is_closed)  # then `progress` looks who has an answer
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -394,7 +387,7 @@ class Driver:
             return
         try:
             command.execute()
-            self._wake.notify_all()
+            self._waiters.wake_all()
         finally:
             self.lock.release()
         self._kick.set()

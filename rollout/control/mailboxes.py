@@ -102,7 +102,7 @@ class Mailboxes:
         return any(self._boxes[id].chunks for id in ids)
 
     def all_done(self, ids: Sequence[str]) -> bool:
-        boxes = [self._boxes[id].chunks for id in ids]
+        boxes = (self._boxes[id].chunks for id in ids)  # which ends at the first that is not
         return all(chunks and chunks[-1].completion is not None for chunks in boxes)
 
     def completions(self, ids: Sequence[str]) -> list[Completion]:

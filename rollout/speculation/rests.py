@@ -35,7 +35,7 @@ class Rests:
     """Count the steps of the rests, and learn whether drafts pay."""
 
     def __init__(self, *, search_is_dear: bool = False) -> None:
-        """Start outside of a rest. search_is_dear: after the first step without proposals few rest as long as many do."""
+        """Start outside of a rest. search_is_dear: without proposals few sequences rest at once as long as many do."""
         self._search_is_dear = search_is_dear
         self._classes: dict[int, _Class] = {}
         self._newest = _Class()  # of the newest step

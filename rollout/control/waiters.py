@@ -1,0 +1,70 @@
+"""The callers that wait for the steps of another thread, each for a condition of its own.
+
+After a schedule only those are woken whose condition holds. Were all woken, each of them would ask for the engine's
+lock, and the next schedule would end after its first step to give way to them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from .fair_lock import FairLock
+
+Condition = Callable[[], bool]
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    is_done: Condition
+    wake: Callable[[], None]
+
+
+class Waiters:
+    """Keep the waiting threads and coroutines. A condition is called in any thread, and raises nothing."""
+
+    def __init__(self, lock: FairLock) -> None:
+        """Create it. lock: held by the threads that wait, and by all that wake."""
+        self._lock = lock
+        self._waiters: dict[_Waiter, None] = {}  # those of coroutines come and go without the lock
+
+    def wait(self, is_done: Condition) -> None:
+        """Release the lock, which the caller holds, until it is woken."""
+        woken = threading.Condition(self._lock)  # type: ignore[arg-type]
+        waiter = _Waiter(is_done, woken.notify_all)
+        self._waiters[waiter] = None
+        try:
+            woken.wait()
+        finally:
+            self._waiters.pop(waiter, None)
+
+    async def wait_in_coroutine(self, is_done: Condition, must_wait: Condition) -> None:
+        """Wait until it is woken; the caller does not hold the lock. Return at once where the condition holds already,
+        or `must_wait` is false. No thread is kept meanwhile, of which an event loop has few."""
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake() -> None:
+            with suppress(RuntimeError):  # the event loop was closed under its coroutine
+                loop.call_soon_threadsafe(woken.set)
+
+        waiter = _Waiter(is_done, wake)
+        self._waiters[waiter] = None  # before the look: what changes behind it wakes
+        try:
+            if must_wait() and not is_done():
+                await woken.wait()
+        finally:
+            self._waiters.pop(waiter, None)
+
+    def wake_done(self) -> None:
+        """Wake those whose condition holds. The caller holds the lock."""
+        for waiter in list(self._waiters):
+            if waiter.is_done():
+                waiter.wake()
+
+    def wake_all(self) -> None:
+        """Wake all, so that each looks whether it may still wait. The caller holds the lock."""
+        for waiter in list(self._waiters):
+            waiter.wake()

@@ -1,0 +1,129 @@
+"""Callers of a started engine: each is woken for its own answer, and coroutines need no thread to wait."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.control.fair_lock import FairLock
+from lockstep.rollout.control.waiters import Waiters
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import EngineStopped
+from lockstep.rollout.sampling_params import SamplingParams
+
+NUM_CALLS = 8
+LONG = 400  # tokens
+
+
+@pytest.fixture
+def engine(make_model, restore_threads):
+    torch.set_num_threads(1)
+    settings = EngineConfig(kv_cache="400 blocks", max_num_seqs=2 * NUM_CALLS, speculation="off")
+    engine = Engine(make_model("qwen3"), settings)
+    with engine.model.rollout_phase():
+        engine.start()
+        yield engine
+        engine.close()
+
+
+def params(num_new: int, seed: int = 0) -> SamplingParams:
+    return SamplingParams(max_new_tokens=num_new, sampling_seed=seed, ignore_eos=True)
+
+
+def test_threads_that_wait_do_not_cut_the_schedules_short(engine, monkeypatch):
+    schedules, run = 0, engine.gate.step
+
+    def step(most: int) -> None:
+        nonlocal schedules
+        schedules += 1
+        run(most)
+
+    monkeypatch.setattr(engine.gate, "step", step)
+    with ThreadPoolExecutor(NUM_CALLS) as threads:
+        engine.pause_generation("in_place")
+        calls = [threads.submit(engine.generate, [[1, 2, n]], params(LONG)) for n in range(NUM_CALLS)]
+        engine.continue_generation()
+        answers = [call.result() for call in calls]
+    assert all(len(one[0].token_ids) == LONG for one in answers)
+    assert schedules < engine.metrics.num_steps / 6  # of 8 steps each, but for those in which a call begins or ends
+
+
+def test_a_stream_goes_on_while_more_coroutines_wait_than_the_event_loop_has_threads(engine):
+    async def run() -> tuple[int, int]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+        calls = [asyncio.create_task(engine.agenerate([[1, 2, n]], params(LONG))) for n in range(NUM_CALLS)]
+        num_chunks = 0
+        async for _ in engine.astream([3, 4], params(8)):
+            num_chunks += 1
+        num_waiting = sum(not call.done() for call in calls)
+        await asyncio.gather(*calls)
+        return num_chunks, num_waiting
+
+    num_chunks, num_waiting = asyncio.run(run())
+    assert num_chunks >= 2 and num_waiting == NUM_CALLS
+
+
+def test_coroutines_hear_of_the_loops_end(engine, monkeypatch):
+    def fail(most: int) -> None:
+        raise RuntimeError("planned")
+
+    async def run() -> None:
+        calls = [asyncio.create_task(engine.agenerate([[1, 2, n]], params(LONG))) for n in range(NUM_CALLS)]
+        while not engine.metrics.num_steps:
+            await asyncio.sleep(0)
+        monkeypatch.setattr(engine.gate, "step", fail)
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(end) for end in ends] == [EngineStopped] * NUM_CALLS
+
+    asyncio.run(run())
+
+
+def test_a_coroutine_has_its_aborted_answer_when_the_engine_closes(engine):
+    async def run() -> None:
+        call = asyncio.create_task(engine.agenerate([[1, 2]], params(LONG)))
+        while not engine.has_work:
+            await asyncio.sleep(0)
+        await asyncio.to_thread(engine.close)
+        [answer] = await call
+        assert answer.finish_reason.type == "abort"
+
+    asyncio.run(run())
+
+
+def test_a_cancelled_coroutine_leaves_no_waiter(engine):
+    async def run() -> None:
+        call = asyncio.create_task(engine.agenerate([[1, 2]], params(LONG)))
+        while not engine.has_work:
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    asyncio.run(run())
+    assert not engine.has_work and not engine.state()["num_running"]
+    [answer] = engine.generate([[1, 2]], params(4))
+    assert len(answer.token_ids) == 4
+
+
+def test_a_waiter_whose_event_loop_was_closed_harms_no_other():
+    lock = FairLock()
+    waiters, has_ended = Waiters(lock), threading.Event()
+    loop = asyncio.new_event_loop()
+    left = loop.create_task(waiters.wait_in_coroutine(lambda: True, lambda: True))
+    left.cancel()  # before it began
+    stuck = loop.create_task(waiters.wait_in_coroutine(has_ended.is_set, lambda: True))
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    has_ended.set()
+    with lock:
+        waiters.wake_done()
+        waiters.wake_all()
+    assert not stuck.done()
+    stuck.get_coro().close()  # its end takes the waiter away
+    with lock:
+        waiters.wake_done()
