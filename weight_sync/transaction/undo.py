@@ -97,7 +97,6 @@ class UndoArena:
 
 @dataclass(frozen=True)
 class _OldRange:
-    name: str
     start: int
     data: Tensor  # uint8 [n]
 
@@ -109,7 +108,6 @@ class _OldRange:
 
 @dataclass(frozen=True)
 class _OldElements:
-    name: str
     positions: Tensor  # int64 or, where they fit, int32 [n]
     words: Tensor  # [n]
 
@@ -127,7 +125,7 @@ class UndoLog:
     def __init__(self, tensors: dict[str, FlatBytes]) -> None:
         self._tensors = tensors
         self._arena = UndoArena()
-        self._entries: list[_OldRange | _OldElements] = []
+        self._entries: dict[str, list[_OldRange | _OldElements]] = {}  # by tensor, in their order
         self._saved: dict[str, Ranges] = {}
 
     @property
@@ -139,7 +137,8 @@ class UndoLog:
         """Save bytes [start, stop) as they are now. Call it before they are overwritten."""
         saved = self._saved.get(name, ())
         for a, b in gaps(saved, start, stop):
-            self._entries.append(_OldRange(name, a, self._tensors[name].read(a, self._arena.allocate(b - a))))
+            old = _OldRange(a, self._tensors[name].read(a, self._arena.allocate(b - a)))
+            self._entries.setdefault(name, []).append(old)
         self._saved[name] = add_range(saved, start, stop)
 
     def save_elements(self, name: str, positions: Tensor) -> None:
@@ -149,22 +148,22 @@ class UndoLog:
             return
         index_dtype = torch.int32 if flat.tensor.numel() <= torch.iinfo(torch.int32).max else torch.int64
         words = flat.take(positions)
-        self._entries.append(_OldElements(name, self._copied(positions, index_dtype), self._copied(words, words.dtype)))
+        old = _OldElements(self._copied(positions, index_dtype), self._copied(words, words.dtype))
+        self._entries.setdefault(name, []).append(old)
 
     def restore(self, name: str, start: int, stop: int) -> None:
         """Restore bytes [start, stop) of a tensor. What is saved stays saved: the tensor holds these bytes again."""
-        for entry in reversed(self._entries):
-            if entry.name == name:
-                entry.put_back(self._tensors[name], start, stop)
+        for entry in reversed(self._entries.get(name, ())):
+            entry.put_back(self._tensors[name], start, stop)
 
     def restore_all(self) -> None:
-        """Restore everything, newest first."""
-        for entry in reversed(self._entries):
-            entry.put_back(self._tensors[entry.name], 0, self._tensors[entry.name].num_bytes)
+        """Restore everything, of each tensor newest first."""
+        for name in self._entries:
+            self.restore(name, 0, self._tensors[name].num_bytes)
 
     def release(self) -> None:
         """Forget everything and give the memory back for the next log."""
-        self._entries, self._saved = [], {}
+        self._entries, self._saved = {}, {}
         self._arena.release()
 
     def _copied(self, values: Tensor, dtype: torch.dtype) -> Tensor:
