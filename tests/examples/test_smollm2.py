@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from lockstep.tests.support import prepared_python
+
 ROOT = Path(__file__).parents[2]
 SENTENCES = ROOT / "examples" / "smollm2/sentences.py"
 TWO_TURNS = ROOT / "examples" / "smollm2/two_turns.py"
@@ -106,7 +108,7 @@ def test_a_few_steps_of_the_real_run(prepared, name):
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
         "-m", "lockstep.integration.grpo", f"configs/{name}.toml", *shrunk,
     ]  # fmt: skip
-    done = subprocess.run(
+    done = prepared_python.run(
         command, cwd=prepared, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

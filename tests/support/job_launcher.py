@@ -56,6 +56,7 @@ def start_agent(folder: Path, *arguments: str, log: str = "log") -> prepared_pyt
     (folder / "jobs.py").write_text(JOBS)
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
+        prepared_python.FORKS_ENGINES: "1",
         "PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))),
     }
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]

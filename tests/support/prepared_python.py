@@ -43,8 +43,17 @@ PREPARED = (
     "lockstep.integration.service", "lockstep.integration.grpo.job", "lockstep.integration.grpo.plan",
 )  # fmt: skip
 LAUNCHER = "torch.distributed.run"
+# What ranks import besides, where it is installed: a job draws and logs, and a model that is saved makes accelerate
+# import DeepSpeed, whose optimizers a job with its trainer imports too.
+PREPARED_FOR_RANKS = (
+    "matplotlib.pyplot", "torch.utils.tensorboard", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer",
+)  # fmt: skip
+ENGINE = "lockstep.integration.push.remote_engine"
+FORKS_ENGINES = "LOCKSTEP_TEST_FORKS_ENGINES"  # set for a launcher whose ranks shall fork their engines' processes too
 UNSHOWN_WARNINGS = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
 _SET_SUBREAPER = 36  # of prctl
+_NewPopen = subprocess.Popen
+_imported: set[str] = set()  # of the lists above, by the process that forks
 HAS_GPU = Path("/dev/nvidiactl").exists()  # a fork cannot use CUDA once its parent has, so each is a new interpreter
 
 
@@ -124,7 +133,7 @@ class Popen(subprocess.Popen):
         if HAS_GPU:
             super()._execute_child(*given)
             return
-        named = inspect.signature(subprocess.Popen._execute_child).bind(self, *given).arguments
+        named = inspect.signature(super()._execute_child).bind(*given).arguments
         command = [os.fspath(arg) for arg in named["args"]]
         assert command[0] == sys.executable and not (named["preexec_fn"] or named["shell"] or named["pass_fds"]), (
             command
@@ -137,6 +146,16 @@ class Popen(subprocess.Popen):
         self.pid = prepare().fork(request, streams)
         self._child_created = True
         self._close_pipe_fds(*pipes)
+
+
+class PopenOfProduct(Popen):
+    """subprocess.Popen for the package's own code: launchers and engines are forked, other commands are not."""
+
+    def _execute_child(self, *given: Any) -> None:
+        if LAUNCHER in given[0] or ENGINE in given[0]:
+            super()._execute_child(*given)
+        else:
+            _NewPopen._execute_child(self, *given)
 
 
 def run(command: Sequence[Any], *, input: str | None = None, capture_output: bool = False, timeout: float | None = None,
@@ -157,6 +176,12 @@ def run(command: Sequence[Any], *, input: str | None = None, capture_output: boo
     return subprocess.CompletedProcess(command, process.returncode, output, errors)
 
 
+def is_engine(pid: int) -> bool:
+    """Return whether a process is a remote engine's, started by a rank of the launcher of a test."""
+    name, command = (Path(f"/proc/{pid}/{file}").read_text() for file in ("comm", "cmdline"))
+    return name.strip() == "engine" or ENGINE in command
+
+
 def rank_of(pid: int) -> int | None:
     """Return the rank of a process that torchrun has started, None for another one."""
     name = Path(f"/proc/{pid}/comm").read_text().strip()
@@ -173,20 +198,32 @@ def _serve(requests: socket.socket) -> NoReturn:
     """Fork a process for each request, until the caller's end closes."""
     _replace_descriptors(requests.fileno())
     _forget_pytest()
-    is_prepared = False
     while True:
         _, descriptors, _, _ = socket.recv_fds(requests, 1, 4)
         if not descriptors:
             os._exit(0)
-        if not is_prepared:
-            for name in PREPARED:
-                importlib.import_module(name)
-            gc.freeze()  # the programs share these objects' memory as long as nothing writes to it
-            assert threading.active_count() == 1, "an imported module has started a thread"
-            is_prepared = True
+        _import_for(_read(descriptors[0]))
         requests.send(array.array("q", [_fork(requests, descriptors)]))
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _import_for(request: _Request) -> None:
+    """Import what the program needs, unless an earlier one has needed it."""
+    names = {*PREPARED, *(PREPARED_FOR_RANKS if LAUNCHER in request.command else ())} - _imported
+    for name in names:
+        with contextlib.suppress(*([ImportError] if name in PREPARED_FOR_RANKS else [])):
+            importlib.import_module(name)
+    if names:
+        gc.freeze()  # the programs share these objects' memory as long as nothing writes to it
+        assert threading.active_count() == 1, "an imported module has started a thread"
+    _imported.update(names)
+
+
+def _read(message: int) -> _Request:
+    with open(message, "rb", closefd=False) as file:
+        file.seek(0)
+        return pickle.load(file)
 
 
 def _replace_descriptors(kept: int) -> None:
@@ -245,9 +282,8 @@ def _fork(requests: socket.socket, descriptors: list[int]) -> int:
 
 def _become(message: int, *streams: int) -> NoReturn:
     """Run the program of a request in this process, from its streams to its exit code."""
-    with open(message, "rb") as file:
-        file.seek(0)
-        request: _Request = pickle.load(file)
+    request = _read(message)
+    os.close(message)
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
     for stream in streams:
@@ -258,8 +294,13 @@ def _become(message: int, *streams: int) -> NoReturn:
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environment)
-    if "RANK" in os.environ:  # /proc/PID/environ keeps what the first of these processes was started with
+    # /proc/PID/environ and /proc/PID/cmdline keep what the first of these processes was started with
+    if "RANK" in os.environ:
         Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}")
+        if FORKS_ENGINES in os.environ:
+            _fork_engines()
+    elif ENGINE in request.command:
+        Path("/proc/self/comm").write_text("engine")
     is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or "-u" in request.command
     sys.stdin, sys.stdout, sys.stderr = (
         os.fdopen(0, encoding="utf-8", closefd=False),
@@ -328,9 +369,23 @@ def _exit_with(code: int) -> NoReturn:
 
 def _fork_ranks() -> None:
     """Let the launcher that this process becomes fork its ranks, from a process forked before it has threads."""
-    global _forker, _lock
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-    _forker, _lock = None, threading.Lock()  # not the ones of the process that this one was forked from
-    prepare()
+    _prepare_own()
     subprocess_handler.Popen = Popen
+    # Its own way searches all imported modules for every frame's source, which takes seconds with as many as here.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+
+
+def _fork_engines() -> None:
+    """Let the rank that this process becomes fork the processes of its engines."""
+    _prepare_own()
+    subprocess.Popen = PopenOfProduct  # type: ignore[misc]
+
+
+def _prepare_own() -> None:
+    """Prepare, apart from the process that this one was forked from."""
+    global _forker, _lock
+    _forker, _lock = None, threading.Lock()
+    prepare()

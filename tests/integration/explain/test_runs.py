@@ -1,5 +1,7 @@
 """One sequence in two ways: equal ones in every operation, and others from the first operation on that differs."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from lockstep.integration.explain.recording import Operation, Recording
 from lockstep.integration.explain.runs import run_way
 from lockstep.integration.explain.sequence import TokenSequence
 from lockstep.integration.explain.ways import parse_way, with_equal_blocks
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.random_models import random_model
 
 INVARIANT = ["prefill", "chunked", "prefix-hit", "speculation", "decode,mates=3", "trainer", "trainer,mates=2"]
@@ -126,7 +129,8 @@ def test_recordings_come_back_from_a_file(decoded, tmp_path):
         pytest.param("pp=2", marks=pytest.mark.exhaustive),
     ],
 )
-def test_layouts_agree_and_a_changed_weight_is_found_in_one(layout, sequence, model, tmp_path):
+def test_layouts_agree_and_a_changed_weight_is_found_in_one(layout, sequence, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", prepared_python.PopenOfProduct)  # of the launchers of ranks
     model.save_pretrained(tmp_path / "model")
     whole, divided = with_equal_blocks(parse_way("decode"), parse_way(layout))
     recordings = [run_way(way, sequence, tmp_path / "model") for way in (whole, divided)]
@@ -144,6 +148,11 @@ def test_layouts_agree_and_a_changed_weight_is_found_in_one(layout, sequence, mo
     assert found.first is not None
     assert found.first.operation == Operation(1, "self_attn.k_proj")
     assert found.first.index == (40,)
+
+
+@pytest.mark.slow
+def test_a_new_interpreter_has_all_that_a_rank_imports():
+    subprocess.run([sys.executable, "-c", "import lockstep.integration.explain.rank"], check=True)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from lockstep.integration.grpo.plan import describe_plan
 from lockstep.integration.grpo.settings.config import load_config
 from lockstep.rollout.completion import WeightSpan
 from lockstep.tests.integration.grpo import test_job
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.job_launcher import CONFIG, log_of, run_jobs
 
 SAME = ("reward_mean", "loss", "kl", "grad_norm", "eval_reward_mean", "weight_version", "weight_digest", "logprob_gap")
@@ -32,11 +33,13 @@ SLOW_REWARDS = """
 import os, random, signal, threading, time
 from pathlib import Path
 
+from lockstep.tests.support.prepared_python import is_engine
+
 draw = random.Random(os.getpid())
 
 def engines():
     for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
-        if "remote_engine" in Path(f"/proc/{pid}/cmdline").read_text():
+        if is_engine(int(pid)):
             yield int(pid)
 
 def by_text(prompt, completion, answer):
@@ -102,9 +105,11 @@ def test_a_run_ahead_that_is_killed_and_resumed_ends_as_one_without(tmp_path, se
     assert test_job.finish(first) == 0, (straight / "log").read_text()
     os.symlink(straight / ".cache", killed / ".cache")
     arguments = [str(test_job.CONFIG), *test_job.SHRUNK, *settings]
-    process = test_job.torchrun(killed, *arguments, KILL_AFTER_STEP=3)
+    engines = {prepared_python.FORKS_ENGINES: 1}
+    process = test_job.torchrun(killed, *arguments, KILL_AFTER_STEP=3, **engines)
     assert test_job.finish(process) == -signal.SIGKILL
-    assert test_job.finish(test_job.torchrun(killed, *arguments, "--resume")) == 0, (killed / "log").read_text()
+    resumed = test_job.torchrun(killed, *arguments, "--resume", **engines)
+    assert test_job.finish(resumed) == 0, (killed / "log").read_text()
     expected, lines = test_job.lines_of(straight), test_job.lines_of(killed)
     for line in (*expected, *lines):
         del line["sync_bytes"]  # they differ between shared and separate engines
