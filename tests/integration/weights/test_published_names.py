@@ -126,9 +126,10 @@ def send_shared(service: RolloutService, tensors: dict[str, Tensor], **options: 
 def send_broadcasts(service: RolloutService, tensors: dict[str, Tensor], *, packed: bool = False, **options) -> object:
     """Send by broadcasts, as other frameworks' trainers do."""
     service.groups.communicators = GlooCommunicators()
-    trainer = VllmTrainer(2)
+    world_size = 1 + service.engine.ranks.mesh.num_ranks
+    trainer = VllmTrainer(world_size)
     joining = submit(trainer.join)
-    service.join_vllm_trainer(1, 2, master_address=HOST, master_port=trainer.port)
+    service.join_vllm_trainer(1, world_size, master_address=HOST, master_port=trainer.port)
     soon(joining)
     wire = [tensor.contiguous() for tensor in tensors.values()]
     wire = [torch.cat([byte_view(tensor) for tensor in wire])] if packed else wire
@@ -403,3 +404,32 @@ def test_each_rank_takes_its_part_of_published_tensors(tp, pp, make_model, run_w
 
     for found in run_world(tp * pp, rank):
         assert found == [True] * 5
+
+
+def test_ranks_that_follow_receive_broadcasts_of_published_tensors(make_model, run_world, tmp_path):
+    old, new = make_model("qwen3_moe"), newer(make_model("qwen3_moe"))
+    tensors, expected = published(new, tmp_path / "new"), digest_of(new)
+
+    def rank(rank: int) -> object:
+        config = EngineConfig(tp=2, k_blocks=4, kv_cache="32 blocks", max_num_seqs=4, rank_timeout_s=60.0)
+        service = RolloutService(Engine(old, config), ServiceConfig(weight_timeout_s=20.0))
+        service.groups.communicators = GlooCommunicators()
+        if rank:
+            service.engine.follow()
+            service.close()
+            return None
+        before = service.model_digest()
+        with pytest.raises(DigestMismatch, match=re.escape(EXPERT)):
+            send_broadcasts(service, tensors, verify=roots_of(tensors) | {EXPERT: "0" * 64})
+        found = [service.model_digest() == before]
+        late = {EXPERT: tensors.pop(EXPERT)}
+        send_broadcasts(service, tensors, verify=roots_of(tensors))
+        with pytest.raises(ValueError, match=f"1 tensors were not wholly written: {re.escape(EXPERT)}$"):
+            service.commit_implicit_update()
+        send_packed_broadcasts(service, late, weight_version="1")
+        [answer] = service.engine.generate([[1, 2, 3]], PARAMS)
+        found += [answer.weight_version == "1", answer.weight_digest == expected == service.model_digest()]
+        service.close()
+        return found
+
+    assert run_world(2, rank)[0] == [True] * 3

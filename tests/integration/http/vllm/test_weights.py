@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from lockstep.tests.integration.http.test_sequences import _url_of
 from lockstep.tests.integration.http.vllm.weight_trainer import Named, Trainer, info_of, model_of
@@ -28,9 +31,15 @@ def digest_of(tensors: Named) -> str:
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory) -> Iterator[str]:
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("model")
     random_model("qwen3").save_pretrained(folder)
+    with served(folder) as url:
+        yield url
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    torch.set_num_threads(1)
     command = [sys.executable, "-m", "lockstep.integration.cli", "serve", "--model", str(folder), "--port", "0",
                "--engine", "kv_cache=96 blocks", "--admin-api-key", "admin"]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -126,3 +135,27 @@ def test_calls_out_of_order_and_wrong_fields_are_refused(url):
         answer = httpx.post(f"{url}/init_weight_transfer_engine", json={"init_info": info},
                             headers={"Authorization": "Bearer admin"})  # fmt: skip
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_tensors_have_the_names_of_the_checkpoint(tmp_path):
+    """An update of a mixture of experts, with a matrix for each expert: what lacks is named, and may follow."""
+    random_model("qwen3_moe").save_pretrained(tmp_path / "old")
+    newer = random_model("qwen3_moe")
+    for parameter in newer.parameters():
+        parameter.data.mul_(0.5)
+    newer.save_pretrained(tmp_path / "new")
+    tensors = sorted(load_file(tmp_path / "new" / "model.safetensors").items())
+    expert = "model.layers.1.mlp.experts.3.down_proj.weight"
+    with served(tmp_path / "old") as url:
+        trainer = Trainer(url, packed=True, packed_buffer_size_bytes=50_000)
+        before = trainer.post("/model_info")
+        trainer.post("/start_weight_update")
+        assert trainer.send([pair for pair in tensors if pair[0] != expert], 50_000).status_code == 200
+        refused = trainer.post("/finish_weight_update", {"weight_version": "1"}, 400)["error"]["message"]
+        assert f"1 tensors were not wholly written: {expert}" in refused
+        assert trainer.post("/model_info")["weight_version"] == before["weight_version"]
+        assert trainer.send([pair for pair in tensors if pair[0] == expert], 50_000).status_code == 200
+        trainer.post("/finish_weight_update", {"weight_version": "2"})
+        info = trainer.post("/model_info")
+        assert (info["weight_version"], info["weight_digest"]) == ("2", digest_of(list(newer.named_parameters())))
+        trainer.close()
