@@ -35,6 +35,9 @@ T = TypeVar("T")
 class WeightVerbs(VllmGroupVerbs):
     """The methods of a service that update its weights. The subclass sets the fields.
 
+    Tensors have the names of the module's parameters, or those in which such models are published, each a piece of one:
+    each expert's matrices by themselves, for instance. Deltas have no such pieces.
+
     Common arguments: weight_version, the label of the weights, published when they are committed; verify, the sender's
     tensor roots (`model_digest.tensor_root`, hex) by name; abort_all_requests, abort running requests first;
     keep_running, let requests that are paused in_place continue with the new weights; in_flight="verify", draw the
@@ -311,11 +314,10 @@ class WeightVerbs(VllmGroupVerbs):
     ) -> UpdateRecord:
         """Read a folder of safetensors in Hugging Face layout, or a delta folder against the present weights.
 
-        Tensors may have the names, and lie in the pieces, in which such models are published: each expert's matrices by
-        themselves. Everything is checked before anything is written. Outside of a session the folder must hold every
-        parameter of the model, adapters' aside: raises ValueError naming those that are missing. verify True: compare
-        with the folder's own digests, if it has any. keep_pause: generation stays paused afterwards, also if it was
-        not paused before.
+        Everything is checked before anything is written. Outside of a session the folder must hold every parameter of
+        the model, adapters' aside: raises ValueError naming those that are missing. verify True: compare with the
+        folder's own digests, if it has any. keep_pause: generation stays paused afterwards, also if it was not paused
+        before.
         """
         path, timeout_s = Path(model_path), self.config.wait_s(timeout_s)
         digests: dict[str, str] = {}  # filled while reading; compared after the tensors have arrived
@@ -361,8 +363,8 @@ class WeightVerbs(VllmGroupVerbs):
 
     @on_all_ranks
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[object]:
-        """Return values of a parameter as nested lists, each dimension cut to `truncate_size`. Raises ValueError for an
-        unknown name."""
+        """Return values of a parameter, or of a published piece of one, as nested lists, each dimension cut to
+        `truncate_size`. Raises ValueError for an unknown name."""
         self._check_resident()
         if truncate_size < 1:
             raise ValueError(f"truncate_size must be at least 1, not {truncate_size}")
