@@ -25,6 +25,7 @@ from ..loop.parts import Parts
 from .before_sampling import BeforeSampling
 from .fair_lock import FairLock
 from .inbox import Inbox
+from .long_waits import LongWaits
 from .once_per_id import OncePerId
 from .own_process import OwnProcess
 from .waiters import Waiters
@@ -49,6 +50,7 @@ class Driver:
         self.inbox = inbox
         inbox.between_steps = self._between_steps
         self._gate, self._loop, self._answers = gate, gate.loop, answers
+        self._long_waits = LongWaits(lambda: gate.why_not)
         self._before_sampling = BeforeSampling(parts.model, gate, lambda: self.has_work)
         self._stepper = ThreadPoolExecutor(1, "lockstep-step")  # runs the steps that coroutines wait for
         self._turn: Future[None] | None = None  # the latest of these steps
@@ -203,10 +205,12 @@ class Driver:
                         self._ring()  # also where no step can run
                     is_mine = self._thread is me and self._model.in_rollout_phase
                     if is_ready := is_mine and self._gate.can_step:
+                        self._long_waits.end()
                         self._step(self._most_steps)
                         self._waiters.wake_done()
                 if not is_ready and self._thread is me:  # `stop` may have kicked before the kick was cleared
-                    self._kick.wait()
+                    self._kick.wait(self._long_waits.seconds_left())
+                    self._long_waits.tell()
         except Exception as error:
             logger.exception("the loop has ended")
             stopped = EngineStopped("the engine's loop has ended")

@@ -44,6 +44,23 @@ class StepGate:
         has_memory = self._kv_cache.is_allocated and self._model.holds_weights
         return is_free and has_memory and self.loop.has_work
 
+    @property
+    def why_not(self) -> str | None:
+        """The reason why requests that are here get no step; None: there are none, or a step may run."""
+        if not self.loop.has_work:
+            return None
+        if self.pause_mode is not None:
+            return f"generation is paused ({self.pause_mode}), until continue_generation"
+        if self._refusals:
+            return self.refusal
+        if not self._kv_cache.is_allocated:
+            return "the KV pool is released"
+        if not self._model.holds_weights:
+            return "the weights are released"
+        if not self._model.in_rollout_phase:
+            return "the trainer has the module: steps run inside `with engine.model.rollout_phase()`"
+        return None
+
     def step(self, most: int = 1) -> None:
         """Run one step, or up to `most` decode steps. Runs nothing while paused, or before `before_sampling` was
         called.

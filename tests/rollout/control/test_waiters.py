@@ -1,20 +1,23 @@
-"""Callers of a started engine: each is woken for its own answer, and coroutines need no thread to wait."""
+"""Callers of a started engine: each is woken for its own answer, keeps no thread in a coroutine, and hears why it waits."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
 
 from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.control import long_waits
 from lockstep.rollout.control.fair_lock import FairLock
 from lockstep.rollout.control.waiters import Waiters
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import EngineStopped
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.callers import wait_until
 
 NUM_CALLS = 8
 LONG = 400  # tokens
@@ -127,3 +130,36 @@ def test_a_waiter_whose_event_loop_was_closed_harms_no_other():
     stuck.get_coro().close()  # its end takes the waiter away
     with lock:
         waiters.wake_done()
+
+
+@pytest.mark.parametrize("kept_by", ["phase", "pause", "refusal"])
+def test_requests_that_wait_for_long_say_why(make_model, restore_threads, monkeypatch, caplog, kept_by):
+    torch.set_num_threads(1)
+    monkeypatch.setattr(long_waits, "FIRST_S", 0.05)
+    engine = Engine(make_model("qwen3").train(), EngineConfig(kv_cache="80 blocks"))
+
+    def told() -> list[str]:
+        return [one for one in caplog.messages if "requests have waited" in one]
+
+    with ExitStack() as phase:
+        if kept_by != "phase":
+            phase.enter_context(engine.model.rollout_phase())
+        if kept_by == "pause":
+            engine.pause_generation("in_place")
+        if kept_by == "refusal":
+            engine.between_steps("open", lambda: engine.gate.refuse("update", "an update is open"))
+        engine.start()
+        wait_until(lambda: engine.driver.is_started)
+        assert not told()  # no request waits
+        engine.add([1, 2], params(4))
+        wait_until(lambda: len(told()) == 2)
+        why = {"phase": "rollout_phase()", "pause": "paused (in_place)", "refusal": "an update is open"}
+        assert all(why[kept_by] in one for one in told())
+        if kept_by == "phase":
+            phase.enter_context(engine.model.rollout_phase())
+        if kept_by == "pause":
+            engine.continue_generation()
+        if kept_by == "refusal":
+            engine.between_steps("end", lambda: engine.gate.lift(["update"]))
+        wait_until(lambda: not engine.has_work)
+        engine.close()
