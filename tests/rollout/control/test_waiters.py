@@ -1,4 +1,4 @@
-"""Callers of a started engine: each is woken for its own answer, keeps no thread in a coroutine, and hears why it waits."""
+"""Callers of a started engine: each is woken for its own answer, takes no thread to wait, and hears why it waits."""
 
 from __future__ import annotations
 
