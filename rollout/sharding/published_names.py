@@ -69,7 +69,7 @@ class PublishedPiece:
 
 
 class PublishedNames:
-    """The published names of one module. Not thread-safe to make, thread-safe to ask."""
+    """Find the places of published tensors in one module. Thread-safe."""
 
     def __init__(self, skeleton: PreTrainedModel) -> None:
         """Read transformers' mapping. skeleton: the whole module, with or without memory."""
@@ -154,7 +154,7 @@ def _index_of(conversion: Conversion) -> int | None:
     pattern = conversion.patterns[conversion.group]
     if pattern.count("*.") != 1:
         return None
-    found = re.search(pattern.replace("*.", r"(?P<index>0|[1-9]\d*)\."), conversion.renamed)
+    found = re.search(pattern.replace("*.", r"(?P<index>0|[1-9]\d{0,8})\."), conversion.renamed)
     return None if found is None else int(found["index"])
 
 

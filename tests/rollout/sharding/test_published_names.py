@@ -56,8 +56,10 @@ def test_siblings_are_all_experts_in_their_order(make_model):
         ("qwen3_moe", GATE.replace(".2.", ".4."), rf"{FUSED} is [4, 64, 64] and has no such piece"),
         ("qwen3_moe", GATE.replace(".2.", ".02."), "has no such piece"),
         ("qwen3_moe", GATE.replace(".2.", ".two."), "has no such piece"),
+        ("qwen3_moe", GATE.replace("2", "9" * 5000), "has no such piece"),
         ("olmo_hybrid", "model.layers.0.linear_attn.v_conv1d.weight", "pieces that differ in size"),
     ],
+    ids=["one too many", "another spelling", "no number", "a long number", "pieces of several sizes"],
 )
 def test_a_name_without_a_place_is_refused(family, name, why, make_model):
     names = PublishedNames(make_model(family))
