@@ -48,6 +48,8 @@ LAUNCHER = "torch.distributed.run"
 PREPARED_FOR_RANKS = (
     "matplotlib.pyplot", "torch.utils.tensorboard", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer",
 )  # fmt: skip
+SERVER = "lockstep.integration.cli"
+PREPARED_FOR_SERVERS = ("uvicorn", "lockstep.integration.http.app")
 ENGINE = "lockstep.integration.push.remote_engine"
 FORKS_ENGINES = "LOCKSTEP_TEST_FORKS_ENGINES"  # set for a launcher whose ranks shall fork their engines' processes too
 UNSHOWN_WARNINGS = (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning)
@@ -210,9 +212,11 @@ def _serve(requests: socket.socket) -> NoReturn:
 
 def _import_for(request: _Request) -> None:
     """Import what the program needs, unless an earlier one has needed it."""
-    names = {*PREPARED, *(PREPARED_FOR_RANKS if LAUNCHER in request.command else ())} - _imported
+    optional = PREPARED_FOR_SERVERS if SERVER in request.command else PREPARED_FOR_RANKS
+    wanted = (*PREPARED, *(optional if {SERVER, LAUNCHER} & {*request.command} else ()))
+    names = [name for name in wanted if name not in _imported]
     for name in names:
-        with contextlib.suppress(*([ImportError] if name in PREPARED_FOR_RANKS else [])):
+        with contextlib.suppress(*([ImportError] if name in optional else [])):
             importlib.import_module(name)
     if names:
         gc.freeze()  # the programs share these objects' memory as long as nothing writes to it

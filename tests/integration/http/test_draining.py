@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.generation.subscriptions import stop_taking
 from lockstep.integration.http.server import BackgroundServer
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.callers import PATIENCE, soon, submit, wait_until
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.tests.torture.processor import descendants
@@ -195,7 +196,7 @@ def folder(tmp_path_factory) -> Path:
 @contextmanager
 def process(*arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
     """Start a Python process that serves; yield it and its url."""
-    started = subprocess.Popen(
+    started = prepared_python.Popen(
         [sys.executable, *arguments], stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     try:

@@ -19,7 +19,7 @@ from lockstep.rollout.sampling_params import SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=3, ignore_eos=True)
 STORM = "lockstep.tests.integration.http.admin.profile_storm"
-STORM_S = 30.0
+STORM_S = 15.0  # a profile of all threads crashes a process within it
 
 
 class Elsewhere(threading.Thread):
