@@ -47,16 +47,20 @@ os.environ["LOCKSTEP_KEPT_CHECKS"] = "0"
 # which a fork does not have, and aborts.
 os.register_at_fork(after_in_child=gc.freeze)
 
-# The modules that take longest, in descending order. They run first, so that no process runs one of them in the end
-# while the others are idle.
+# The modules that take longest, about in descending order. They run first, so that no process runs one of them in the
+# end while the others are idle.
 LONGEST = (
-    "examples/test_smollm2",
+    # of the slow tests, by turns those that compute and those that wait
+    "grpo/test_ahead", "replica/test_rank_failures", "grpo/test_job", "replica/test_faults", "torture/test_torture",
+    "kernels/linear/test_linear", "edge/test_malformed", "transaction/test_fault_injection",
+    "kernels/test_triton_compiles", "http/test_replica", "examples/test_smollm2", "grpo/test_syncs",
+    "grpo/test_parallel", "explain/test_runs", "kernels/test_triton_engine", "kernels/test_triton_launches",
+    "admin/test_recorder",
+    # of the others
     "attention/test_triton_kernels", "replica/test_interruption", "rollout/test_invariance_table",
-    "replica/test_faults", "replica/test_rank_failures", "rollout/test_interruption_random",
-    "transaction/test_fault_injection", "push/test_pushed_engines", "push/test_http_target",
-    "kernels/linear/test_linear", "kernels/test_triton_engine", "http/test_replica", "replica/test_engine",
-    "grpo/test_job", "sha256/test_triton_kernels", "rollout/test_interruption", "grammars/test_engine",
-    "attention/test_paged", "push/test_pusher", "sampling/test_draws", "delta/test_apply",
+    "rollout/test_interruption_random", "push/test_pushed_engines", "push/test_http_target", "replica/test_engine",
+    "sha256/test_triton_kernels", "rollout/test_interruption", "grammars/test_engine", "attention/test_paged",
+    "push/test_pusher", "sampling/test_draws", "delta/test_apply",
 )  # fmt: skip
 
 

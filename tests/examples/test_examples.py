@@ -7,9 +7,12 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from lockstep.tests.support import prepared_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DIGEST = "[0-9a-f]{64}"
@@ -30,11 +33,11 @@ def run_example(monkeypatch, capsys, restore_threads):
     sys.modules.pop("tiny_model", None)
 
 
-def torchrun(folder: Path, *arguments: str) -> str:
-    """Run a program on two ranks and return their output."""
+def torchrun(folder: Path, *arguments: str, run: Callable = subprocess.run) -> str:
+    """Run a program on two ranks and return their output. run: subprocess's, or that of programs that are forked."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400, env=environment)
+    done = run(command, cwd=folder, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -99,7 +102,8 @@ def test_trl_grpo(run_example, monkeypatch):
 
 @pytest.mark.slow
 def test_own_trainer(tmp_path):
-    printed = torchrun(tmp_path, str(EXAMPLES / "own_trainer.py"), "--steps", "3")
+    command = [str(EXAMPLES / "own_trainer.py"), "--steps", "3"]
+    printed = torchrun(tmp_path, *command, run=prepared_python.run)
     steps = re.findall(r"^step (\d): reward \S+, log-probability gap (\S+), weights (\w+)$", printed, re.MULTILINE)
     assert [(step, gap) for step, gap, _ in steps] == [("1", "0.0"), ("2", "0.0"), ("3", "0.0")]
     assert len({digest for *_, digest in steps}) == 3

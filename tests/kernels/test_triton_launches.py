@@ -67,8 +67,8 @@ def launches_of(num_layers):
     engine.close()
     return collections.Counter(counts)
 
-one, three = launches_of(1), launches_of(3)
-layer = {name: (three[name] - one[name]) / 2 for name in three if three[name] != one[name]}
+one, two = launches_of(1), launches_of(2)
+layer = {name: two[name] - one[name] for name in two if two[name] != one[name]}
 print(json.dumps({"layer": layer, "rest": {name: one[name] - layer.get(name, 0) for name in one}}))
 """
 
