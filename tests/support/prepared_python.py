@@ -6,7 +6,8 @@ arguments, environment, folder and streams, and is the caller's child; torchrun'
 
 Not for what only a new interpreter shows: what a program imports, variables that packages read when they are imported,
 the hash seed (all forks share one), its teardown. Torchrun with a job and each command are started by a new interpreter
-in other tests: tests/examples, tests/integration/cli, bench and http/test_app.py.
+in other tests: tests/examples, tests/integration/cli, bench and http/test_app.py; an engine's process in
+push/test_remote_engine.py.
 """
 
 from __future__ import annotations
