@@ -210,6 +210,7 @@ class ReplicaWeights:
             shard = Shard.whole(shape) if alone or tensor is None else model.shards[resident]
             if piece is not None and tensor is not None:
                 tensor, shard = piece.part(tensor, shard)
+                tensor = tensor if alone or tensor.numel() else None
             elif piece is not None:
                 shard = Shard.whole(piece.shape)
             found[name] = _Part(tensor, shard, dtype)

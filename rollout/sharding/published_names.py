@@ -60,6 +60,8 @@ class PublishedPiece:
         if len(self.shape) < len(shard.full_shape):
             index, offset = divmod(offset, math.prod(shard.full_shape[1:]))
             tensor, shard = _one_of_stack(tensor, shard, index)
+            if self.shape == shard.full_shape:
+                return tensor, shard
         first = offset // math.prod(shard.full_shape[1:])
         last = first + self.shape[0]
         if shard.dim != 0:

@@ -73,8 +73,11 @@ class Resident:
     covered: Ranges = ()
     ranges: dict[str, Ranges] = field(default_factory=dict)  # by name in the model, covered by `write`, `destination`
     sent: dict[str, Ranges] = field(default_factory=dict)  # the same by the name that was sent
-    by_elements: set[str] = field(default_factory=set)  # names whose elements were written: all bytes count as covered
+    # Names in the model whose elements were written, with the name that was sent: all bytes count as covered.
+    by_elements: dict[str, str] = field(default_factory=dict)
+    begun: Ranges = ()  # bytes of places that were begun, perhaps anew, and did not come yet
     units: dict[str, None] = field(default_factory=dict)  # of the bytes that were written last, in order
+    in_pieces: Ranges = ()  # bytes that came in pieces since all of them were written last
     unchecked: str | None = None  # why the written bytes could not be checked here
 
     @property
@@ -87,60 +90,89 @@ class Resident:
 
     def names_used(self) -> set[str]:
         """Return the model's names under which any bytes were written."""
-        return set(self.ranges) | self.by_elements
+        return set(self.ranges) | set(self.by_elements)
 
     def covered_by_others(self, tensor: str) -> Ranges:
         """Return the ranges of bytes that were written under any other name of the model."""
-        parts = [part for other in self.names_used() - {tensor} for part in self.covered_as(other)]
+        return self._covered_under(self.names_used() - {tensor})
+
+    def has_arrived(self, place: Place) -> bool:
+        """Return whether all bytes of a place were written since the last `forget`, under whichever names."""
+        return not gaps(self._covered_under(self.names_used()), place.start, place.stop)
+
+    def _covered_under(self, tensors: set[str]) -> Ranges:
         covered: Ranges = ()
-        for start, stop in parts:
-            covered = add_range(covered, start, stop)
+        for tensor in tensors:
+            for start, stop in self.covered_as(tensor):
+                covered = add_range(covered, start, stop)
         return covered
 
     def sent_as_others(self, place: Place, start: int, stop: int) -> list[str]:
         """Return the sent names that wrote bytes of the range as the same tensor of the model: the whole of a piece, a
         piece of a whole, or a piece of the same bytes."""
-        if place.name != place.tensor and place.tensor in self.by_elements:
-            return [place.tensor]
+        if not self.sent and not self.by_elements:
+            return []
+        if self.by_elements.get(place.tensor, place.name) != place.name:
+            return [self.by_elements[place.tensor]]
         mine, taken = self.sent.get(place.name, ()), overlaps(self.covered_as(place.tensor), start, stop)
         if all(not gaps(mine, a, b) for a, b in taken):
             return []
         return [name for name, ranges in self.sent.items() if name != place.name and overlaps(ranges, start, stop)]
 
     def cover(self, place: Place, start: int, stop: int) -> None:
-        """Count bytes as written under this name."""
+        """Count bytes as written under this name. The first ones of a place in an update begin it: it is whole again
+        when all of its bytes came, in this update or later ones."""
+        if stop - start == self.held.num_bytes:  # as nearly all are
+            self.covered = self.ranges[place.tensor] = self.sent[place.name] = add_range((), start, stop)
+            self.begun, self.in_pieces, self.units = (), (), {place.unit: None}
+            return
+        if place.name not in self.sent and not overlaps(self.begun, place.start, place.stop):
+            self.begun = add_range(self.begun, place.start, place.stop)
+        self.begun = remove_range(self.begun, start, stop)
         self.ranges[place.tensor] = add_range(self.ranges.get(place.tensor, ()), start, stop)
         self.sent[place.name] = add_range(self.sent.get(place.name, ()), start, stop)
         self.covered = add_range(self.covered, start, stop)
-        if not place.is_piece:
-            self.units.clear()
-        self.units[place.unit] = None
+        if place.is_piece:
+            self.in_pieces = add_range(self.in_pieces, start, stop)
+            self.units[place.unit] = None
+            if self.in_pieces == ((0, self.held.num_bytes),):
+                self.units.pop(self.spec.name, None)
+        else:
+            self.in_pieces, self.units = (), {place.unit: None}
 
     def cover_by_elements(self, place: Place) -> None:
         """Count all bytes as written under this name."""
-        self.by_elements.add(place.tensor)
+        self.by_elements[place.tensor] = place.name
         self.covered = add_range((), 0, self.held.num_bytes)
-        self.units = {place.unit: None}
+        self.in_pieces, self.units = (), {place.unit: None}
 
     def unwritten(self) -> Ranges:
-        """Return the ranges of bytes that were not written under any name."""
+        """Return the ranges of bytes that were not written under any name, or are those of a place that was begun anew
+        and is not whole again."""
         num_bytes = self.held.num_bytes
-        return () if self.covered == ((0, num_bytes),) else gaps(self.covered, 0, num_bytes)  # the first is frequent
+        if self.covered == ((0, num_bytes),):
+            return self.begun
+        absent = gaps(self.covered, 0, num_bytes)
+        for start, stop in self.begun:
+            absent = add_range(absent, start, stop)
+        return absent
 
     def forget(self) -> None:
         """Forget under which names bytes were written, so that they may be written anew."""
-        self.ranges, self.sent, self.by_elements = {}, {}, set()
+        self.ranges, self.sent, self.by_elements = {}, {}, {}
 
     def forget_place(self, place: Place) -> None:
         """Count the bytes of a place as not written, under any name."""
         if not place.is_piece:
             self.forget()
-            self.covered, self.units, self.unchecked = (), {}, None
+            self.covered, self.begun, self.in_pieces, self.units, self.unchecked = (), (), (), {}, None
             return
         start, stop = place.start, place.stop
         self.ranges = {tensor: self.covered_as(tensor) for tensor in self.names_used()}
-        self.by_elements = set()
+        self.by_elements = {}
         self.covered = remove_range(self.covered, start, stop)
+        self.begun = remove_range(self.begun, start, stop)
+        self.in_pieces = remove_range(self.in_pieces, start, stop)
         self.ranges = {tensor: remove_range(ranges, start, stop) for tensor, ranges in self.ranges.items()}
         left = {name: remove_range(ranges, start, stop) for name, ranges in self.sent.items()}
         self.sent = {name: ranges for name, ranges in left.items() if ranges}

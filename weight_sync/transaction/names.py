@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from ..layout.flat_bytes import Ranges, overlaps
+from ..layout.flat_bytes import Ranges, add_range, overlaps
 from ..layout.pieces import Pieces
 from ..manifest import TensorSpec, dtype_name
 from .coverage import Place, Resident
@@ -48,6 +48,24 @@ class ModelNames:
         pieces = next((found for name in tuple(entry.units) if (found := self._siblings(name))), [])
         parts = {piece.name: piece.own(overlaps(ranges, piece.start, piece.stop)) for piece in pieces}
         return {name: part for name, part in parts.items() if part} or {entry.spec.name: ranges}
+
+    def comparable(self, names: Iterable[str], sent: Iterable[str]) -> list[str]:
+        """Return those of the names that have bytes in common with the sent ones, and whose bytes all came. A sender
+        may know the digests of other names than it sends: of its pieces' tensor, or of a tied one."""
+        places = {name: self.place(name) for name in sent}
+        by_tensor: dict[str, Ranges] = {}
+        for place in places.values():
+            tensor = place.entry.spec.name
+            by_tensor[tensor] = add_range(by_tensor.get(tensor, ()), place.start, place.stop)
+
+        def is_comparable(name: str) -> bool:
+            place = self.look_up(name)
+            if place is None:
+                return False
+            of_sent = overlaps(by_tensor.get(place.entry.spec.name, ()), place.start, place.stop)
+            return (bool(of_sent) or name in places) and place.entry.has_arrived(place)  # an empty tensor has no bytes
+
+        return [name for name in names if is_comparable(name)]
 
     def describe(self, missing: Mapping[str, Ranges]) -> list[str]:
         """Describe missing byte ranges, one text for each name."""

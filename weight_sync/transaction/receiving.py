@@ -61,13 +61,14 @@ class Receiving:
         """
         transaction, session = self._transaction, self._session
         specs = self._received(source, receive)
-        unproven = self._tally.names - {transaction.tensor_name(name) for name in verify}
+        compared = transaction.comparable(verify, specs)
+        unproven = self._tally.names - {unit for name in compared for unit in transaction.units(name)}
         if unproven and not session.explicit:
             raise TransferFailed(f"{source}: {UNPROVEN}: {', '.join(sorted(unproven))}")
-        differing = not_as(self._host, verify, [spec.name for spec in specs if spec.name in verify])
+        differing = not_as(self._host, verify, compared)
         if differing and not session.explicit:
             raise DigestMismatch(differing, REPAIR_IN_A_SESSION)
-        is_verified = session.account(source, version, specs, set(verify) - set(differing), set(self._tally.names))
+        is_verified = session.account(source, version, specs, set(compared) - set(differing), set(self._tally.names))
         transaction.restore(differing)
         self.differing = differing
         num_bytes, seconds = sum(spec.num_bytes for spec in specs), time.monotonic() - self._started

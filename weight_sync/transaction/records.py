@@ -64,15 +64,15 @@ class WeightSession:
         self, source: str, version: str | None, specs: Sequence[TensorSpec], matching: set[str], unchecked: set[str]
     ) -> bool:
         """Enter an update and return whether all of its tensors match. matching: names whose digests equal the
-        sender's."""
+        sender's, of this update's bytes."""
         names = {unit for spec in specs for unit in self.transaction.units(spec.name)}
-        matched = {unit for name in matching for unit in self.transaction.units(name)} & names
+        matched = {unit for name in matching for unit in self.transaction.units(name)}
         self.sources.append(source)
         self.version = version if version is not None else self.version
         self.num_bytes += sum(spec.num_bytes for spec in specs)
         self.verified = self.verified - names | matched
         self.unchecked = self.unchecked - names | unchecked
-        return bool(names) and names == matched
+        return bool(names) and names <= matched
 
     def record(self, version: str | None) -> SessionRecord:
         names = self.transaction.written_names()

@@ -96,8 +96,8 @@ class SessionManager:
         changed on any rank.
 
         source: the origin of the update, for records ("distributed", "disk", ...). receive(sink): fills the sink and
-        returns the specs of the tensors that it wrote. verify: hex tensor roots by name; names that are not written are
-        ignored.
+        returns the specs of the tensors that it wrote. verify: hex tensor roots by name, of the sent names or of others
+        of the same bytes; names whose bytes did not all come are ignored.
 
         An exception of `receive` is raised again after the whole session was rolled back; if nothing of this update was
         written yet, the session stays unchanged. Raises TransferFailed, likewise, where bytes of those specs never
@@ -359,7 +359,7 @@ class SessionManager:
         session.transaction.check_complete()
         if session.healing is not None and (unverified := session.unverified()):
             raise Poisoned(f"{self._history.refusal}; not verified: {', '.join(unverified)}")
-        if unproven := sorted(session.unchecked - session.verified):
+        if unproven := sorted(session.unchecked.intersection(session.transaction.written_units()) - session.verified):
             raise ValueError(f"{UNPROVEN}: {', '.join(unproven)}")
 
     def _roll_back(self, session: WeightSession, why: str) -> None:

@@ -202,6 +202,11 @@ class WeightTransaction:
         came in pieces."""
         return tuple(unit for entry in self._tensors.values() for unit in entry.units)
 
+    def comparable(self, names: Iterable[str], specs: Sequence[TensorSpec]) -> list[str]:
+        """Return those of the names that have bytes in common with these tensors and whose bytes all came, under
+        whichever names, in the update, or in the transaction under full coverage."""
+        return self._names.comparable(names, [spec.name for spec in specs])
+
     def has_written(self, name: str) -> bool:
         """Return whether any bytes of this name were written, under whichever name."""
         place = self._names.look_up(name)

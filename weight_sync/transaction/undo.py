@@ -7,6 +7,7 @@ UndoLog    old byte ranges and old elements, restored newest first
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import threading
 from collections.abc import Iterable
@@ -97,6 +98,7 @@ class UndoArena:
 
 @dataclass(frozen=True)
 class _OldRange:
+    number: int  # of all saves
     start: int
     data: Tensor  # uint8 [n]
 
@@ -108,6 +110,7 @@ class _OldRange:
 
 @dataclass(frozen=True)
 class _OldElements:
+    number: int  # of all saves
     positions: Tensor  # int64 or, where they fit, int32 [n]
     words: Tensor  # [n]
 
@@ -127,6 +130,7 @@ class UndoLog:
         self._arena = UndoArena()
         self._entries: dict[str, list[_OldRange | _OldElements]] = {}  # by tensor, in their order
         self._saved: dict[str, Ranges] = {}
+        self._numbers = itertools.count()
 
     @property
     def num_bytes(self) -> int:
@@ -137,7 +141,7 @@ class UndoLog:
         """Save bytes [start, stop) as they are now. Call it before they are overwritten."""
         saved = self._saved.get(name, ())
         for a, b in gaps(saved, start, stop):
-            old = _OldRange(a, self._tensors[name].read(a, self._arena.allocate(b - a)))
+            old = _OldRange(next(self._numbers), a, self._tensors[name].read(a, self._arena.allocate(b - a)))
             self._entries.setdefault(name, []).append(old)
         self._saved[name] = add_range(saved, start, stop)
 
@@ -148,7 +152,7 @@ class UndoLog:
             return
         index_dtype = torch.int32 if flat.tensor.numel() <= torch.iinfo(torch.int32).max else torch.int64
         words = flat.take(positions)
-        old = _OldElements(self._copied(positions, index_dtype), self._copied(words, words.dtype))
+        old = _OldElements(next(self._numbers), self._copied(positions, index_dtype), self._copied(words, words.dtype))
         self._entries.setdefault(name, []).append(old)
 
     def restore(self, name: str, start: int, stop: int) -> None:
@@ -157,9 +161,10 @@ class UndoLog:
             entry.put_back(self._tensors[name], start, stop)
 
     def restore_all(self) -> None:
-        """Restore everything, of each tensor newest first."""
-        for name in self._entries:
-            self.restore(name, 0, self._tensors[name].num_bytes)
+        """Restore everything, newest first: tensors may share a part of their memory."""
+        saved = [(entry.number, name, entry) for name, entries in self._entries.items() for entry in entries]
+        for _, name, entry in sorted(saved, key=lambda one: -one[0]):
+            entry.put_back(self._tensors[name], 0, self._tensors[name].num_bytes)
 
     def release(self) -> None:
         """Forget everything and give the memory back for the next log."""
