@@ -11,7 +11,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,6 +27,7 @@ from .inbox import Inbox
 from .long_waits import LongWaits
 from .once_per_id import OncePerId
 from .own_process import OwnProcess
+from .shared_step import SharedStep
 from .waiters import Waiters
 
 logger = logging.getLogger(__name__)
@@ -52,9 +52,7 @@ class Driver:
         self._gate, self._loop, self._answers = gate, gate.loop, answers
         self._long_waits = LongWaits(lambda: gate.why_not)
         self._before_sampling = BeforeSampling(parts.model, gate, lambda: self.has_work)
-        self._stepper = ThreadPoolExecutor(1, "lockstep-step")  # runs the steps that coroutines wait for
-        self._turn: Future[None] | None = None  # the latest of these steps
-        self._turn_lock = threading.Lock()
+        self._shared_step = SharedStep(self._settle_and_step)
         self._thread: threading.Thread | None = None  # runs the steps, once started
         self._failure: Exception | None = None  # the error that ended the thread
         self.is_closed = False  # no step runs any more; the inbox is closed before
@@ -99,14 +97,15 @@ class Driver:
             self.take_inbox(SLICE)
 
     def take_back(self, ids: Iterable[str]) -> None:
-        """Remove those of these requests that are not queued yet, which count as aborted, and wake the callers that
-        wait for a change."""
+        """Remove those of these requests that are not queued yet, which count as aborted."""
         with self.lock:
-            for request in self.inbox.take_back(ids):
+            taken = self.inbox.take_back(ids)
+            for request in taken:
                 request.finish_reason = FinishReason("abort", message="the caller went away")
                 self._reports.on_queued(request)
                 self._reports.on_answer(request)
-            self._waiters.wake_all()
+            if taken:  # each call lets go of its requests in the end, and most have ended by themselves
+                self._wake()
 
     # -- health, without waiting -------------------------------------------------------------------------------------
 
@@ -165,6 +164,7 @@ class Driver:
                 self._failure = None
                 self._thread = threading.Thread(target=self._run, name="lockstep-loop", daemon=True)
                 self._thread.start()
+                self._waiters.wake_all()
 
     def stop(self) -> None:
         """End that thread after its current step."""
@@ -178,10 +178,10 @@ class Driver:
 
     def close(self) -> None:
         """End the thread of coroutines' steps. No step runs afterwards."""
-        with self.lock, self._turn_lock:
+        with self.lock:
             self.is_closed = True
             self._waiters.wake_all()
-        self._stepper.shutdown()
+        self._shared_step.close()
 
     def _on_loss(self) -> None:
         """Wake all waiting threads after the loss of a rank, so that they notice it. Called from any thread."""
@@ -286,18 +286,11 @@ class Driver:
             raise EngineStopped("the engine's loop has ended") from self._failure
 
     async def progress(self, is_done: Callable[[], bool]) -> None:
-        """Wait in a coroutine for one step; or, where a thread runs them, until `is_done()` or another change.
-
-        Coroutines that ask at the same time share a step; otherwise each would wait for the steps of all others.
-        """
+        """Wait in a coroutine for one step; or, where a thread runs them, until `is_done()` or another change."""
         self.process.check()
-        with self._turn_lock:
-            is_mine = self._thread is None and not self.is_closed
-            if is_mine and (self._turn is None or self._turn.done()):
-                self._turn = self._stepper.submit(self._settle_and_step)
-            turn = self._turn if is_mine else None
-        if turn is not None:
-            await asyncio.shield(asyncio.wrap_future(turn))
+        step = self._shared_step.join() if self._thread is None else None
+        if step is not None:
+            await asyncio.shield(asyncio.wrap_future(step))
             return
         self._kick.set()  # the rollout phase may have begun with this call
         await self._waiters.wait_in_coroutine(is_done, lambda: self._thread is not None)
@@ -306,7 +299,15 @@ class Driver:
 
     def _settle_and_step(self) -> None:
         self._before_sampling.run()
-        self._wait_a_step(lambda: self.is_closed)  # then `progress` looks who has an answer
+        # Then `progress` looks who has an answer, or waits for the thread that was started meanwhile.
+        self._wait_a_step(lambda: self.is_closed or self._thread is not None)
+
+    def _wake(self) -> None:
+        """Wake the callers whom a change may concern. The caller holds the lock."""
+        if self._thread is None:  # one of them has to run the steps
+            self._waiters.wake_all()
+        else:
+            self._waiters.wake_done()
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
@@ -391,7 +392,7 @@ class Driver:
             return
         try:
             command.execute()
-            self._waiters.wake_all()
+            self._wake()
         finally:
             self.lock.release()
         self._kick.set()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from .fair_lock import FairLock
@@ -31,6 +30,11 @@ class Waiters:
         self._lock = lock
         self._waiters: dict[_Waiter, None] = {}  # those of coroutines come and go without the lock
 
+    @property
+    def num_waiting(self) -> int:
+        """The number of those that wait."""
+        return len(self._waiters)
+
     def wait(self, is_done: Condition) -> None:
         """Release the lock, which the caller holds, until it is woken."""
         woken = threading.Condition(self._lock)  # type: ignore[arg-type]
@@ -47,8 +51,10 @@ class Waiters:
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            with suppress(RuntimeError):  # the event loop was closed under its coroutine
+            try:
                 loop.call_soon_threadsafe(woken.set)
+            except RuntimeError:  # the event loop was closed under its coroutine, which ends nothing any more
+                self._waiters.pop(waiter, None)
 
         waiter = _Waiter(is_done, wake)
         self._waiters[waiter] = None  # before the look: what changes behind it wakes

@@ -17,7 +17,7 @@ from lockstep.rollout.control.waiters import Waiters
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import EngineStopped
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.tests.support.callers import wait_until
+from lockstep.tests.support.callers import PATIENCE, wait_until
 
 NUM_CALLS = 8
 LONG = 400  # tokens
@@ -69,6 +69,50 @@ def test_a_stream_goes_on_while_more_coroutines_wait_than_the_event_loop_has_thr
 
     num_chunks, num_waiting = asyncio.run(run())
     assert num_chunks >= 2 and num_waiting == NUM_CALLS
+
+
+def test_coroutines_go_on_where_a_thread_is_started_before_their_shared_step_has_begun(make_model, restore_threads):
+    torch.set_num_threads(1)
+    engine = Engine(make_model("qwen3"), EngineConfig(kv_cache="80 blocks", speculation="off"))
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def commit() -> None:  # as of an update's weights before the next step
+        has_begun.set()
+        may_end.wait()
+        engine.gate.before_sampling = None
+
+    async def run() -> list[int]:
+        engine.gate.before_sampling = commit
+        calls = [asyncio.create_task(engine.agenerate([[1, 2, n]], params(20))) for n in range(3)]
+        await asyncio.to_thread(has_begun.wait)
+        engine.start()
+        may_end.set()
+        answers = await asyncio.wait_for(asyncio.gather(*calls), timeout=PATIENCE)
+        return [len(one[0].token_ids) for one in answers]
+
+    with engine.model.rollout_phase():
+        assert asyncio.run(run()) == [20, 20, 20]
+        engine.close()
+
+
+def test_the_end_of_a_call_wakes_no_other(engine):
+    num_asked = 0
+
+    def count() -> bool:  # by each wake and each look of the thread that runs the steps
+        nonlocal num_asked
+        num_asked += threading.current_thread().name != "lockstep-loop"
+        return has_ended.is_set()
+
+    async def run() -> None:
+        waiting = asyncio.create_task(engine.driver.progress(count))
+        await asyncio.gather(*[engine.agenerate([[1, 2, n]], params(4)) for n in range(NUM_CALLS)])
+        assert not waiting.done() and num_asked == 1
+        has_ended.set()
+        await engine.agenerate([[1, 2]], params(4))
+        await waiting
+
+    has_ended = threading.Event()
+    asyncio.run(run())
 
 
 def test_coroutines_hear_of_the_loops_end(engine, monkeypatch):
@@ -126,10 +170,8 @@ def test_a_waiter_whose_event_loop_was_closed_harms_no_other():
     with lock:
         waiters.wake_done()
         waiters.wake_all()
-    assert not stuck.done()
-    stuck.get_coro().close()  # its end takes the waiter away
-    with lock:
-        waiters.wake_done()
+    assert not stuck.done() and not waiters.num_waiting
+    stuck.get_coro().close()
 
 
 @pytest.mark.parametrize("kept_by", ["phase", "pause", "refusal"])
