@@ -76,6 +76,7 @@ class Resident:
     # Names in the model whose elements were written, with the name that was sent: all bytes count as covered.
     by_elements: dict[str, str] = field(default_factory=dict)
     begun: Ranges = ()  # bytes of places that were begun, perhaps anew, and did not come yet
+    begun_before: Ranges = ()  # those of them from before the last `forget`
     units: dict[str, None] = field(default_factory=dict)  # of the bytes that were written last, in order
     in_pieces: Ranges = ()  # bytes that came in pieces since all of them were written last
     unchecked: str | None = None  # why the written bytes could not be checked here
@@ -126,7 +127,8 @@ class Resident:
             self.covered = self.ranges[place.tensor] = self.sent[place.name] = add_range((), start, stop)
             self.begun, self.in_pieces, self.units = (), (), {place.unit: None}
             return
-        if place.name not in self.sent and not overlaps(self.begun, place.start, place.stop):
+        is_begun = place.name in self.sent or place.tensor in self.by_elements
+        if not is_begun and not overlaps(self.begun, place.start, place.stop):
             self.begun = add_range(self.begun, place.start, place.stop)
         self.begun = remove_range(self.begun, start, stop)
         self.ranges[place.tensor] = add_range(self.ranges.get(place.tensor, ()), start, stop)
@@ -141,8 +143,9 @@ class Resident:
             self.in_pieces, self.units = (), {place.unit: None}
 
     def cover_by_elements(self, place: Place) -> None:
-        """Count all bytes as written under this name."""
+        """Count all bytes as written under this name: what changes elements leaves the others as they are to be."""
         self.by_elements[place.tensor] = place.name
+        self.begun = tuple(part for start, stop in self.begun_before for part in overlaps(self.begun, start, stop))
         self.covered = add_range((), 0, self.held.num_bytes)
         self.in_pieces, self.units = (), {place.unit: None}
 
@@ -160,6 +163,7 @@ class Resident:
     def forget(self) -> None:
         """Forget under which names bytes were written, so that they may be written anew."""
         self.ranges, self.sent, self.by_elements = {}, {}, {}
+        self.begun_before = self.begun
 
     def forget_place(self, place: Place) -> None:
         """Count the bytes of a place as not written, under any name."""

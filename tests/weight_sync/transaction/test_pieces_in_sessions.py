@@ -192,6 +192,32 @@ def test_half_of_a_tensor_that_was_whole_already_is_not_committed(name):
     manager.commit()
 
 
+def test_a_change_of_elements_makes_a_tensor_whole_only_where_its_own_update_began_it():
+    host = Host()
+    manager, half = SessionManager(host), byte_view(torch.zeros(2, 3, 5))
+
+    def write_half(sink: Sink) -> Sequence[TensorSpec]:
+        sink.write("experts", 0, half)
+        return []
+
+    def change_and_write(sink: Sink) -> Sequence[TensorSpec]:  # as a delta does, in parts of either kind
+        sink.write("experts", 60, half[:60])
+        change_elements(sink)
+        sink.write("experts", 180, half[60:])
+        return [STACK]
+
+    manager.begin(coverage="partial")
+    manager.update("delta", change_and_write)
+    manager.verify({"experts": digests(host.tensors)["experts"]})
+    manager.commit()
+    manager.begin(coverage="partial")
+    manager.update("named", send(NEW, "experts"))
+    manager.update("shm", write_half)
+    manager.update("delta", change_and_write)
+    with pytest.raises(ValueError, match=r"experts bytes \[120, 180\)"):
+        manager.commit()
+
+
 def test_a_change_under_another_name_comes_in_several_parts():
     host = Host()
     manager = SessionManager(host)
