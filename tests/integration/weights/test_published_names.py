@@ -14,17 +14,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lockstep.integration.push.adapters.trainer_tensors import trainer_tensors
 from lockstep.integration.push.local_target import LocalTarget
 from lockstep.integration.service import RolloutService
 from lockstep.integration.service_config import ServiceConfig
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.integration.weights.test_published_folders import digest_of, newer
 from lockstep.tests.support.callers import soon, submit
 from lockstep.tests.support.framework_sender import serialize_for_engine
 from lockstep.tests.support.vllm.trainer import HOST, GlooCommunicators, VllmTrainer
-from lockstep.weight_sync.digests.model_digest import model_digest, tensor_roots
+from lockstep.weight_sync.digests.model_digest import tensor_roots
 from lockstep.weight_sync.errors import DigestMismatch
 from lockstep.weight_sync.group.vllm_protocol import GROUP_NAME
 from lockstep.weight_sync.layout.bucket import byte_view
@@ -41,23 +41,10 @@ FUSED = "model.layers.0.mlp.experts.gate_up_proj"
 OTHERS = ["lfm2_moe", "qwen3_5_moe", "nemotron_h", "kimi_linear"]  # the last two rename tensors, too
 
 
-def newer(model: PreTrainedModel) -> PreTrainedModel:
-    """Change every tensor of a trainer's model."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for _, tensor in trainer_tensors(model):
-            tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
-    return model
-
-
 def published(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a model as `save_pretrained` publishes them."""
     model.save_pretrained(folder)
     return load_file(folder / "model.safetensors")
-
-
-def digest_of(model: PreTrainedModel) -> str:
-    return model_digest(trainer_tensors(model))
 
 
 def roots_of(tensors: dict[str, Tensor]) -> dict[str, str]:
