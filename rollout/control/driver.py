@@ -17,17 +17,17 @@ from typing import TypeVar
 from ..completion import FinishReason
 from ..errors import EngineStopped, SamplingRefused
 from ..loop.answers import Answers
-from ..loop.commands import Command, check_timeout
 from ..loop.gate import StepGate
 from ..loop.on_host import on_host
 from ..loop.parts import Parts
 from .before_sampling import BeforeSampling
+from .command_runner import CommandRunner
 from .fair_lock import FairLock
 from .inbox import Inbox
 from .long_waits import LongWaits
-from .once_per_id import OncePerId
 from .own_process import OwnProcess
 from .shared_step import SharedStep
+from .turn import Turn
 from .waiters import Waiters
 
 logger = logging.getLogger(__name__)
@@ -41,15 +41,16 @@ class Driver:
     def __init__(self, parts: Parts, gate: StepGate, inbox: Inbox, answers: Answers) -> None:
         self.process = OwnProcess()
         self.lock = FairLock()
-        self.once_per_id = OncePerId()
         self._waiters = Waiters(self.lock)
+        self._turn = Turn()
         self._kick = threading.Event()  # set by every change that the loop's thread may wait for
         self._model, self._ranks, self._reports = parts.model, parts.ranks, parts.reports
-        self._kv_events = parts.ledger.events
         self._most_steps = parts.config.num_scheduler_steps
         self.inbox = inbox
         inbox.between_steps = self._between_steps
         self._gate, self._loop, self._answers = gate, gate.loop, answers
+        self._commands = CommandRunner(self.lock, parts, self._loop, inbox, self.take_posted, self._wake)
+        self.once_per_id = self._commands.once_per_id
         self._long_waits = LongWaits(lambda: gate.why_not)
         self._before_sampling = BeforeSampling(parts.model, gate, lambda: self.has_work)
         self._shared_step = SharedStep(self._settle_and_step)
@@ -152,7 +153,7 @@ class Driver:
                 self.inbox.hand_over(self._loop.queue, SLICE)
                 self._step(most)
             finally:
-                self._waiters.wake_all()
+                self._waiters.wake_done()
                 phase.leave(admits=False)
             return then()
 
@@ -253,29 +254,43 @@ class Driver:
     # -- waiting ----------------------------------------------------------------------------------------------------
 
     def wait_until(self, is_done: Callable[[], bool]) -> None:
-        """Return when `is_done()`. Runs steps meanwhile if no thread does."""
+        """Return when `is_done()`. Where no thread runs the steps, one of the callers that wait does, for all."""
         self.process.check()
         self._kick.set()  # the rollout phase may have begun with this call
-        while True:
-            if self._thread is None:
-                self._before_sampling.run()
-            if self._wait_a_step(is_done):
-                return
+        try:
+            while True:
+                if self._thread is None:
+                    self._before_sampling.run()
+                if self._wait_a_step(is_done):
+                    return
+        finally:
+            self._pass_turn()
 
-    def _wait_a_step(self, is_done: Callable[[], bool]) -> bool:
-        """Return True if `is_done()`; else run one step, or wait for a change where another thread runs them."""
+    def _wait_a_step(self, is_done: Callable[[], bool], until: Callable[[], bool] | None = None) -> bool:
+        """Return True if `is_done()`; else run one schedule, or, where another thread runs them, wait for a change.
+
+        until: the condition for which such a thread is to wake this one; None: is_done.
+        """
         with self.lock:
             if is_done():
                 return True
             self._check_alive()
-            if self._thread is None and self._gate.pause_mode is None:
-                if self._gate.before_sampling is None:  # else settle comes first
-                    self.run_step(lambda: None, self._most_steps)
-            else:
-                if self._thread is None:
+            mine = self._thread is None and self._gate.pause_mode is None and self._turn.take()
+            if mine and self._gate.before_sampling is None:  # else settle comes first
+                self.run_step(lambda: None, self._most_steps)
+            elif not mine:
+                if self._gate.pause_mode is not None and self._thread is None:
                     logger.warning("paused (%s): waiting for continue_generation", self._gate.pause_mode)
-                self._waiters.wait(is_done)
+                self._turn.give_back()
+                self._waiters.wait(until or is_done)
             return False
+
+    def _pass_turn(self) -> None:
+        """Let another thread that waits run the steps, if this one did, or was woken to do so."""
+        if self._turn.is_mine or (self._turn.is_free and self._thread is None):  # who has it passes it on later
+            with self.lock:
+                self._turn.give_back()
+                self._wake()
 
     def _check_alive(self) -> None:
         """Raise the error for which no step will run any more."""
@@ -300,14 +315,16 @@ class Driver:
     def _settle_and_step(self) -> None:
         self._before_sampling.run()
         # Then `progress` looks who has an answer, or waits for the thread that was started meanwhile.
-        self._wait_a_step(lambda: self.is_closed or self._thread is not None)
+        try:
+            self._wait_a_step(lambda: self.is_closed or self._thread is not None, until=lambda: True)
+        finally:
+            self._pass_turn()
 
     def _wake(self) -> None:
         """Wake the callers whom a change may concern. The caller holds the lock."""
-        if self._thread is None:  # one of them has to run the steps
-            self._waiters.wake_all()
-        else:
-            self._waiters.wake_done()
+        self._waiters.wake_done()
+        if self._thread is None and self._turn.is_free:
+            self._waiters.wake_one()  # it takes the turn
 
     # -- commands ---------------------------------------------------------------------------------------------------
 
@@ -325,23 +342,10 @@ class Driver:
         OpIdTaken for an op_id that names another call, and the errors of `run`.
         """
         self.process.check()
-        if timeout_s is not None:
-            check_timeout(timeout_s)
-
-        def drained() -> T:
-            with self._reports.trace.span(name), on_host():
-                self.take_posted()
-                self._loop.drain()
-                try:
-                    return run()
-                finally:
-                    self._kv_events.flush()
-
-        reply, is_new = self.once_per_id.claim(op_id, name, arguments)
-        if is_new:
-            with self.once_per_id.running(op_id, name, reply):
-                self._run_command(Command(name, drained, reply, timeout_s))
-        return reply.result()
+        try:
+            return self._commands.run(name, run, op_id, timeout_s, arguments)
+        finally:
+            self._kick.set()
 
     def control(
         self,
@@ -382,17 +386,3 @@ class Driver:
         """End the trace; its file is then complete."""
         self.command("stop_trace", lambda: None)  # the span of this command is the last
         self._reports.trace.close()
-
-    def _run_command(self, command: Command) -> None:
-        with self.inbox.counted():
-            seconds = command.seconds_left
-            has_lock = self.lock.acquire(timeout=-1 if seconds is None else seconds)
-        if not has_lock:
-            command.give_up()
-            return
-        try:
-            command.execute()
-            self._wake()
-        finally:
-            self.lock.release()
-        self._kick.set()

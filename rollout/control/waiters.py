@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from .fair_lock import FairLock
@@ -20,6 +21,7 @@ Condition = Callable[[], bool]
 class _Waiter:
     is_done: Condition
     wake: Callable[[], None]
+    is_thread: bool
 
 
 class Waiters:
@@ -38,7 +40,7 @@ class Waiters:
     def wait(self, is_done: Condition) -> None:
         """Release the lock, which the caller holds, until it is woken."""
         woken = threading.Condition(self._lock)  # type: ignore[arg-type]
-        waiter = _Waiter(is_done, woken.notify_all)
+        waiter = _Waiter(is_done, woken.notify_all, is_thread=True)
         self._waiters[waiter] = None
         try:
             woken.wait()
@@ -51,12 +53,10 @@ class Waiters:
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            try:
+            with suppress(RuntimeError):  # the event loop was closed under its coroutine, which ends nothing any more
                 loop.call_soon_threadsafe(woken.set)
-            except RuntimeError:  # the event loop was closed under its coroutine, which ends nothing any more
-                self._waiters.pop(waiter, None)
 
-        waiter = _Waiter(is_done, wake)
+        waiter = _Waiter(is_done, wake, is_thread=False)
         self._waiters[waiter] = None  # before the look: what changes behind it wakes
         try:
             if must_wait() and not is_done():
@@ -66,11 +66,17 @@ class Waiters:
 
     def wake_done(self) -> None:
         """Wake those whose condition holds. The caller holds the lock."""
-        for waiter in list(self._waiters):
-            if waiter.is_done():
-                waiter.wake()
+        self._wake(waiter for waiter in list(self._waiters) if waiter.is_done())
+
+    def wake_one(self) -> None:
+        """Wake a thread whose condition may not hold. The caller holds the lock."""
+        self._wake([waiter for waiter in list(self._waiters) if waiter.is_thread][:1])
 
     def wake_all(self) -> None:
         """Wake all, so that each looks whether it may still wait. The caller holds the lock."""
-        for waiter in list(self._waiters):
+        self._wake(list(self._waiters))
+
+    def _wake(self, waiters: Iterable[_Waiter]) -> None:
+        for waiter in waiters:
+            self._waiters.pop(waiter, None)  # it is woken once
             waiter.wake()

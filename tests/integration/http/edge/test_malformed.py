@@ -358,6 +358,7 @@ def generating(url: str, solo: Sequence[tuple[object, ...]]) -> Iterator[Counter
 def served(make_model, tmp_path, monkeypatch) -> Iterator[tuple[RolloutService, BackgroundServer]]:
     """Yield a server with an admin key, over an engine with weights of its own."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SGLANG_TORCH_PROFILER_DIR", str(tmp_path))  # some of what is sent begins a profile
     make_model("qwen3", vocab_size=128).save_pretrained(tmp_path / "model")
     engine = Engine(
         tmp_path / "model", EngineConfig(kv_cache="320 blocks", max_num_seqs=24), tokenizer=build_tokenizer()

@@ -1,0 +1,68 @@
+"""How a command runs: between two steps, with none in flight, in the thread that gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..loop.commands import Command, check_timeout
+from ..loop.loop import Loop
+from ..loop.on_host import on_host
+from ..loop.parts import Parts
+from .fair_lock import FairLock
+from .inbox import Inbox
+from .once_per_id import OncePerId
+
+T = TypeVar("T")
+
+
+class CommandRunner:
+    """Run commands under the engine's lock, each at most once under its id."""
+
+    def __init__(
+        self,
+        lock: FairLock,
+        parts: Parts,
+        loop: Loop,
+        inbox: Inbox,
+        take_posted: Callable[[], None],
+        wake: Callable[[], None],
+    ) -> None:
+        """Create it. take_posted: queues the posted requests; wake: wakes the callers whom a command may concern."""
+        self.once_per_id = OncePerId()
+        self._lock, self._inbox, self._loop = lock, inbox, loop
+        self._reports, self._kv_events = parts.reports, parts.ledger.events
+        self._take_posted, self._wake = take_posted, wake
+
+    def run(self, name: str, call: Callable[[], T], op_id: str | None, timeout_s: float | None, arguments: object) -> T:
+        """Call it between two steps. The errors are those of `Driver.command`."""
+        if timeout_s is not None:
+            check_timeout(timeout_s)
+
+        def drained() -> T:
+            with self._reports.trace.span(name), on_host():
+                self._take_posted()
+                self._loop.drain()
+                try:
+                    return call()
+                finally:
+                    self._kv_events.flush()
+
+        reply, is_new = self.once_per_id.claim(op_id, name, arguments)
+        if is_new:
+            with self.once_per_id.running(op_id, name, reply):
+                self._execute(Command(name, drained, reply, timeout_s))
+        return reply.result()
+
+    def _execute(self, command: Command) -> None:
+        with self._inbox.counted():
+            seconds = command.seconds_left
+            has_lock = self._lock.acquire(timeout=-1 if seconds is None else seconds)
+        if not has_lock:
+            command.give_up()
+            return
+        try:
+            command.execute()
+            self._wake()
+        finally:
+            self._lock.release()
