@@ -53,8 +53,9 @@ def mish(x: Tensor) -> Tensor:
 
 
 def elu(x: Tensor, alpha: float = 1.0) -> Tensor:
-    """Compute x where it is positive, else alpha * (exp(x) - 1), any shape, differentiable."""
-    return torch.where(x > 0, x, alpha * torch.expm1(x.clamp(max=0)))
+    """Compute x where it is positive, else alpha * (exp(x) - 1), any shape, differentiable; at 0 with slope alpha."""
+    is_positive = x > 0
+    return torch.where(is_positive, x, alpha * torch.expm1(torch.where(is_positive, 0.0, x)))
 
 
 def rsqrt(x: Tensor) -> Tensor:

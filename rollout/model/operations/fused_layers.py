@@ -24,6 +24,7 @@ from ....kernels.layers.rotary import reference_rotary, rotary
 from ....kernels.layers.swiglu import swiglu
 from ....kernels.linear.linear import Layer
 from . import deferred
+from .copied_code import innermost, with_names
 from .deferred import DeferredSum, Rotation, plain
 from .functions import outside_modes
 
@@ -219,16 +220,15 @@ def _is_gated_mlp(forward: Forward) -> bool:
 
 def _attention_forward(module: nn.Module) -> Forward | None:
     """Return the module's own forward with our kernel under the name of the rotary function, or None."""
-    code = type(module).forward
-    if not isinstance(code, types.FunctionType) or _ROTARY not in code.__code__.co_names:
+    forward = type(module).forward
+    code = innermost(forward)
+    if code is None or _ROTARY not in code.__code__.co_names:
         return None
     function = code.__globals__.get(_ROTARY)
     if not isinstance(function, types.FunctionType) or not _is_rotary(function):
         return None
-    names = {**code.__globals__, _ROTARY: _rotary_of(function)}
-    copy = types.FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
-    copy.__kwdefaults__ = code.__kwdefaults__
-    return types.MethodType(copy, module)
+    copy = with_names(forward, {_ROTARY: _rotary_of(function)})
+    return copy and types.MethodType(copy, module)
 
 
 def _rotary_of(function: Forward) -> Forward:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ....kernels.recurrent.conv import causal_conv, causal_conv_in_slots
+from ..operations.copied_code import innermost, with_names
 from ..operations.functions import outside_modes
 from .delta_rule import UNLIKE, delta_rule_of, is_channel_delta_rule, is_delta_rule
 from .heads import UNDIVIDED, HeadDivision
@@ -24,7 +25,7 @@ from .state_space import is_shortcut, is_state_space, state_space_of, without_sh
 
 Forward = Callable[..., Any]
 
-_CACHES = ("cache_params", "past_key_values")  # keywords of layers
+_CACHES = ("cache_params", "past_key_values", "cache")  # keywords of layers, up to transformers 5.23 and since
 
 
 def recurrent_forward(module: nn.Module, division: HeadDivision = UNDIVIDED) -> Forward | None:
@@ -32,14 +33,16 @@ def recurrent_forward(module: nn.Module, division: HeadDivision = UNDIVIDED) -> 
 
     division: of the heads, and of their states, in a rollout step.
     """
-    code = inspect.unwrap(type(module).forward)
-    if not isinstance(code, types.FunctionType) or not hasattr(module, "layer_idx"):
+    own = type(module).forward
+    code = innermost(own)
+    if code is None or not hasattr(module, "layer_idx"):
         return None
     called = {name: code.__globals__.get(name) for name in code.__code__.co_names if name in _OPERATIONS}
     if not called or not all(_OPERATIONS[name][0](function) for name, function in called.items()):
         return None
     ours = {name: outside_modes(_OPERATIONS[name][1](module, division)) for name in called}
-    return _without_cache(types.MethodType(_with_globals(code, ours), module))
+    copy = with_names(own, ours)
+    return copy and _without_cache(types.MethodType(copy, module))
 
 
 def _without_cache(forward: Forward) -> Forward:
@@ -49,14 +52,6 @@ def _without_cache(forward: Forward) -> Forward:
         return forward(*args, **{**named, **{name: None for name in _CACHES if name in named}})
 
     return run
-
-
-def _with_globals(code: types.FunctionType, names: Mapping[str, object]) -> types.FunctionType:
-    copy = types.FunctionType(
-        code.__code__, {**code.__globals__, **names}, code.__name__, code.__defaults__, code.__closure__
-    )
-    copy.__kwdefaults__ = code.__kwdefaults__
-    return copy
 
 
 # -- the convolution --------------------------------------------------------------------------------------------------
