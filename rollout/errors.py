@@ -9,6 +9,10 @@ class GrammarError(ValueError):
     """A grammar of a request that is wrong, or that this engine cannot use. The message quotes the place."""
 
 
+class GrammarsUnavailable(LockstepError):
+    """No process here can compile grammars: it does not start, or does not know the library's release."""
+
+
 class IllegalTransition(LockstepError):
     """A requested change of a sequence's state that its present state does not allow; nothing changed."""
 

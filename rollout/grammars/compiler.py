@@ -16,6 +16,7 @@ import numpy as np
 
 from ..sampling_params import SamplingParams
 from .json_schema import check_schema, escape_fault, parse_json
+from .library import make_compiler
 from .matcher import CompiledGrammar, Pieces, Vocabulary, pack_ids
 from .shortest_text import ENDLESS, ForcedBound, Rules
 from .token_text import WRONG_SECOND_BYTES, can_be_text
@@ -64,7 +65,7 @@ class GrammarCompiler:
         named = [piece or _NO_TEXT + str(id).encode() for id, piece in enumerate(pieces)]
         silent = pack_ids((i for i, piece in enumerate(pieces) if not piece and i not in stop_token_ids), vocab_size)
         self._info = library.TokenizerInfo(named, _RAW_BYTES, vocab_size, list(stop_token_ids), False)
-        self._compiler = library.GrammarCompiler(self._info, 1, False, -1)  # one thread, without a cache
+        self._compiler = make_compiler(library, self._info)
         # The library takes any bytes of the right form for a character, and allows control characters in strings of
         # bounded length, which JSON does not.
         no_text = pack_ids((i for i, piece in enumerate(pieces) if not can_be_text(piece)), vocab_size) | silent

@@ -2,6 +2,8 @@
 
 The library finds the whole forced text in one call, and never returns where the text has no end. So it is asked only
 where the grammar proves that the text is short. Elsewhere the text is found byte by byte, and taken back afterwards.
+
+All of it is whole characters, as the library has it from release 0.2.9 on: jumps do not depend on the release.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import numpy as np
 
 from .processor_time import thread_time
 from .shortest_text import ForcedBound
+from .token_text import whole_characters
 
 MAX_WHOLE_BYTES = 8192  # texts that may be longer are found byte by byte
 MAX_PIECE_BYTES = 128  # of a text that is found so
@@ -34,17 +37,19 @@ class ForcedText:
         self._others = [_BYTES[byte] for byte in np.flatnonzero(byte_ids < 0)]
 
     def find(self, num_bytes: int, limit_s: float | None) -> bytes:
-        """Return the forced text after a text of this many bytes, or its beginning if it may be very long. limit_s: of
-        processor time, for a grammar whose bytes may take long; None: no limit."""
+        """Return the characters of the forced text after a text of this many bytes, or its beginning if it may be very
+        long; nothing where the position is inside a character. limit_s: of processor time, for a grammar whose bytes
+        may take long; None: no limit."""
         if limit_s is not None or self._bound.after(num_bytes) > MAX_WHOLE_BYTES:
             return self.find_by_bytes(limit_s)
         try:
             return str(self._matcher.find_jump_forward_string()).encode()
-        except UnicodeDecodeError as error:  # the library converts the text to str
-            return bytes(error.object)
+        except UnicodeDecodeError as error:  # up to 0.2.8 the library converts bytes to str that may be no text
+            return _characters(bytes(error.object))
 
     def find_by_bytes(self, limit_s: float | None = None) -> bytes:
-        """Return the first `MAX_PIECE_BYTES` bytes of the forced text, in a time that its length does not determine."""
+        """Return the characters in the first `MAX_PIECE_BYTES` bytes of the forced text, in a time that its length does
+        not determine."""
         matcher, found, began = self._matcher, bytearray(), thread_time()
         self.is_late = False
         try:
@@ -58,7 +63,7 @@ class ForcedText:
         finally:
             if found:
                 matcher.rollback(len(found))  # each accepted text is one step, as a token is
-        return bytes(found)
+        return _characters(bytes(found))
 
     def _only_byte(self) -> bytes | None:
         """Return the byte that every continuation begins with, or None."""
@@ -72,3 +77,8 @@ class ForcedText:
                 self._matcher.rollback(1)
                 candidates.append(byte)
         return candidates[0] if len(candidates) == 1 else None
+
+
+def _characters(text: bytes) -> bytes:
+    """Return the whole characters at the beginning of a text; none where it begins inside one."""
+    return b"" if text and 0x80 <= text[0] < 0xC0 else whole_characters(text)

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import sys
+from importlib.metadata import version
 from typing import Any
 
+from ..errors import GrammarsUnavailable
+
+_MASKS_ON_DEMAND = (0, 2, 9)  # the release since which the compiler may make masks when they are needed
 _NOT_INSTALLED = "json_schema, regex, ebnf and structural_tag need the extra `grammar`: pip install -e '.[grammar]'"
 
 
@@ -35,3 +40,19 @@ def load_library_alone() -> Any:
     for name in ("load_binding", "exception"):
         importlib.import_module(f"xgrammar.{name}")
     return importlib.import_module("xgrammar.base")._core
+
+
+def make_compiler(library: Any, vocabulary: Any) -> Any:
+    """Make the library's compiler, with one thread, without a cache, and with all masks made ahead.
+
+    library: what `load_library` returned; vocabulary: its TokenizerInfo. Raises GrammarsUnavailable for a release of
+    the library whose compiler takes other arguments.
+    """
+    release = version("xgrammar")
+    options: list[object] = [1, False, -1]
+    if tuple(int(number) for number in re.findall(r"\d+", release)[:3]) >= _MASKS_ON_DEMAND:
+        options.append(False)
+    try:
+        return library.GrammarCompiler(vocabulary, *options)
+    except TypeError as error:
+        raise GrammarsUnavailable(f"xgrammar {release} is not known here, 0.2.8 and 0.2.9 are: {error}") from error

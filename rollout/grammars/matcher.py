@@ -141,7 +141,7 @@ class GrammarMatcher:
     def forced(self) -> bytes:
         """Return the text that every continuation starts with, or its beginning if it may be very long.
 
-        It may end, or begin, inside a character.
+        It is made of whole characters; nothing where the text so far ends inside one.
         """
         if self.is_lost:
             return b""

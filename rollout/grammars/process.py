@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from ..errors import EngineStopped, LockstepError
+from ..errors import EngineStopped, GrammarsUnavailable
 from .compiler import Constraint
 from .frames import CompilerAnswer, CompilerSetup, read_frame, write_frame
 
@@ -52,7 +52,7 @@ class CompilerProcess:
     def compile(self, constraint: Constraint) -> CompilerAnswer:
         """Return the compiled grammar, or the error in it.
 
-        Raises LockstepError if the process cannot be started, EngineStopped after `close`.
+        Raises GrammarsUnavailable if the process cannot be started, EngineStopped after `close`.
         """
         process, setup = self._started()
         try:
@@ -86,7 +86,7 @@ class CompilerProcess:
                 env={**os.environ, **_ENVIRONMENT},
             )  # fmt: skip
         except OSError as error:
-            raise LockstepError(f"the process that compiles grammars could not be started: {error}") from error
+            raise GrammarsUnavailable(f"the process that compiles grammars could not be started: {error}") from error
         setup = self._setup = self._make_setup()  # while the process starts
         try:
             write_frame(process.stdin, setup.packed())  # type: ignore[arg-type]
@@ -97,7 +97,7 @@ class CompilerProcess:
             self._end()
             if self._is_closed:
                 raise EngineStopped("the engine is closed")
-            raise LockstepError(
+            raise GrammarsUnavailable(
                 f"the process that compiles grammars did not start: {self._printed() or 'no reason given'}"
             )
         return process, setup

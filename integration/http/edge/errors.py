@@ -10,7 +10,7 @@
 | 500 | a bug in Lockstep |
 | 503 | EngineStopped: the loop has ended, or is ending; RankFailure: a rank of the replica is lost; Overloaded: too |
 |     | much waits already; Draining: the server ends. Retry-After says when to try again; |
-|     | OutOfMemory: the machine has no memory for the KV pool |
+|     | OutOfMemory: the machine has no memory for the KV pool; GrammarsUnavailable: none can be compiled here |
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ....rollout.errors import (
     DeadlineExceeded,
     EngineStopped,
+    GrammarsUnavailable,
     IllegalTransition,
     LedgerError,
     LockstepError,
@@ -151,7 +152,7 @@ def as_http_error(error: Exception) -> HttpError:
     if isinstance(error, Overloaded):
         after = str(max(math.ceil(error.retry_after_s), 1))
         return HttpError(503, str(error), code="overloaded", headers={"Retry-After": after})
-    if isinstance(error, OutOfMemory):
+    if isinstance(error, OutOfMemory | GrammarsUnavailable):
         return HttpError(503, str(error), code=code, kind=kind)
     if isinstance(error, OpIdTaken):
         return HttpError(409, str(error), param="op_id", code="busy")
