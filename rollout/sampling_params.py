@@ -16,6 +16,8 @@ from regex import Pattern
 from .stop_patterns import MAX_PATTERN_SIZE, pattern_size
 
 GREEDY_BELOW = 1e-6  # temperatures under this mean argmax
+MOST_TEMPERATURE = 1e6  # far beyond it a ban would be no more than noise, and float32 has no such number
+LEAST_REPETITION_PENALTY = 1e-6  # divided by much less, a logit would be infinite
 LEAST_BIAS = -1e30  # a logit_bias of this much or less bans its token
 MAX_SAMPLES = 1 << 16  # of a prompt: each is a sequence from the moment when it is asked for
 MAX_STOPS = 32
@@ -44,13 +46,13 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # texts that end the output; found in the generated text, also across tokens
     stop_token_ids: tuple[int, ...] = ()  # these tokens end the output, besides the end-of-sequence tokens
     stop_regex: tuple[str, ...] = ()  # patterns that end the output; searched in its last characters
-    temperature: float = 1.0  # divides the logits; below 1e-6: greedy
+    temperature: float = 1.0  # divides the logits, up to 1e6; below 1e-6: greedy
     top_p: float = 1.0  # in (0, 1]; the most likely tokens up to this probability
     top_k: int = -1  # this many most likely tokens; -1: all
     min_p: float = 0.0  # in [0, 1], relative to the most likely token
     frequency_penalty: float = 0.0  # in [-2, 2]; taken off a logit for each occurrence of its token
     presence_penalty: float = 0.0  # in [-2, 2]; taken off a logit once its token has occurred
-    repetition_penalty: float = 1.0  # in (0, 2]; scales the logits of tokens that have occurred
+    repetition_penalty: float = 1.0  # in [1e-6, 2]; scales the logits of tokens that have occurred
     min_new_tokens: int = 0  # neither end of sequence nor a stop before this many
     n: int = 1  # samples per prompt; at most 65536
     ignore_eos: bool = False  # do not stop at an end-of-sequence token
@@ -242,13 +244,16 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda v: _is_texts(v, MAX_STOP_REGEX_BYTES),
         f"a pattern of 1 to {MAX_STOP_REGEX_BYTES} bytes or a list of at most {MAX_STOPS}",
     ),
-    "temperature": (lambda v: _is_number(v, 0), "a finite number of 0 or more"),
+    "temperature": (lambda v: _is_number(v, 0, MOST_TEMPERATURE), f"a number in [0, {MOST_TEMPERATURE:g}]"),
     "top_p": (lambda v: _is_number(v, 0, 1) and v > 0, "a number in (0, 1]"),
     "top_k": (lambda v: _is_int(v, -1) and v != 0, "-1 or an integer of 1 or more"),
     "min_p": (lambda v: _is_number(v, 0, 1), "a number in [0, 1]"),
     "frequency_penalty": (lambda v: _is_number(v, -2, 2), "a number in [-2, 2]"),
     "presence_penalty": (lambda v: _is_number(v, -2, 2), "a number in [-2, 2]"),
-    "repetition_penalty": (lambda v: _is_number(v, 0, 2) and v > 0, "a number in (0, 2]"),
+    "repetition_penalty": (
+        lambda v: _is_number(v, LEAST_REPETITION_PENALTY, 2),
+        f"a number in [{LEAST_REPETITION_PENALTY:g}, 2]",
+    ),
     "min_new_tokens": (lambda v: _is_int(v, 0), "an integer of 0 or more"),
     "n": (lambda v: _is_int(v, 1, MAX_SAMPLES), f"an integer from 1 to {MAX_SAMPLES}"),
     "ignore_eos": _BOOL,

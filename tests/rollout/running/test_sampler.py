@@ -255,6 +255,24 @@ def test_bias_larger_than_a_float_can_hold_still_chooses_that_token():
         assert choose(some_logits(), [request]) == [3]
 
 
+@pytest.mark.parametrize(
+    "extreme", [{"temperature": 1e6}, {"temperature": 2e-6}, {"repetition_penalty": 1e-6}], ids=str
+)
+@pytest.mark.parametrize("masked", [False, True])
+def test_bans_hold_at_the_limits_of_settings(extreme, masked):
+    allowed = [2, 7, EOS, 9]
+    bans = {"logit_bias": {2: -math.inf, 9: -1e30}, "min_new_tokens": 50, "max_new_tokens": 60}
+    requests = [a_request(seed, **bans, **extreme) for seed in range(40)]
+    logits = some_logits(1).repeat(40, 1) * 100
+    for request in requests:
+        request.sequence.token_ids += range(VOCAB)
+    masks = [packed(allowed)] * 40 if masked else []
+    sampled = Sampler(frozenset({EOS})).sample(logits, rows(requests), masks)
+    refuse_broken([r.id for r in requests], [s.logprob for s in sampled])
+    drawn = {one.token_id for one in sampled}
+    assert drawn == {7} if masked else drawn.isdisjoint({2, 9, EOS})
+
+
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.0}, {"top_p": 0.5}], ids=str)
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 def test_broken_logits_are_refused_and_never_leave_the_vocabulary(settings, broken):
