@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 # Where the environment forbids Python to keep what it has compiled, each of the many processes here compiles all anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup train test test-minimal test-slow test-exhaustive test-trl test-clients torture families lint types pictures clean
+.PHONY: setup train test test-minimal test-newest test-slow test-exhaustive test-trl test-clients torture families lint types pictures clean
 
 setup: $(STAMP)
 
@@ -46,6 +46,14 @@ $(MINIMAL)/.installed: setup.cfg pyproject.toml
 	  pytest pytest-timeout pytest-xdist
 	$(MINIMAL)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
+
+# The quick tests with the newest release of every package, which users get who install without constraints.txt. ARGS
+# may name some. The environment is made anew each time; its torch brings the CUDA libraries.
+NEWEST := .venv-newest
+test-newest:
+	$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet -e '.[train,deepspeed,events,grammar,lora,serve,triton,test]'
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -q -m "not slow and not exhaustive" -n 2 $(SHARED) $(ARGS)
 
 # Three processes, since these mostly wait for others that they started.
 # pytest exits with 5 where it finds nothing to run, which is no failure here.
@@ -89,5 +97,5 @@ types: setup
 	$(BIN)/mypy -p lockstep
 
 clean:
-	rm -rf .venv $(MINIMAL) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv $(MINIMAL) $(NEWEST) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

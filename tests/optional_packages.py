@@ -136,6 +136,13 @@ def needs_transformers(*least: int) -> None:
         pytest.skip(f"needs transformers {'.'.join(map(str, least))}")
 
 
+def needs_peft_of_transformers() -> None:
+    """Skip the calling test where transformers asks for a newer PEFT than there is."""
+    least = pytest.importorskip("transformers.integrations.peft").MIN_PEFT_VERSION
+    if _numbers(version("peft")) < _numbers(least):
+        pytest.skip(f"transformers {version('transformers')} needs peft {least}")
+
+
 @cache
 def why_not_interpreted() -> str | None:
     """Return the reason why Triton's interpreter does not run here, or None where it does.

@@ -12,6 +12,7 @@ from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.optional_packages import needs_peft_of_transformers
 
 PROMPTS = [[3, 17, 90, 4, 55], [7] * 3 + list(range(40, 75)), [250]]
 CONFIG = EngineConfig(kv_cache="64 blocks", max_num_seqs=4, chunked_prefill_size=13)
@@ -52,6 +53,7 @@ def test_peft_model_is_hosted_as_it_is(make_model, dtype):
 
 
 def test_module_with_an_added_adapter_is_hosted(make_model):
+    needs_peft_of_transformers()
     model = make_model("qwen3")
     model.add_adapter(LoraConfig(**LORA, init_lora_weights=False))
     assert gap_of(Engine(model, CONFIG), model) == 0.0
