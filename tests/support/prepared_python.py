@@ -314,7 +314,7 @@ def _become(message: int, *streams: int) -> NoReturn:
     )
     for reference in logging._handlerList:  # of packages that were imported with other streams
         if type(handler := reference()) is logging.StreamHandler:
-            handler.setStream(sys.stderr)
+            handler.stream = sys.stderr  # `setStream` would flush the other one, which pytest may have closed
     _set_threads(request.environment)
     _exit_with(_code_of([part for part in request.command if part != "-u"]))
 
