@@ -1,5 +1,7 @@
 """Run-time conditions that a caller may want to handle; a caller's own mistakes are ValueErrors instead."""
 
+from collections.abc import Sequence
+
 
 class LockstepError(RuntimeError):
     """The base of every run-time condition that Lockstep raises on purpose."""
@@ -38,7 +40,14 @@ class LedgerError(LockstepError):
 
 
 class BrokenLogits(LockstepError):
-    """NaN in the model's output where log-probabilities should be: its weights are broken. Nothing was sampled."""
+    """NaN in the model's output where log-probabilities should be: its weights are broken. Nothing was sampled.
+
+    Raised to the caller that runs the steps. A thread of the engine's own aborts these requests and goes on.
+    """
+
+    def __init__(self, message: str, ids: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.ids = tuple(ids)  # of the sequences with such output
 
 
 class SamplingRefused(LockstepError):

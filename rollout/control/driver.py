@@ -163,6 +163,7 @@ class Driver:
         with self.lock:
             if self._thread is None:
                 self._failure = None
+                self._loop.failed_steps.raises_broken_logits = False
                 self._thread = threading.Thread(target=self._run, name="lockstep-loop", daemon=True)
                 self._thread.start()
                 self._waiters.wake_all()
@@ -172,6 +173,7 @@ class Driver:
         self.process.check()
         with self.lock:
             thread, self._thread = self._thread, None
+            self._loop.failed_steps.raises_broken_logits = True
             self._kick.set()
             self._waiters.wake_all()
         if thread is not None:

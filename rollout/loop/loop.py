@@ -23,13 +23,11 @@ on every stage before a later step writes there. The results of its old incarnat
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 
 from ..completion import FinishReason
-from ..model.memory import is_out_of_memory
 from ..running.runner import StepHandle
 from ..scheduling.multi_step import MultiStep
 from ..sequences.request import Request
@@ -37,13 +35,10 @@ from ..sequences.sequence import HOLDS_BLOCKS
 from ..sequences.step import ScheduleOutput, SequenceResult
 from .answers import Answers, Interrupts
 from .draft_steps import DraftSteps
+from .failed_steps import FailedSteps
 from .grammar_steps import GrammarSteps
 from .parts import Parts
 from .receipts import Receipts
-
-logger = logging.getLogger(__name__)
-
-_FEW_ROWS = 16  # of one sequence: a step that finds no memory for these finds none for fewer
 
 
 @dataclass(eq=False)
@@ -82,7 +77,7 @@ class Loop:
         self._overlap = overlap  # plan ahead while the only stage runs
         self._flights: deque[Flight] = deque()  # launched steps, in the order of their launches
         self._committed: Flight | None = None  # the step that is committed and not delivered
-        self._too_large: ScheduleOutput | None = None  # the step whose memory was not found
+        self.failed_steps = FailedSteps(parts, self.abort)
         self._last_commit = 0.0  # of time.perf_counter()
         self._newest_step: tuple[list[SequenceResult], float] = [], 1.0  # its results and seconds
 
@@ -118,7 +113,7 @@ class Loop:
                 self._commit()
                 self._deliver()
         except (RuntimeError, MemoryError) as error:
-            self._go_on_without_memory(error)
+            self.failed_steps.go_on_after(error)
         if not self.has_work:
             self._ledger.check_idle()
 
@@ -161,7 +156,7 @@ class Loop:
                 self._commit()
                 self._deliver()
         except (RuntimeError, MemoryError) as error:
-            self._go_on_without_memory(error)
+            self.failed_steps.go_on_after(error)
 
     def retract(self, request: Request) -> None:
         """Free a running request's blocks and queue it again. No step may be in flight."""
@@ -336,39 +331,13 @@ class Loop:
         )
 
     def _start_over_after(self, output: ScheduleOutput, error: BaseException) -> None:
-        """Drop all launched and planned steps after an error or interrupt, so that no sequence stays partly in one;
-        remember a step that found no memory.
+        """Drop all launched and planned steps after an error or interrupt, so that no sequence stays partly in one.
 
         Sequences that hold blocks, or were planned ahead, wait again as after a preemption. output: the step that
         failed. Called where it did, and not by a context manager: each step would enter three.
         """
-        if isinstance(error, RuntimeError | MemoryError):
-            self._too_large = output if is_out_of_memory(error) else None
+        self.failed_steps.on_failure(output, error)
         self._start_over()
-
-    def _go_on_without_memory(self, error: RuntimeError | MemoryError) -> None:
-        """Make later steps smaller after one that did not find its memory, so that no other request is lost; raises
-        the error of a step that failed otherwise.
-
-        A request whose sequence finds none for a few rows alone is aborted.
-        """
-        output, self._too_large = self._too_large, None
-        if output is None:
-            raise error
-        text, why = f"{type(error).__name__}: {error}".splitlines()[0][:500], ""
-        limit = self._scheduler.row_limit
-        if len(output.scheduled) > 1 or output.num_rows > _FEW_ROWS:
-            limit.halve(output.num_rows)
-        elif limit.now > _FEW_ROWS:  # try once more
-            limit.halve(2 * _FEW_ROWS)
-        elif (id := output.scheduled[0].id) in self._managers.engine:
-            why = f"out of memory: a step of {output.num_rows} rows of this request alone found none ({text})"
-            self.abort(self._managers.engine.request(id), FinishReason("abort", message=why))
-        logger.error(
-            "memory ran out in a step of %d rows of %d sequences; steps have at most %d rows for now%s: %s",
-            output.num_rows, len(output.scheduled), limit.now,
-            ", and its request is aborted" if why else "", text,
-        )  # fmt: skip
 
     def _start_over(self) -> None:
         if self._overlap:

@@ -24,7 +24,8 @@ def is_of_a_group(error: BaseException) -> bool:
 
 def error_bytes(error: BaseException) -> bytes:
     """Encode an error as JSON."""
-    return json.dumps({"kind": type(error).__name__, "message": str(error)}).encode()
+    ids = error.ids if isinstance(error, errors.BrokenLogits) else ()
+    return json.dumps({"kind": type(error).__name__, "message": str(error), "ids": ids}).encode()
 
 
 def error_from(data: bytes, where: str) -> Exception:
@@ -37,6 +38,8 @@ def error_from(data: bytes, where: str) -> Exception:
     found = torch.OutOfMemoryError if kind == "OutOfMemoryError" else getattr(errors, kind, None)
     found = found or getattr(builtins, kind, None)
     text = f"{where}: {given['message']}" if where else given["message"]
+    if found is errors.BrokenLogits:
+        return errors.BrokenLogits(text, given["ids"])
     if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, UnicodeError | OSError):
         return found(text)
     return RuntimeError(f"{text} ({kind})")

@@ -216,7 +216,7 @@ def refuse_broken(ids: Sequence[str], logprobs: Sequence[float | None]) -> None:
     if any(value != value for value in logprobs):
         broken = list(dict.fromkeys(id for id, value in zip(ids, logprobs, strict=True) if value != value))
         count = f"{len(broken)} sequences, {broken[0]!r} first"
-        raise BrokenLogits(f"the model's logits are NaN or infinite for {count}")
+        raise BrokenLogits(f"the model's logits are NaN or infinite for {count}", broken)
 
 
 def _temperature(request: Request) -> float:

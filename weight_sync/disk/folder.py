@@ -6,6 +6,7 @@ folders of other writers have none.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -88,7 +89,7 @@ def read_folder(path: str | Path) -> DiskPlan:
     files: dict[str, FileState] = {}
     for name in _shard_names(folder, weight_map, problems):
         try:
-            with open(folder / name, "rb") as file:
+            with open(_regular(folder / name), "rb") as file:
                 files[name] = FileState.of(file.fileno())
                 found, wrong = read_header(file, name, files[name].num_bytes)
         except OSError as error:
@@ -244,7 +245,7 @@ def _read_index(folder: Path, problems: list[str]) -> dict[str, str] | None:
     if (folder / SINGLE_FILE).exists():
         problems.append(f"both {SINGLE_FILE} and {INDEX_FILE} are there: which one counts is not clear")
     try:
-        weight_map = parse_object((folder / INDEX_FILE).read_bytes()).get("weight_map")
+        weight_map = parse_object(_regular(folder / INDEX_FILE).read_bytes()).get("weight_map")
     except (OSError, ValueError) as error:
         problems.append(f"{INDEX_FILE} {error}")
         return {}
@@ -255,6 +256,13 @@ def _read_index(folder: Path, problems: list[str]) -> dict[str, str] | None:
     if bad:
         problems.append(f"{INDEX_FILE} names files that cannot be shards: {', '.join(dict.fromkeys(bad))}")
     return {name: file for name, file in weight_map.items() if _is_shard_name(file)}
+
+
+def _regular(path: Path) -> Path:
+    """Return the path. Raises OSError for what is there and is no file: to open a pipe waits for its writer."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is not a regular file")
+    return path
 
 
 def _is_shard_name(file: object) -> bool:
@@ -281,7 +289,7 @@ def _read_manifest(folder: Path, problems: list[str]) -> Manifest | None:
     if not (folder / MANIFEST_FILE).exists():
         return None
     try:
-        return parse_manifest((folder / MANIFEST_FILE).read_bytes())
+        return parse_manifest(_regular(folder / MANIFEST_FILE).read_bytes())
     except (OSError, ValueError) as error:
         problems.append(f"{MANIFEST_FILE} {error}")
         return None

@@ -377,6 +377,16 @@ def test_missing_doubled_and_ambiguous_files_are_refused(tmp_path):
         read_folder(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", INDEX_FILE, MANIFEST_FILE])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_named_and_not_waited_for(tmp_path, name, make):
+    if name == MANIFEST_FILE:
+        save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    make(tmp_path / name)
+    with pytest.raises(ValueError, match=f"{name}.*is not a regular file"):
+        read_folder(tmp_path)
+
+
 def test_a_tensor_the_model_does_not_have_is_refused_and_nothing_is_written(tmp_path):
     save_folder(tmp_path / "m", [("a", torch.ones(4)), ("b", torch.ones(4)), ("c", torch.ones(4))])
     resident = {"a": torch.zeros(4), "c": torch.zeros(2, 2)}

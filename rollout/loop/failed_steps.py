@@ -1,0 +1,71 @@
+"""What happens after a step that failed, so that others do not suffer for a few requests.
+
+Its sequences wait again. Where memory ran out, later steps are smaller; where logits are broken, the requests that have
+them are aborted if no caller hears of it. Every other error is the caller's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from ..completion import FinishReason
+from ..errors import BrokenLogits
+from ..model.memory import is_out_of_memory
+from ..sequences.request import Request
+from ..sequences.step import ScheduleOutput
+from .parts import Parts
+
+logger = logging.getLogger(__name__)
+
+_FEW_ROWS = 16  # of one sequence: a step that finds no memory for these finds none for fewer
+
+
+class FailedSteps:
+    """Remember why a step failed, and end what cannot go on."""
+
+    def __init__(self, parts: Parts, abort: Callable[[Request, FinishReason], None]) -> None:
+        """Create it. abort: ends a live request, with no step in flight."""
+        self.raises_broken_logits = True  # whether a caller runs the steps; False: a thread of the engine's own
+        self._limit, self._engine = parts.scheduler.row_limit, parts.managers.engine
+        self._abort = abort
+        self._too_large: ScheduleOutput | None = None  # the step whose memory was not found
+
+    def on_failure(self, output: ScheduleOutput, error: BaseException) -> None:
+        """Note the step that failed. Its sequences wait again now."""
+        if isinstance(error, RuntimeError | MemoryError):
+            self._too_large = output if is_out_of_memory(error) else None
+
+    def go_on_after(self, error: RuntimeError | MemoryError) -> None:
+        """Make it possible to go on after the error of a step, or raise it."""
+        output, self._too_large = self._too_large, None
+        if output is not None:
+            self._go_on_without_memory(output, error)
+        elif isinstance(error, BrokenLogits) and error.ids and not self.raises_broken_logits:
+            self._end_broken(error)
+        else:
+            raise error
+
+    def _end_broken(self, error: BrokenLogits) -> None:
+        logger.error("%s: they are aborted", error)
+        for id in filter(self._engine.__contains__, error.ids):
+            self._abort(self._engine.request(id), FinishReason("abort", message=str(error)))
+
+    def _go_on_without_memory(self, output: ScheduleOutput, error: RuntimeError | MemoryError) -> None:
+        """Make later steps smaller after one that did not find its memory, so that no other request is lost.
+
+        A request whose sequence finds none for a few rows alone is aborted.
+        """
+        text, why = f"{type(error).__name__}: {error}".splitlines()[0][:500], ""
+        if len(output.scheduled) > 1 or output.num_rows > _FEW_ROWS:
+            self._limit.halve(output.num_rows)
+        elif self._limit.now > _FEW_ROWS:  # try once more
+            self._limit.halve(2 * _FEW_ROWS)
+        elif (id := output.scheduled[0].id) in self._engine:
+            why = f"out of memory: a step of {output.num_rows} rows of this request alone found none ({text})"
+            self._abort(self._engine.request(id), FinishReason("abort", message=why))
+        logger.error(
+            "memory ran out in a step of %d rows of %d sequences; steps have at most %d rows for now%s: %s",
+            output.num_rows, len(output.scheduled), self._limit.now,
+            ", and its request is aborted" if why else "", text,
+        )  # fmt: skip

@@ -1,0 +1,71 @@
+"""Weights that give NaN, as of a policy that has diverged: who runs the steps hears of it, and good weights serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import BrokenLogits
+from lockstep.rollout.sampling_params import SamplingParams
+
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
+PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+
+
+@pytest.fixture(params=["plain", "overlap"])
+def engine(request, make_model, restore_threads) -> Iterator[Engine]:
+    torch.set_num_threads(1)
+    settings = EngineConfig(kv_cache="40 blocks", overlap=request.param == "overlap")
+    engine = Engine(make_model("qwen3"), settings)
+    with engine.model.rollout_phase():
+        yield engine
+        engine.close()
+
+
+@contextmanager
+def broken(engine: Engine, rows: slice = slice(None)) -> Iterator[None]:
+    """Make the embeddings of these tokens NaN, and so the logits of sequences with them."""
+    weight = engine.model.module.get_input_embeddings().weight
+    kept = weight.detach().clone()
+    with torch.no_grad():
+        weight[rows] = float("nan")
+    yield
+    with torch.no_grad():
+        weight.copy_(kept)
+
+
+def test_a_started_engine_aborts_the_requests_and_serves_with_good_weights_again(engine):
+    expected = [one.token_ids for one in engine.generate(PROMPTS, GREEDY)]
+    engine.start()
+    with broken(engine):
+        engine.weights.commit_weights("diverged", None)
+        ends = [one.finish_reason for one in engine.generate(PROMPTS, GREEDY)]
+    assert all(end.type == "abort" and "NaN or infinite" in end.message for end in ends)
+    assert engine.is_started and engine.failure is None
+    engine.weights.commit_weights("good", None)
+    assert [one.token_ids for one in engine.generate(PROMPTS, GREEDY)] == expected
+
+
+def test_only_the_requests_with_broken_logits_are_aborted(engine):
+    if engine.model.module.get_output_embeddings().weight is engine.model.module.get_input_embeddings().weight:
+        pytest.fail("the head would be broken too")
+    expected = [one.token_ids for one in engine.generate(PROMPTS, GREEDY)]
+    assert not any(7 in tokens for tokens in expected)
+    engine.start()
+    with broken(engine, slice(7, 8)):
+        engine.weights.commit_weights("broken at 7", None)
+        found = engine.generate(PROMPTS, GREEDY)
+    assert [one.token_ids for one in found[:2]] == expected[:2] and found[2].finish_reason.type == "abort"
+
+
+def test_the_caller_that_runs_the_steps_hears_of_it(engine):
+    engine.start()
+    engine.stop()
+    with broken(engine), pytest.raises(BrokenLogits, match="NaN") as caught:
+        engine.generate(PROMPTS, GREEDY)
+    assert len(caught.value.ids) == 3 and not engine.has_work
