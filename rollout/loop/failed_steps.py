@@ -1,4 +1,4 @@
-"""What happens after a step that failed, so that others do not suffer for a few requests.
+"""The rest after a step that failed, so that others do not suffer for a few requests.
 
 Its sequences wait again. Where memory ran out, later steps are smaller; where logits are broken, the requests that have
 them are aborted if no caller hears of it. Every other error is the caller's.

@@ -6,8 +6,9 @@ transformers decorates forwards, for names of arguments that have changed, say. 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import CellType, FunctionType
+from typing import Any
 
 
 def innermost(function: object) -> FunctionType | None:
@@ -16,15 +17,17 @@ def innermost(function: object) -> FunctionType | None:
     return inner if isinstance(inner, FunctionType) else None
 
 
-def with_names(function: FunctionType, names: Mapping[str, object]) -> FunctionType | None:
+def with_names(function: Callable[..., Any], names: Mapping[str, object]) -> FunctionType | None:
     """Return a copy of a function whose innermost code finds these values under its global names.
 
     None where a decorator does not keep the function that it decorates in its closure.
     """
+    if not isinstance(function, FunctionType):
+        return None
     inner = getattr(function, "__wrapped__", None)
     if inner is None:
         return _copy(function, {**function.__globals__, **names}, function.__closure__)
-    changed = with_names(inner, names) if isinstance(inner, FunctionType) else None
+    changed = with_names(inner, names)
     cells = function.__closure__ or ()
     if changed is None or not any(_holds(cell, inner) for cell in cells):
         return None
