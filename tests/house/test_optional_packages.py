@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,31 @@ from lockstep.tests.optional_packages import (
 
 def test_every_place_that_needs_a_package_exists() -> None:
     assert [name for name in (*NEEDS, *INTERPRETED) if not (TESTS / name).exists()] == []
+
+
+@cache
+def imported(path: Path) -> frozenset[str]:
+    """Return the packages that are imported with a module of tests, by modules of tests that it imports too."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text()).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names = [str(node.module)] if isinstance(node, ast.ImportFrom) else names
+        for name in names:
+            inner = TESTS / (name.removeprefix("lockstep.tests.").replace(".", "/") + ".py")
+            is_ours = name.startswith("lockstep.tests.") and inner.exists()
+            found |= imported(inner) if is_ours else {name.partition(".")[0]}
+    return frozenset(found)
+
+
+def test_modules_that_import_a_package_that_may_be_missing_are_named() -> None:
+    optional = {package for packages in NEEDS.values() for package in packages}
+    lacking = {}
+    for path in TESTS.rglob("test_*.py"):
+        text = path.read_text()
+        needed = {name for name in imported(path) & optional if f'importorskip("{name}' not in text}
+        if unnamed := needed - set(needs_of(path)):
+            lacking[path.relative_to(TESTS).as_posix()] = sorted(unnamed)
+    assert lacking == {}
 
 
 def test_a_module_needs_the_packages_of_its_folders_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +14,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.model import experts as hosted
 from lockstep.rollout.model.experts import GROUPED, NativeRoutes, Routes, TritonRoutes, hosted_experts, is_experts
 from lockstep.rollout.running.recorders import first_host_read
+from lockstep.tests.optional_packages import needs_triton
 
 EXPERTS = torch.tensor([3, 0, 3, 1, 1, 3])  # of three rows; none chooses 2
 
@@ -73,8 +73,8 @@ def test_an_engines_experts_are_one_call_without_gradients_and_one_each_with_the
     assert not is_experts(nn.Linear(2, 2)) and not is_experts(model)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 def test_experts_on_a_gpu_have_the_bits_of_each_and_are_not_asked_for_by_the_host(monkeypatch) -> None:
+    needs_triton()
     from lockstep.kernels.linear.triton_kernels import fixed_product
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
