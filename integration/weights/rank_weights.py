@@ -54,6 +54,12 @@ class ReplicaWeights:
         self._published: PublishedNames | None = None
         self._has_read_published = False  # they are read when a name is none of the others
 
+    def _follow_ties(self) -> None:
+        """Read the names anew where the trainer has tied or untied parameters of its module."""
+        model = self._engine.model
+        if not model.owned and model.tied_names() != self._tied:
+            self.renamed()
+
     def names(self) -> list[str]:
         """Return the resident names of what the model digest covers: the parameters of the whole model, and the buffers
         that belong to its checkpoints."""
@@ -106,6 +112,7 @@ class ReplicaWeights:
         """Return this rank's digests of its resident tensors, or of their published pieces, and the tensor roots over
         all ranks. A root covers the name under which it is asked for. A tensor has no root where ranks that hold the
         same bytes of it do not agree."""
+        self._follow_ties()
         parts = self._parts(names)
         here = {name: part.tensor for name, part in parts.items() if part.tensor is not None}
         if self._replica.is_alone:
@@ -158,6 +165,7 @@ class ReplicaWeights:
 
     def transaction(self, coverage: Coverage, undo: Undo) -> WeightTransaction:
         """Open a transaction that writes this rank's part of the weights."""
+        self._follow_ties()
         model = self._engine.model
         resident = list(model.resident_tensors())
         shards: Mapping[str, Shard] = {}
