@@ -71,12 +71,17 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
     ]
     if not getattr(module.config, "return_dict", True):
         wrong.append("return_dict=False in its configuration, with which its own forward fails: set it to True")
-    if module.base_model is module and module.get_output_embeddings() is None:
+    if module.base_model is module and not any(map(_has_head, module.modules())):
         wrong.append("no head that gives logits: pass the model for causal language modelling around it")
     if missing := [name for name in _NEEDED if not hasattr(config, name)]:
         wrong.append(f"a configuration without {', '.join(missing)}")
     if wrong:
         raise ValueError(f"{type(module).__name__} cannot be hosted: {', '.join(wrong)}")
+
+
+def _has_head(part: nn.Module) -> bool:
+    """Return whether a part gives logits. A class of images and text may be built around a model that does."""
+    return isinstance(part, PreTrainedModel) and part.get_output_embeddings() is not None
 
 
 def _has_attention_heads(config: PretrainedConfig) -> bool:
