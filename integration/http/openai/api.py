@@ -44,6 +44,7 @@ from .format import (
     sglext,
     usage,
 )
+from .text_offsets import TextOffsets
 
 router = APIRouter()
 
@@ -136,7 +137,7 @@ class OpenAIReply:
     async def events(self, subscription: Subscription) -> AsyncIterator[bytes]:
         """Make the events: as with OpenAI, a chunk holds only new output."""
         head = chunk_head(self.request)
-        num_chars = [len(self._echo(index)) for index in range(len(subscription.index_of))]
+        offsets = [TextOffsets(self.request, len(self._echo(index))) for index in range(len(subscription.index_of))]
         num_new = [0] * len(subscription.index_of)
         answers: dict[int, Completion] = {}
         seam = Seam(self.moving, self.engine, {name: getattr(self.request, name) for name in HEAD})
@@ -152,8 +153,8 @@ class OpenAIReply:
 
         streams = self._streams(len(subscription.index_of))
 
-        def next_events(chunk: StreamChunk, index: int, offset: int, num_new: int, is_end: bool) -> bytes:
-            choices = chunk_choices(self.request, chunk, index, offset, streams[index] if streams else None)
+        def next_events(chunk: StreamChunk, index: int, num_new: int, is_end: bool) -> bytes:
+            choices = chunk_choices(self.request, chunk, index, offsets[index], streams[index] if streams else None)
             if chunk.completion is not None and self.request.return_meta_info:
                 choices[-1]["meta_info"] = extras(self.request, chunk.completion, self.received)["meta_info"]
             counts = chunk_usage(self.request, chunk.num_prompt_tokens, num_new)
@@ -179,11 +180,8 @@ class OpenAIReply:
                         if streams:
                             cost += streams[index].cost(chunk.text, is_last=chunk.completion is not None)
                         num_new[index] += len(chunk.token_ids)
-                        made = partial(
-                            next_events, chunk, index, num_chars[index], num_new[index], len(answers) == len(num_new)
-                        )
+                        made = partial(next_events, chunk, index, num_new[index], len(answers) == len(num_new))
                         events = await subscription.encode(made, cost)
-                        num_chars[index] += len(chunk.text)
                         if is_new:
                             yield seam.notes(index, [chunk]) + events
         except (HttpError, EngineStopped) as error:

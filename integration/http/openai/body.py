@@ -71,7 +71,7 @@ class OpenAIRequest:
     return_cached_details: bool
     decode: Callable[[Sequence[int]], str]
     own_text: Callable[[int], str] | None  # returns a token's text where its id is its name; None: it is the text
-    bytes_of: Callable[[int], bytes | None]  # returns a token's bytes; only for a chat with log-probabilities
+    bytes_of: Callable[[int], bytes | None]  # returns a token's bytes; only with log-probabilities
     form: ChatForm | None  # of a chat's answers
     begun: str | None  # the beginning of the answer that a chat's prompt has already
     has_prediction: bool
@@ -288,7 +288,7 @@ def _request(
         has_prediction=getattr(body, "prediction", None) is not None,
         decode=_decoder(engine, body.skip_special_tokens),
         own_text=(own_text or (lambda _: "")) if body.return_tokens_as_token_ids else None,
-        bytes_of=bytes_of_token(engine.tokenizer if is_chat and logprobs else None),
+        bytes_of=bytes_of_token(engine.tokenizer if logprobs else None),
         size=size,
         asked=asked,
         form=form,

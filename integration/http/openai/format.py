@@ -8,6 +8,7 @@ from ....rollout.completion import Completion, FinishReason, StreamChunk, TopLog
 from ..chat.message import AnswerStream, Fields, message_of
 from ..generation.meta import Wanted, cached_details, meta_info
 from .body import OpenAIRequest
+from .text_offsets import TextOffsets
 from .vllm_fields import prompt_logprobs
 
 _NO_CHARACTER = "\ufffd"  # written by tokenizers for bytes that are no character
@@ -157,11 +158,11 @@ def chunk_head(ask: OpenAIRequest) -> dict[str, object]:
 
 
 def chunk_choices(
-    ask: OpenAIRequest, chunk: StreamChunk, index: int, offset: int, stream: AnswerStream | None
+    ask: OpenAIRequest, chunk: StreamChunk, index: int, offsets: TextOffsets, stream: AnswerStream | None
 ) -> list[dict[str, object]]:
     """Make the choices of the events from a step's output: one, or one for each piece of a chat's message; the last
-    has everything else. offset: number of earlier characters, for completions. stream: of the message; None: it is
-    content alone."""
+    has everything else. offsets: of the sequence's tokens, for completions. stream: of the message; None: it is content
+    alone."""
     last: dict[str, object] = {"index": index}
     deltas: list[Fields] = [{"content": chunk.text}]
     if stream is not None:
@@ -173,7 +174,7 @@ def chunk_choices(
     last["logprobs"] = None
     if ask.wanted.logprobs:
         parts = (chunk.token_ids, chunk.logprobs, chunk.top_logprobs or None)
-        last["logprobs"] = chat_logprobs(ask, *parts) if ask.is_chat else token_logprobs(ask, *parts, offset)
+        last["logprobs"] = chat_logprobs(ask, *parts) if ask.is_chat else token_logprobs(ask, *parts, offsets)
     has_calls = stream is not None and stream.has_calls
     last |= ending(chunk.completion.finish_reason if chunk.completion is not None else None, has_calls=has_calls)
     if ask.return_token_ids:
@@ -232,15 +233,11 @@ def token_logprobs(
     ids: Sequence[int],
     logprobs: Sequence[float | None],
     top: Sequence[TopLogprobs | None] | None,
-    offset: int,
+    offsets: TextOffsets,
 ) -> dict[str, object]:
-    """Make the `logprobs` object of /v1/completions. offset: number of characters before the first token."""
+    """Make the `logprobs` object of /v1/completions. offsets: of the sequence, before the first of these tokens."""
     text = text_of(ask)
     tokens = [text(id) for id in ids]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
     ranked = None
     if ask.num_top:
         ranked = [None if at is None else _by_text(ask, at) for at in top or [None] * len(ids)]
@@ -248,7 +245,7 @@ def token_logprobs(
         "tokens": tokens,
         "token_logprobs": [ask.wanted.triple(*pair)[0] for pair in zip(logprobs, ids, strict=False)],
         "top_logprobs": ranked,
-        "text_offset": offsets,
+        "text_offset": [offsets.next(id) for id in ids],
     }
 
 
@@ -262,10 +259,10 @@ def _by_text(ask: OpenAIRequest, ranked: TopLogprobs) -> dict[str, float | None]
 
 def _completion_logprobs(ask: OpenAIRequest, c: Completion) -> dict[str, object]:
     if not ask.echo:
-        return token_logprobs(ask, c.token_ids, c.logprobs, c.top_logprobs, 0)
+        return token_logprobs(ask, c.token_ids, c.logprobs, c.top_logprobs, TextOffsets(ask))
     # An aborted prompt may not have all of its log-probabilities.
     prompt_logprobs = list(c.prompt_logprobs or ())
     prompt_top = list(c.prompt_top_logprobs or [None] * len(prompt_logprobs))
     ids = [*c.prompt_ids[: len(prompt_logprobs)], *c.token_ids]
     top = [*prompt_top, *(c.top_logprobs or [None] * len(c.token_ids))]
-    return token_logprobs(ask, ids, [*prompt_logprobs, *c.logprobs], top, 0)
+    return token_logprobs(ask, ids, [*prompt_logprobs, *c.logprobs], top, TextOffsets(ask))
