@@ -100,15 +100,15 @@ def pytest_collection_finish() -> None:
     Half a million objects of imported modules stay until the end: the garbage collector need not look through them in
     the middle of each test.
     """
+    prepared = sys.modules.get("lockstep.tests.support.prepared_python")
+    if prepared and not prepared.HAS_GPU:
+        prepared.prepare()
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # extension modules name what is left at the end of the process
-    prepared = sys.modules.get("lockstep.tests.support.prepared_python")
-    if prepared and not prepared.HAS_GPU:
-        prepared.prepare()
 
 
 @pytest.fixture

@@ -149,6 +149,7 @@ class ReplicaWeights:
     def first_entries(self, name: str, limit: int) -> Tensor:
         """Return the first `limit` entries along each dimension of a whole parameter, on the CPU. Raises ValueError for
         an unknown name."""
+        self._follow_ties()
         part = self._parts([name], buffers=False).get(name)
         if part is None:
             raise ValueError(f"no parameter is named {name!r}")

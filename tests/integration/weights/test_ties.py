@@ -37,6 +37,7 @@ def test_an_untied_head_is_in_every_digest(trained):
         with torch.no_grad():
             model.lm_head.weight.add_(torch.randn_like(model.lm_head.weight))
     assert len(set(digests)) == 4
+    assert service.get_weights_by_name("lm_head.weight", 4) == model.lm_head.weight.detach()[:4, :4].tolist()
 
 
 def test_an_update_writes_an_untied_head_and_a_tied_one_again(trained):
