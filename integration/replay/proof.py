@@ -15,11 +15,12 @@ import numpy as np
 
 from ...rollout.completion import Completion, DrawnWith
 from ...rollout.proving.claim import Claim, Drawn, Verdict, claim_of, unproven
+from ...rollout.proving.fields import wrong_fields
 from ...rollout.proving.layout import Task
 from ...rollout.proving.prover import Prover
 from ...rollout.receipt import HASH, Guarantee, batch_hash, breaks_in_chain, differences, guarantee, seal_is_whole
 from ...rollout.request_options import RequestOptions
-from .cut_answers import was_cut_before_jump
+from .cut_answers import first_replaced
 from .report import ReplayReport, ids_of
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def replay(
     """Prove receipts; returns a verdict on each, in order. anyway: also where the guarantee is another one here."""
     run = _Replay(engine, source, guarantee(engine.model), anyway, on_progress)
     verdicts = run.verdicts(receipts)
-    sealed = [receipt for receipt in receipts if {HASH, "engine", "number", "previous"} <= receipt.keys()]
+    sealed = [receipt for receipt in receipts if not wrong_fields(receipt) and isinstance(receipt.get(HASH), str)]
     return ReplayReport(
         ids_of(receipts),
         tuple(verdicts),
@@ -108,7 +109,7 @@ class _Replay:
             if not seal_is_whole(receipt):
                 return Verdict("differs", "its hash is not that of its content: it was changed after it was made")
             claim = claim_of(receipt, self._engine.model.vocab_size)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             return unproven(f"the receipt {error}")
         if why := self._other_guarantee(receipt.get("guarantee")):
             return unproven(why)
@@ -192,14 +193,32 @@ class _Replay:
         for digest, numbers in by_digest.items():
             self._source.switch(digest)
             answers = self._engine.renew([_answer(claims[number], self._engine) for number in numbers])
-            cut: list[int] = []
+            cut: dict[int, int] = {}
             for number, answer in zip(numbers, answers, strict=True):
                 found[number] = _compared(claims[number], answer)
-                if found[number].status == "differs" and was_cut_before_jump(claims[number], answer):
-                    cut.append(number)
-            found |= self._ended_at_the_abort({number: claims[number] for number in cut})
+                if found[number].status == "differs" and (first := first_replaced(claims[number], answer)) is not None:
+                    cut[number] = first
+            if self._has_prover:
+                found |= self._drawn_from(cut, claims)
+            else:
+                found |= self._ended_at_the_abort({number: claims[number] for number in cut})
             self._on_progress(len(numbers))
         return found
+
+    def _drawn_from(self, firsts: Mapping[int, int], claims: Mapping[int, Claim]) -> dict[int, Verdict]:
+        """Prove the last draws of aborted answers, behind all their jumps, by prefills. firsts: where they begin."""
+        tasks = []
+        for number, first in firsts.items():
+            claim = claims[number]
+            [span] = claim.spans
+            tasks.append(Task(number, claim, replace(span, start=first)))
+        if not tasks:
+            return {}
+        proven = Prover(self._engine.parts, self._engine.driver).prove(tasks, self._source.switch, lambda num: None)
+        return {
+            task.number: replace(verdict, num_tokens=task.span.start + verdict.num_tokens)
+            for task, verdict in zip(tasks, proven, strict=True)
+        }
 
     def _ended_at_the_abort(self, claims: Mapping[int, Claim]) -> dict[int, Verdict]:
         """Prove aborted answers whose last draws the next jump would have replaced, by requests of their length."""

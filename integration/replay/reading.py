@@ -19,6 +19,8 @@ def read_lines(path: str | Path) -> list[Any]:
         raise ValueError(f"{path} cannot be read: {error}") from error
     try:
         return [json.loads(text)]
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply") from error
     except ValueError:
         pass  # several values: lines
     values = []
@@ -26,7 +28,7 @@ def read_lines(path: str | Path) -> list[Any]:
         if line.strip():
             try:
                 values.append(json.loads(line))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: is no JSON: {error}") from error
     return values
 
@@ -68,23 +70,28 @@ def _hash(value: object) -> str:
 
 
 def _receipts(value: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(value, dict):
-        if HASH in value and "spans" in value and "format" in value:
+    """Yield the receipts in a value of any depth, in their order."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict) and HASH in value and "spans" in value and "format" in value:
             yield value
-        else:
-            for inner in value.values():
-                yield from _receipts(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _receipts(inner)
+        elif isinstance(value, dict | list):
+            waiting += reversed(_parts_of(value))
 
 
 def _samples(value: Any) -> Iterator[dict[str, Any]]:
-    if isinstance(value, dict):
-        if all(isinstance(value.get(name), list) for name in ("prompt_ids", "token_ids", "logprobs")):
-            yield value
-        for inner in value.values():
-            yield from _samples(inner)
-    elif isinstance(value, list) and value and isinstance(value[0], dict | list):
-        for inner in value:
-            yield from _samples(inner)
+    """Yield the samples in a value of any depth, in their order."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if all(isinstance(value.get(name), list) for name in ("prompt_ids", "token_ids", "logprobs")):
+                yield value
+            waiting += reversed(_parts_of(value))
+        elif isinstance(value, list) and value and isinstance(value[0], dict | list):
+            waiting += reversed(value)
+
+
+def _parts_of(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(value.values() if isinstance(value, dict) else value)

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..receipt import FORMAT, LISTS, digest_of, is_in_full, settings_of
 from ..sampling_params import SamplingParams
+from .fields import wrong_fields
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,8 @@ def claim_of(receipt: Mapping[str, Any], vocab_size: int) -> Claim:
         raise ValueError(f"format is {receipt.get('format')!r}; this version reads {FORMAT}")
     if not is_in_full(receipt):
         raise ValueError("has digests in the place of tokens: give the file that has the sample too")
-    wrong = [
+    wrong = wrong_fields(receipt)
+    wrong += [
         f"{name} holds no token ids below {vocab_size}"
         for name in ("prompt", "output")
         if not all(type(id) is int and 0 <= id < vocab_size for id in receipt[name])
@@ -110,23 +112,17 @@ def claim_of(receipt: Mapping[str, Any], vocab_size: int) -> Claim:
         wrong.append("logprobs holds no 32 bits for each token of the output")
     if not receipt["prompt"]:
         wrong.append("prompt is empty")
-    seed, index = receipt.get("seed"), receipt.get("index")
-    if type(seed) is not int or not -(2**63) <= seed < 2**63:
-        wrong.append(f"seed is no int64, but {seed!r}")
-    if type(index) is not int or index < 0:
-        wrong.append(f"index is no number of a sample, but {index!r}")
     if wrong:
         raise ValueError("; ".join(wrong))
     try:
-        spans = tuple(_span(span) for span in receipt["spans"])
         params = settings_of(receipt["settings"])
-        claim = Claim(
-            str(receipt.get("id", "")), tuple(receipt["prompt"]), np.array(output, np.int64),
-            np.array(bits, np.uint32), int(receipt["seed"]), int(receipt["index"]), params, spans,
-            dict(receipt["finish"]), frozenset(receipt["eos"]), receipt.get("grammar"),
-        )  # fmt: skip
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"is no receipt: {type(error).__name__}: {error}") from error
+    except (TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"settings are none: {error}") from error
+    claim = Claim(
+        receipt["id"], tuple(receipt["prompt"]), np.array(output, np.int64), np.array(bits, np.uint32), receipt["seed"],
+        receipt["index"], params, tuple(map(_span, receipt["spans"])), receipt["finish"], frozenset(receipt["eos"]),
+        receipt.get("grammar"),
+    )  # fmt: skip
     _check_spans(claim)
     return claim
 
@@ -147,8 +143,8 @@ def _matches(claimed: object, values: Any) -> bool:
 
 
 def _span(span: Mapping[str, Any]) -> ClaimedSpan:
-    kept = tuple(KeptRows(run["digest"], int(run["end"])) for run in span["kept_kv"])
-    return ClaimedSpan(str(span["version"]), span["digest"], int(span["start"]), int(span["end"]), kept)
+    kept = tuple(KeptRows(run["digest"], run["end"]) for run in span["kept_kv"])
+    return ClaimedSpan(span["version"], span["digest"], span["start"], span["end"], kept)
 
 
 def _check_spans(claim: Claim) -> None:
