@@ -260,11 +260,9 @@ class Driver:
         self.process.check()
         self._kick.set()  # the rollout phase may have begun with this call
         try:
-            while True:
-                if self._thread is None:
+            while not self._wait_a_step(is_done):
+                if self._turn.is_mine:
                     self._before_sampling.run()
-                if self._wait_a_step(is_done):
-                    return
         finally:
             self._pass_turn()
 
@@ -278,7 +276,7 @@ class Driver:
                 return True
             self._check_alive()
             mine = self._thread is None and self._gate.pause_mode is None and self._turn.take()
-            if mine and self._gate.before_sampling is None:  # else settle comes first
+            if mine and self._gate.before_sampling is None:  # else that comes first, without the lock
                 self.run_step(lambda: None, self._most_steps)
             elif not mine:
                 if self._gate.pause_mode is not None and self._thread is None:
@@ -289,10 +287,16 @@ class Driver:
 
     def _pass_turn(self) -> None:
         """Let another thread that waits run the steps, if this one did, or was woken to do so."""
-        if self._turn.is_mine or (self._turn.is_free and self._thread is None):  # who has it passes it on later
+        if not self._turn.is_mine and not (self._turn.is_free and self._thread is None):
+            return  # who has it passes it on later
+        self._turn.give_back()
+        try:
             with self.lock:
-                self._turn.give_back()
                 self._wake()
+        except BaseException:  # a second interrupt: the others would wait for ever
+            with self.lock:
+                self._wake()
+            raise
 
     def _check_alive(self) -> None:
         """Raise the error for which no step will run any more."""

@@ -6,7 +6,7 @@ import threading
 
 
 class Turn:
-    """Belong to at most one thread. It changes hands under the engine's lock.
+    """Belong to at most one thread. It is taken under the engine's lock.
 
     Without it each waiting thread would ask for the lock to run the next schedule, and the running one would end after
     its first step to give way to it.

@@ -7,10 +7,10 @@
 | 404, 405, 413, 501 | no such path; not with this method; too long; not supported here |
 | 408 | DeadlineExceeded: the call's own deadline passed before it began, and it will not run |
 | 409 | Busy: another update is in progress; OpIdTaken: the op_id belongs to another operation |
-| 500 | a bug in Lockstep |
+| 500 | a bug in Lockstep; GrammarsUnavailable: no grammar can be compiled on this machine |
 | 503 | EngineStopped: the loop has ended, or is ending; RankFailure: a rank of the replica is lost; Overloaded: too |
 |     | much waits already; Draining: the server ends. Retry-After says when to try again; |
-|     | OutOfMemory: the machine has no memory for the KV pool; GrammarsUnavailable: none can be compiled here |
+|     | OutOfMemory: the machine has no memory for the KV pool |
 """
 
 from __future__ import annotations
@@ -152,7 +152,9 @@ def as_http_error(error: Exception) -> HttpError:
     if isinstance(error, Overloaded):
         after = str(max(math.ceil(error.retry_after_s), 1))
         return HttpError(503, str(error), code="overloaded", headers={"Retry-After": after})
-    if isinstance(error, OutOfMemory | GrammarsUnavailable):
+    if isinstance(error, GrammarsUnavailable):  # no 503: a router would take the worker for lost
+        return HttpError(500, str(error), code=code, kind=kind)
+    if isinstance(error, OutOfMemory):
         return HttpError(503, str(error), code=code, kind=kind)
     if isinstance(error, OpIdTaken):
         return HttpError(409, str(error), param="op_id", code="busy")

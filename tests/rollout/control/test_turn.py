@@ -12,6 +12,7 @@ import torch
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import SamplingRefused
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.callers import PATIENCE, wait_until
 
@@ -84,6 +85,44 @@ def test_a_thread_whose_step_fails_passes_the_turn_on(engine, monkeypatch):
         engine.continue_generation()
         ends = [call.exception(PATIENCE) for call in calls]
     assert sorted(type(end).__name__ for end in ends) == ["KeyboardInterrupt"] + ["NoneType"] * (NUM_CALLS - 1)
+
+
+def test_a_thread_that_is_interrupted_twice_passes_the_turn_on(engine, monkeypatch):
+    interrupts, run, wake = [], engine.gate.step, engine.driver._wake
+
+    def step(most: int) -> None:
+        if not interrupts:
+            interrupts.append("in the step")
+            raise KeyboardInterrupt("planned")
+        run(most)
+
+    def interrupted() -> None:
+        if interrupts == ["in the step"]:
+            interrupts.append("as it passes the turn on")
+            raise KeyboardInterrupt("planned")
+        wake()
+
+    with ThreadPoolExecutor(NUM_CALLS) as threads:
+        calls = waiting_calls(engine, threads, [20] * NUM_CALLS)
+        monkeypatch.setattr(engine.gate, "step", step)
+        monkeypatch.setattr(engine.driver, "_wake", interrupted)
+        engine.continue_generation()
+        ends = [call.exception(PATIENCE) for call in calls]
+    assert len(interrupts) == 2 and sum(end is None for end in ends) == NUM_CALLS - 1
+
+
+def test_an_answer_that_is_there_is_not_lost_to_an_update_that_begins(engine):
+    def refuse() -> None:
+        raise SamplingRefused("an update has begun, and is not whole")
+
+    engine.add([1, 2, 3], params(4))
+    engine.gate.before_sampling = refuse
+    engine.driver.wait_until(lambda: True)
+    with pytest.raises(SamplingRefused):
+        engine.driver.wait_until(lambda: False)
+    engine.gate.before_sampling = None
+    with ThreadPoolExecutor(1) as threads:
+        assert lengths_of([threads.submit(engine.generate, [[1, 2]], params(6))]) == [6]
 
 
 def test_coroutines_have_their_answers_while_a_thread_has_the_turn(engine):

@@ -18,7 +18,14 @@ from lockstep.integration.service import RolloutService
 from lockstep.rollout import errors as rollout_errors
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.errors import BrokenLogits, EngineStopped, LedgerError, NotIdle, RankFailure
+from lockstep.rollout.errors import (
+    BrokenLogits,
+    EngineStopped,
+    GrammarsUnavailable,
+    LedgerError,
+    NotIdle,
+    RankFailure,
+)
 from lockstep.tests.support.random_models import random_model
 from lockstep.weight_sync.errors import SessionError
 
@@ -104,6 +111,7 @@ def test_conditions_are_named_by_words():
         (EngineStopped("it has ended"), "engine_stopped"),
         (RankFailure("rank 1 is lost"), "rank_failure"),
         (BrokenLogits("NaN"), "broken_logits"),
+        (GrammarsUnavailable("xgrammar 9 is not known here"), "grammars_unavailable"),
         (LedgerError("a sum"), "internal_error"),
         (KeyError("a bug"), "internal_error"),
         (ValueError("top_p: must be 1"), None),
