@@ -52,7 +52,7 @@ def read_scores(path: Path, choice: int = 0) -> Scores:
     try:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text) if text.lstrip()[:1] == "[" or text.count("\n{") == 0 else _lines(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
     return scores_of(found, choice, str(path))
 
@@ -69,6 +69,8 @@ def scores_of(found: Any, choice: int, source: str) -> Scores:
             f"{source} has no log-probabilities of tokens with their ids: meta_info.output_token_logprobs (SGLang, "
             "return_logprob), choices[].logprobs (vLLM, logprobs=0 and return_token_ids), or token_ids and logprobs"
         )
+    if not all(type(one) in (int, float) for one in scores.logprobs):
+        raise ValueError(f"{source}: log-probabilities must be numbers")
     if len(scores.token_ids) != len(scores.logprobs) or not scores.token_ids:
         raise ValueError(f"{source}: {len(scores.logprobs)} log-probabilities of {len(scores.token_ids)} tokens")
     return scores

@@ -30,6 +30,8 @@ class TokenSequence:
                 wrong.append(f"{name} is empty")
             elif not all(type(id) is int and id >= 0 for id in ids):
                 wrong.append(f"{name} must be a list of token ids")
+        if not all(type(one) in (int, float) for one in self.logprobs):
+            wrong.append("logprobs must be a list of numbers")
         if self.logprobs and len(self.logprobs) != len(self.token_ids):
             wrong.append(f"{len(self.logprobs)} logprobs stand for {len(self.token_ids)} token_ids")
         if not self.temperature > 0:
@@ -56,15 +58,22 @@ def sequence_of(values: Mapping[str, Any], source: str) -> TokenSequence:
     """Make a sequence of a JSON object with `prompt_ids` and `token_ids`, as lines of samples and `generate` have
     them. Raises ValueError that names the source."""
     missing = [name for name in ("prompt_ids", "token_ids") if not isinstance(values.get(name), list)]
+    missing += ["logprobs"] if not isinstance(values.get("logprobs") or [], list) else []
     if missing:
         raise ValueError(f"{source} has no list of {' and no list of '.join(missing)}")
     token_ids, logprobs = values["token_ids"], values.get("logprobs") or ()
     if "episode_ids" in values:  # of several turns: some of its tokens are its environment's, which have no score
         token_ids, logprobs = values["episode_ids"], ()
     return TokenSequence(
-        tuple(values["prompt_ids"]), tuple(token_ids), tuple(logprobs),
-        float(values.get("temperature") or 1.0), source,
-    )  # fmt: skip
+        tuple(values["prompt_ids"]), tuple(token_ids), tuple(logprobs), _temperature(values, source), source
+    )
+
+
+def _temperature(values: Mapping[str, Any], source: str) -> float:
+    given = values.get("temperature") or 1.0
+    if type(given) not in (int, float):
+        raise ValueError(f"{source}: temperature must be a number, not {given!r}")
+    return float(given)
 
 
 def read_sequence(path: Path, line: int = 0) -> TokenSequence:
@@ -75,7 +84,7 @@ def read_sequence(path: Path, line: int = 0) -> TokenSequence:
             found = [json.loads(text)]
         except json.JSONDecodeError:
             found = [json.loads(its) for its in text.splitlines() if its.strip()]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
     if not 0 <= line < len(found) or not isinstance(found[line], dict):
         raise ValueError(f"{path} has {len(found)} lines, of which number {line} is no JSON object")

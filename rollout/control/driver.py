@@ -290,13 +290,17 @@ class Driver:
         if not self._turn.is_mine and not (self._turn.is_free and self._thread is None):
             return  # who has it passes it on later
         self._turn.give_back()
-        try:
-            with self.lock:
-                self._wake()
-        except BaseException:  # a second interrupt: the others would wait for ever
-            with self.lock:
-                self._wake()
-            raise
+        interrupt: KeyboardInterrupt | None = None
+        while True:
+            try:
+                with self.lock:
+                    self._wake()
+            except KeyboardInterrupt as another:  # were none woken, the others would wait for ever
+                interrupt = another
+            else:
+                break
+        if interrupt is not None:
+            raise interrupt
 
     def _check_alive(self) -> None:
         """Raise the error for which no step will run any more."""

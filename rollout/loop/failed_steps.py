@@ -36,12 +36,15 @@ class FailedSteps:
         if isinstance(error, RuntimeError | MemoryError):
             self._too_large = output if is_out_of_memory(error) else None
 
-    def go_on_after(self, error: RuntimeError | MemoryError) -> None:
-        """Make it possible to go on after the error of a step, or raise it."""
+    def go_on_after(self, error: RuntimeError | MemoryError, *, in_step: bool = True) -> None:
+        """Make it possible to go on after the error of a step, or raise it.
+
+        in_step: whether a caller asked for the step, and not for something that waits for its end.
+        """
         output, self._too_large = self._too_large, None
         if output is not None:
             self._go_on_without_memory(output, error)
-        elif isinstance(error, BrokenLogits) and error.ids and not self.raises_broken_logits:
+        elif isinstance(error, BrokenLogits) and error.ids and not (in_step and self.raises_broken_logits):
             self._end_broken(error)
         else:
             raise error

@@ -156,7 +156,7 @@ class Loop:
                 self._commit()
                 self._deliver()
         except (RuntimeError, MemoryError) as error:
-            self.failed_steps.go_on_after(error)
+            self.failed_steps.go_on_after(error, in_step=False)
 
     def retract(self, request: Request) -> None:
         """Free a running request's blocks and queue it again. No step may be in flight."""

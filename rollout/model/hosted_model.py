@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ...kernels.machine.huge_pages import use_huge_pages
 from ..errors import MemoryReleased, PhaseError
@@ -25,7 +25,7 @@ from .attention import ATTENTION_NAMES, NO_MASK, STEP_KEYWORD, StepContext
 from .forward_numerics import ForwardNumerics
 from .given_module import device_of, given_module
 from .layer_probe import PROBING, KVShape, LayerProbe
-from .loading import auto_class, refuse_missing_folder
+from .loading import auto_class, load_whole, read_config
 from .operations.functions import without_autocast
 from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
@@ -89,15 +89,14 @@ class HostedModel:
 
         Raises ValueError that names a missing file, or the tensors that cannot be divided.
         """
-        refuse_missing_folder(Path(path))
-        config = AutoConfig.from_pretrained(path)
+        config = read_config(Path(path))
         kept = DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.float32
         device = str(device_of(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         if mesh is not None and mesh.num_ranks > 1:
             _refuse_to_divide(config)
             part = load_part(path, config, kept, torch.device(device), mesh, k_blocks)
         else:
-            module = auto_class(config).from_pretrained(path, dtype=kept).to(device)
+            module = load_whole(Path(path), config, kept, device)
             part = _whole(module.eval().requires_grad_(False), k_blocks)
         return cls(replace(part, folder=Path(path)), owned=True, invariant=invariant)
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from .memory import is_out_of_memory
 
 _MEDIA = ("image", "video", "audio")
 
@@ -16,6 +28,31 @@ def refuse_missing_folder(path: Path) -> None:
         raise ValueError(f"there is no model folder {str(path)!r}: download a model of the Hub to one first")
     if not (path / "config.json").is_file():
         raise ValueError(f"model folder {str(path)!r} holds no config.json")
+
+
+def read_config(path: Path) -> PretrainedConfig:
+    """Return the configuration of a model folder. Raises ValueError that names what is wrong with it."""
+    refuse_missing_folder(path)
+    with _named(path):
+        return AutoConfig.from_pretrained(path)
+
+
+def load_whole(path: Path, config: PretrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """Load the model of a folder. Raises ValueError that names what is wrong with its files."""
+    with _named(path):
+        module: PreTrainedModel = auto_class(config).from_pretrained(path, dtype=dtype)
+    return module.to(device)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Raise ValueError for what transformers raises in many kinds about a folder's files."""
+    try:
+        yield
+    except (OSError, SafetensorError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and is_out_of_memory(error):
+            raise
+        raise ValueError(f"model folder {str(path)!r} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def auto_class(config: PretrainedConfig) -> Any:

@@ -75,6 +75,14 @@ def printable(text: str) -> str:
     )
 
 
+_FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("prompt", "text"), ((str,), "text")),
+    **dict.fromkeys(("prompt_ids", "token_ids", "logprobs"), ((list,), "list")),
+    **dict.fromkeys(("reward", "sample"), ((int, float), "number")),
+    "finish_reason": ((str, type(None)), "text or null"),
+}
+
+
 class SampleFiles:
     """Writer of the samples of a run. One rank has it."""
 
@@ -139,12 +147,25 @@ def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
 
     path = sample_path(folder, step)
     try:
-        with open(path, "rb") as file:
-            data = zstandard.ZstdDecompressor().stream_reader(file).read()
-        return [json.loads(line) for line in data.decode("ascii").splitlines()]
+        decompressor = zstandard.ZstdDecompressor().decompressobj()
+        data = decompressor.decompress(path.read_bytes())
+        if not decompressor.eof:
+            raise ValueError("it is cut off")
+        rows = [json.loads(line) for line in data.decode("ascii").splitlines()]
+        for number, row in enumerate(rows, 1):
+            if wrong := _wrong_fields(row):
+                raise ValueError(f"line {number} is no sample: {', '.join(wrong)}")
+        return rows
     except FileNotFoundError:
         steps = saved_steps(folder)
         there = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none of any step"
         raise ValueError(f"{folder} has no samples of step {step}: {there}") from None
-    except (OSError, ValueError, zstandard.ZstdError) as error:
+    except (OSError, ValueError, RecursionError, zstandard.ZstdError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _wrong_fields(row: object) -> list[str]:
+    """Name the fields that every sample has, and which this one lacks or has of another kind."""
+    if not isinstance(row, dict):
+        return ["it is no object"]
+    return [f"{name} is no {kind}" for name, (types, kind) in _FIELDS.items() if not isinstance(row.get(name), types)]

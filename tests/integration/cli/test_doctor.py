@@ -29,6 +29,27 @@ def test_doctor_says_what_a_folder_lacks(tmp_path, capsys):
     assert "holds no config.json" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("config.json", lambda data: data[:-20]),
+        ("config.json", lambda data: data.replace(b'"silu"', b'"no such function"')),
+        ("config.json", lambda data: data.replace(b'"vocab_size": ', b'"vocab_size": 1')),
+        ("model.safetensors", lambda data: data[:1000]),
+        ("model.safetensors", lambda data: b""),
+    ],
+    ids=["cut config", "activation", "sizes", "cut weights", "empty weights"],
+)
+def test_doctor_names_a_folder_whose_files_cannot_be_loaded(make_model, tmp_path, capsys, name, change):
+    make_model("qwen3").save_pretrained(tmp_path / "model")
+    file = tmp_path / "model" / name
+    before = file.read_bytes()
+    file.write_bytes(change(before))
+    assert file.read_bytes() != before
+    assert doctor.run(["--model", str(tmp_path / "model")]) == 1
+    assert f"model folder '{tmp_path / 'model'}' cannot be loaded: " in capsys.readouterr().out
+
+
 @pytest.fixture(autouse=True)
 def _one_thread(restore_threads):
     import torch

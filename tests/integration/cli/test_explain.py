@@ -98,8 +98,9 @@ def test_another_engines_answer_brings_its_own_sequence(model, logprobs, tmp_pat
 
 
 def test_a_sample_of_a_run_is_explained(model, logprobs, tmp_path, capsys):
+    other = {"prompt_ids": [1], "token_ids": [2], "logprobs": [0.0], "prompt": "", "text": "", "sample": 0, "reward": 0}
     row = {"prompt_ids": SEQUENCE.prompt_ids, "token_ids": SEQUENCE.token_ids, "logprobs": logprobs}
-    SampleFiles(tmp_path, 0, 0).write(2, [{"prompt_ids": [1], "token_ids": [2], "logprobs": [0.0]}, row])
+    SampleFiles(tmp_path, 0, 0).write(2, [other, {**other, **row}])
     code, out, _ = explained(capsys, tmp_path, "--sample", 1, "--model", model, "--way", "decode", "--way", "prefill")
     assert code == 0
     assert f"sample 1 of step 2 of {tmp_path}" in out
@@ -127,6 +128,8 @@ def test_changed_weights_are_found_between_two_folders(model, file, tmp_path, ca
         (["FILE", "--model", "MODEL", "--way", "decode", "--way", "wrong"], "'wrong' is none of"),
         (["FILE", "--model", "nowhere"], "holds no config.json"),
         (["nothing.json", "--model", "MODEL"], "nothing.json cannot be read"),
+        (["DEEP", "--model", "MODEL"], "cannot be read as JSON"),
+        (["NULL", "--model", "MODEL"], "logprobs must be a list of numbers"),
         (["FILE", "--model", "MODEL", "--sample", "3"], "of which number 3 is no JSON object"),
         (["--text", "a b", "--model", "MODEL"], "needs a tokenizer"),
         (["FILE", "--text", "a", "--model", "MODEL"], "--text takes the place of SOURCE"),
@@ -134,8 +137,12 @@ def test_changed_weights_are_found_between_two_folders(model, file, tmp_path, ca
         (["FILE", "--model", "MODEL", "--way", "decode", "--way", "transformers,attention=none"], "attention=none"),
     ],
 )
-def test_mistakes_are_named_in_one_line(arguments, said, model, file, capsys):
-    given = [{"FILE": str(file), "MODEL": str(model)}.get(word, word) for word in arguments]
+def test_mistakes_are_named_in_one_line(arguments, said, model, file, tmp_path, capsys):
+    paths = {"FILE": str(file), "MODEL": str(model)}
+    for name, text in (("DEEP", "[" * 100_000), ("NULL", '{"prompt_ids":[1],"token_ids":[2],"logprobs":[null]}')):
+        paths[name] = str(tmp_path / name)
+        (tmp_path / name).write_text(text)
+    given = [paths.get(word, word) for word in arguments]
     try:
         code = cli.main(["explain", *given])
     except SystemExit as end:

@@ -38,6 +38,14 @@ def test_a_step_of_samples_is_read_as_it_was_written(tmp_path):
     }  # fmt: skip
     with pytest.raises(ValueError, match="has no samples of step 41: it has steps 40 to 40"):
         read_samples(tmp_path, 41)
+    whole = sample_path(tmp_path, 40).read_bytes()
+    for part in (whole[:-4], whole[: len(whole) // 2]):
+        sample_path(tmp_path, 40).write_bytes(part)
+        with pytest.raises(ValueError, match=r"step-000040.jsonl.zst cannot be read: it is cut off"):
+            read_samples(tmp_path, 40)
+    SampleFiles(tmp_path, 0, 40).write(40, [ROW, {**ROW, "reward": "much", "prompt_ids": None}])
+    with pytest.raises(ValueError, match="line 2 is no sample: prompt_ids is no list, reward is no number"):
+        read_samples(tmp_path, 40)
     sample_path(tmp_path, 40).write_bytes(b"cut off")
     with pytest.raises(ValueError, match=r"step-000040.jsonl.zst cannot be read"):
         read_samples(tmp_path, 40)

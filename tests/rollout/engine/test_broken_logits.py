@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,3 +70,25 @@ def test_the_caller_that_runs_the_steps_hears_of_it(engine):
     with broken(engine), pytest.raises(BrokenLogits, match="NaN") as caught:
         engine.generate(PROMPTS, GREEDY)
     assert len(caught.value.ids) == 3 and not engine.has_work
+
+
+def test_a_command_is_not_refused_for_the_broken_logits_of_others(make_model, restore_threads):
+    torch.set_num_threads(1)
+    engine = Engine(make_model("qwen3"), EngineConfig(kv_cache="40 blocks", overlap=True, speculation="off"))
+
+    def refuse() -> list[object]:
+        raise BrokenLogits(
+            "the model's logits are NaN", [request.id for request in engine.parts.managers.engine.requests()]
+        )
+
+    with engine.model.rollout_phase():
+        for prompt in PROMPTS:
+            engine.add(prompt, GREEDY)
+        engine.step()  # the second one runs, and its results are read by what comes next
+        [flight] = engine.driver._loop._flights
+        flight.handle = SimpleNamespace(results=refuse, abandon=flight.handle.abandon)
+        assert engine.pause_generation("in_place").mode == "in_place"
+        engine.continue_generation()
+        ends = engine.step()
+        assert [one.finish_reason.type for one in ends] == ["abort"] * 3 and not engine.has_work
+        engine.close()
