@@ -26,7 +26,7 @@ SOURCE = "layers/rotary.cpp"
 PARALLEL_ELEMENTS = 1 << 13  # with fewer elements, starting threads costs more than it saves
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadNorms:
     """The norms of each head of queries and keys before their rotation: weights [D], and one rule."""
 

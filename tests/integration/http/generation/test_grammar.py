@@ -121,7 +121,7 @@ def test_a_stream_of_pieces_never_takes_tokens_back(served):
         ({"ebnf": 'root ::= "a" foo'}, "column 14"),
         ({"regex": "a", "ebnf": "b"}, "only one"),
         ({"regex": "a", "jump_forward": "far"}, "jump_forward"),
-        ({"json_schema": "[" * 5000}, "nested more than 64"),
+        ({"json_schema": "[" * 5000 + "]" * 5000}, "nested more than 64"),
     ],
 )
 def test_a_mistake_in_a_grammar_is_a_400_that_quotes_its_place(served, params, why):

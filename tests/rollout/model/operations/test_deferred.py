@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lockstep.kernels.layers.rms_norm import NormRule, rms_norm
-from lockstep.kernels.layers.rotary import HeadNorms, rotary, rotary_into_cache
+from lockstep.kernels.layers.rotary import rotary, rotary_into_cache
 from lockstep.rollout.model.operations import deferred
 from lockstep.rollout.model.operations.deferred import DeferredNorm, DeferredSum, Rotation
 from lockstep.rollout.model.operations.functions import ReplacedFunctions, invariant_functions, outside_modes
@@ -264,7 +264,8 @@ def test_the_norms_of_heads_wait_for_their_rotation(normed) -> None:
     turned = query.transpose(1, 2), key.transpose(2, 1)
     assert [type(each) for each in turned] == [DeferredNorm] * 2
     rotation = Rotation(*turned, cos, sin)
-    assert rotation.norms == HeadNorms(query.weight, key.weight, RULE)
+    norms = rotation.norms
+    assert norms.query is query.weight and norms.key is key.weight and norms.rule == RULE
     assert [type(operand) for operand in rotation.operands] == [Tensor] * 4
     rotated = rotation.deferred()
     assert Rotation.of(*rotated) is rotation
