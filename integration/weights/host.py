@@ -154,13 +154,14 @@ class EngineHost(SessionHost):
 
     def on_rollback(self, why: str, is_poisoned: bool) -> None:
         """Record a rollback; see `SessionHost`. The engine may sample again, unless the weights are poisoned."""
+        is_revert = self._transaction is None  # of a commit: `revert` has looked for what others have written
         written = self._drop_transaction()
         if is_poisoned:
             self._roots.forget()
             why = f"the weights are poisoned ({why}): only a full, verified update in a session heals them"
             self._engine.weights.refuse_sampling(why, _POISONED)
         self._engine.weights.before_sampling = None
-        self._engine.weights.allow_sampling(_SESSION, written)
+        self._engine.weights.allow_sampling(_SESSION, None if is_revert else written)
 
     def on_dropped(self) -> None:
         """Record a session without writes; see `SessionHost`."""

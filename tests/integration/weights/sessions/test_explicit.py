@@ -158,6 +158,18 @@ def test_a_reverted_commit_leaves_the_weights_before_it(service, model, newer):
         service.revert_weight_update()
 
 
+def test_a_revert_is_no_write_without_a_commit(service, model, newer, caplog):
+    service.commit_in_place("4", source=service.engine.model.module.named_parameters())
+    assert answer(service) == greedy(model)
+    service.begin_weight_update(weight_version="5")
+    service.update_weights_from_named_tensors(named(newer))
+    service.end_weight_update()
+    assert answer(service) == greedy(newer)
+    service.revert_weight_update()
+    assert answer(service) == greedy(model) and service.engine.weight_digest == digest_of(model)
+    assert "written or moved" not in caplog.text
+
+
 def test_a_revert_that_fails_leaves_the_refusal_of_one_that_still_runs(service, newer, monkeypatch):
     service.begin_weight_update(weight_version="5")
     service.update_weights_from_named_tensors(named(newer))
