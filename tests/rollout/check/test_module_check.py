@@ -58,10 +58,13 @@ class ShiftedModel(Qwen3Model):
 
 
 class OddMLP(Qwen3MLP):
-    """An MLP with a function whose last few elements are computed by another routine."""
+    """An MLP with a function whose last few elements, which fill no vector, are computed by another routine, as those
+    of torch's sinh up to 2.13."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        odd = torch.sinh(x[..., :5].contiguous())
+        values = x[..., :5].flatten()
+        whole, rest = values.split([len(values) // 8 * 8, len(values) % 8])
+        odd = torch.cat([torch.sinh(whole), (torch.exp(rest) - torch.exp(-rest)) / 2]).view_as(x[..., :5])
         return super().forward(torch.cat([odd, x[..., 5:]], -1))
 
 
