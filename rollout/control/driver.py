@@ -59,6 +59,7 @@ class Driver:
         self.is_closed = False  # no step runs any more; the inbox is closed before
         self._step_began: float | None = None  # of time.monotonic(); None while no step runs
         self._model.before_phase_ends = self.drain
+        self._loop.failed_steps.has_thread = lambda: self.is_started
         self._ranks.on_loss.append(self._on_loss)
 
     def check_open(self) -> None:
@@ -163,7 +164,6 @@ class Driver:
         with self.lock:
             if self._thread is None:
                 self._failure = None
-                self._loop.failed_steps.raises_broken_logits = False
                 self._thread = threading.Thread(target=self._run, name="lockstep-loop", daemon=True)
                 self._thread.start()
                 self._waiters.wake_all()
@@ -173,7 +173,6 @@ class Driver:
         self.process.check()
         with self.lock:
             thread, self._thread = self._thread, None
-            self._loop.failed_steps.raises_broken_logits = True
             self._kick.set()
             self._waiters.wake_all()
         if thread is not None:

@@ -26,7 +26,7 @@ class FailedSteps:
 
     def __init__(self, parts: Parts, abort: Callable[[Request, FinishReason], None]) -> None:
         """Create it. abort: ends a live request, with no step in flight."""
-        self.raises_broken_logits = True  # whether a caller runs the steps; False: a thread of the engine's own
+        self.has_thread: Callable[[], bool] = lambda: False  # whether the engine's own thread runs the steps, no caller
         self._limit, self._engine = parts.scheduler.row_limit, parts.managers.engine
         self._abort = abort
         self._too_large: ScheduleOutput | None = None  # the step whose memory was not found
@@ -44,7 +44,7 @@ class FailedSteps:
         output, self._too_large = self._too_large, None
         if output is not None:
             self._go_on_without_memory(output, error)
-        elif isinstance(error, BrokenLogits) and error.ids and not (in_step and self.raises_broken_logits):
+        elif isinstance(error, BrokenLogits) and error.ids and (self.has_thread() or not in_step):
             self._end_broken(error)
         else:
             raise error

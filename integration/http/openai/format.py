@@ -8,10 +8,8 @@ from ....rollout.completion import Completion, FinishReason, StreamChunk, TopLog
 from ..chat.message import AnswerStream, Fields, message_of
 from ..generation.meta import Wanted, cached_details, meta_info
 from .body import OpenAIRequest
-from .text_offsets import TextOffsets
+from .text_offsets import NO_CHARACTER, TextOffsets
 from .vllm_fields import prompt_logprobs
-
-_NO_CHARACTER = "\ufffd"  # written by tokenizers for bytes that are no character
 
 
 def answer(
@@ -222,7 +220,7 @@ def _token(ask: OpenAIRequest, token_id: int, logprob: float) -> dict[str, objec
 
 def _token_bytes(ask: OpenAIRequest, token_id: int, text: str) -> list[int] | None:
     """Return the bytes of a token. The text of a part of a character does not tell them; None: nothing tells them."""
-    if text and _NO_CHARACTER not in text:
+    if text and NO_CHARACTER not in text:
         return list(text.encode(errors="replace"))
     found = ask.bytes_of(token_id)
     return None if found is None else list(found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .body import OpenAIRequest
 
-_NO_CHARACTER = "\ufffd"  # written by tokenizers for bytes that are no character
+NO_CHARACTER = "\ufffd"  # written by tokenizers for bytes that are no character
 
 
 class TextOffsets:
@@ -26,7 +26,7 @@ class TextOffsets:
         ask = self._ask
         text_of = ask.own_text or ask.wanted.text_of
         text = "" if text_of is None else text_of(token_id)
-        found = ask.bytes_of(token_id) if _NO_CHARACTER in text else None
+        found = ask.bytes_of(token_id) if NO_CHARACTER in text else None
         if found is None:
             return len(text), False
         begins = [not 0x80 <= byte < 0xC0 for byte in found]

@@ -7,10 +7,8 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-import torch
 
 from lockstep.rollout.completion import Completion
-from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import SamplingRefused
 from lockstep.rollout.sampling_params import SamplingParams
@@ -18,16 +16,6 @@ from lockstep.tests.support.callers import PATIENCE, wait_until
 
 NUM_CALLS = 8
 LONG = 400  # tokens
-
-
-@pytest.fixture
-def engine(make_model, restore_threads):
-    torch.set_num_threads(1)
-    settings = EngineConfig(kv_cache="400 blocks", max_num_seqs=2 * NUM_CALLS, speculation="off")
-    engine = Engine(make_model("qwen3"), settings)
-    with engine.model.rollout_phase():
-        yield engine
-        engine.close()
 
 
 def params(num_new: int) -> SamplingParams:

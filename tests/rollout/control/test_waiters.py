@@ -24,14 +24,9 @@ LONG = 400  # tokens
 
 
 @pytest.fixture
-def engine(make_model, restore_threads):
-    torch.set_num_threads(1)
-    settings = EngineConfig(kv_cache="400 blocks", max_num_seqs=2 * NUM_CALLS, speculation="off")
-    engine = Engine(make_model("qwen3"), settings)
-    with engine.model.rollout_phase():
-        engine.start()
-        yield engine
-        engine.close()
+def engine(engine):
+    engine.start()
+    return engine
 
 
 def params(num_new: int, seed: int = 0) -> SamplingParams:
