@@ -214,6 +214,14 @@ _PATHS: dict[AttentionPath, Callable[..., Tensor]] = {
 }
 
 
+def attend(
+    path: AttentionPath, query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, rule: ScoreRule,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Compute attention by the given path for arguments that fit."""
+    return _PATHS[path](query, key, value, layout, rule, sinks)
+
+
 class _VarlenAttention(torch.autograd.Function):
     """Forward through the chosen kernel, backward in Triton where that is the path, else in plain PyTorch."""
 

@@ -16,11 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ...kernels.attention.selection import SelectedKeys
 from ...kernels.attention.step import PagedStep
 from ..model.attention import StepContext
 from ..model.forward_numerics import restored_implementations
 from ..model.hosted_model import HostedModel
 from ..model.operations.fused_layers import observing
+from ..model.operations.indexer import WATCHING
 from ..model.recurrent.states import StepStates
 from ..model.rollout_phase import evaluated
 from ..model.step_pools import step_pools
@@ -107,7 +109,7 @@ def in_pieces(
     device, outs = hosted.device, []
     steps = list(zip(PIECES, BESIDE, accumulate(PIECES), accumulate(BESIDE), strict=True))
     num_blocks = 1 + max(map(max, _BLOCKS))
-    keys, values, states = step_pools(hosted.kv_shapes, hosted.state_shapes, num_blocks, _BLOCK_SIZE, 5, device)
+    keys, values, index_keys, states = step_pools(hosted.kv_shapes, hosted.state_shapes, num_blocks, _BLOCK_SIZE, 5, device)
     with hosted.rollout_phase(), torch.inference_mode():
         for index, (size, beside, end, other_end) in enumerate(steps):
             first = end - size
@@ -124,7 +126,7 @@ def in_pieces(
             )
             read, write = (1 + index % 2, 2 - index % 2) if index else (0, 2)
             step_states = StepStates(states, _places(read, device), _places(write, device)) if states else None
-            step = StepContext(slots, paged, keys, values, states=step_states)
+            step = StepContext(slots, paged, keys, values, states=step_states, index_caches=index_keys)
             tokens = None if ids is None else torch.cat([ids[mine], other_ids[other]])
             inputs = None if hidden is None else torch.cat([hidden[mine], hidden[other]])
             out = hosted.forward(tokens, torch.cat([mine, other]), torch.arange(size, device=device), step, inputs)
@@ -144,20 +146,35 @@ def _slots(blocks: tuple[int, ...], positions: Tensor) -> Tensor:
 
 
 class Choices(TorchFunctionMode):
-    """A mode that holds the choices of a router: rounding may flip an expert, and then no number can be compared.
+    """A mode that holds the choices of routers and indexers: rounding may flip one, and then no number can be compared.
 
-    The choices of one forward are recorded and repeated in the next: the indices of every torch.topk and argmax.
+    The choices of one forward are recorded and repeated in the next: the indices of every torch.topk and argmax, and
+    the keys that the hosted attention selects for one whole sequence, where the module's own code calls topk.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._indices: list[Tensor] = []
-        self._next: Iterator[Tensor] | None = None  # None while recording
+        self._next: int | None = None  # of those to repeat; None while recording
 
     def repeat(self) -> Choices:
         """Repeat the recorded choices from now on."""
-        self._next = iter(self._indices)
+        self._next = 0
         return self
+
+    def __enter__(self) -> Choices:
+        self._watching = WATCHING.set(self._selected if self._next is None else None)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        WATCHING.reset(self._watching)
+        super().__exit__(*error)
+
+    def _selected(self, keys: SelectedKeys) -> None:
+        """Record a selection as indices [1, N, M]; those of a row that sees fewer keys are of keys behind it, too."""
+        every = torch.arange(keys.places.shape[1], device=keys.places.device)
+        is_full = (keys.counts == len(every))[:, None]
+        self._indices.append(torch.where(is_full, keys.places.to(torch.int64), every)[None])
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -175,8 +192,11 @@ class Choices(TorchFunctionMode):
         if self._next is None:
             self._indices.append(indices.clone())
             return indices
-        recorded = next(self._next, None)
-        return indices if recorded is None or recorded.shape != indices.shape else recorded
+        recorded = self._indices[self._next] if self._next < len(self._indices) else None
+        if recorded is None or recorded.shape != indices.shape:
+            return indices  # an indexer's that selects all keys: the hosted attention selects none then
+        self._next += 1
+        return recorded
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,8 @@ def plan_kv_pool(
 
     num_other_bytes: of the state pool, which shares the memory of a pool of automatic size.
     """
-    per_block = block_size * sum((s.key_dim + s.value_dim) * s.num_kv_heads * s.dtype.itemsize for s in shapes)
+    per_token = (((s.key_dim + s.value_dim) * s.num_kv_heads + s.index_dim) * s.dtype.itemsize for s in shapes)
+    per_block = block_size * sum(per_token)
     if size.num_blocks:
         return KVPlan(size.num_blocks, per_block, f"{size.num_blocks} blocks, as configured")
     if size.num_bytes and per_block:
@@ -75,7 +76,8 @@ def _free_bytes(device: torch.device) -> int:
 
 
 class KVCache:
-    """One tensor of keys and one of values per layer, [num_blocks, block_size, num_kv_heads, dim].
+    """One tensor of keys and one of values per layer, [num_blocks, block_size, num_kv_heads, dim], and one of the keys
+    of its indexer, [num_blocks, block_size, dim], of width 0 where it has none.
 
     A page of memory is used only after its first write, so a large pool costs nothing until then.
     """
@@ -84,6 +86,7 @@ class KVCache:
         self._plan, self._shapes, self.block_size, self._device = plan, shapes, block_size, device
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        self.index_keys: list[Tensor] = []
         self.num_releases = 0  # between two of them the tensors stay where they are
         self.allocate()
 
@@ -93,7 +96,12 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.nbytes for t in (*self.keys, *self.values))
+        return sum(t.nbytes for t in self.tensors)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All tensors, keys and values first."""
+        return [*self.keys, *self.values, *self.index_keys]
 
     def allocate(self) -> None:
         """Create the tensors. Does nothing when they exist. Raises OutOfMemory; then none exists, and a later call may
@@ -101,12 +109,13 @@ class KVCache:
         if self.is_allocated:
             return
         rows = (self._plan.num_blocks, self.block_size)
-        keys, values = [], []
+        keys, values, index_keys = [], [], []
         try:
             for shape in self._shapes:
                 make = partial(torch.empty, dtype=shape.dtype, device=self._device)
                 keys.append(make(*rows, shape.num_kv_heads, shape.key_dim))
                 values.append(make(*rows, shape.num_kv_heads, shape.value_dim))
+                index_keys.append(make(*rows, shape.index_dim))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -115,10 +124,10 @@ class KVCache:
                 f"({self._plan.reason}), cannot be allocated on {self._device}: free memory and try again, or set a "
                 "smaller EngineConfig.kv_cache"
             ) from error
-        self.keys, self.values = keys, values
-        use_huge_pages([*self.keys, *self.values], now=False)
+        self.keys, self.values, self.index_keys = keys, values, index_keys
+        use_huge_pages(self.tensors, now=False)
 
     def release(self) -> None:
         """Drop the tensors. Their memory stays until the last reader drops them too."""
         self.num_releases += 1
-        self.keys, self.values = [], []
+        self.keys, self.values, self.index_keys = [], [], []

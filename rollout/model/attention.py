@@ -7,19 +7,24 @@ D head size.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypedDict, cast
+from typing import Any, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
 
 from ...kernels.attention.paged import AttentionPath, NewRows, PagedStep, paged_attention, varlen_attention
+from ...kernels.attention.selected import selected_attention, selected_attention_in_step
+from ...kernels.attention.selection import SelectedKeys, select_keys, sees_more_than, write_rows
+from ...kernels.attention.step import RowLayout
 from ...kernels.layers.rotary import rotary_into_cache
 from .layer_probe import PROBING, KVShape, LayerProbe, MaskFunction
 from .operations.deferred import IS_USED, Rotation, plain
 from .operations.functions import outside_modes
+from .operations.indexer import IndexChoice
 from .recurrent.states import StepStates
 
 ATTENTION_NAMES: dict[AttentionPath, str] = {
@@ -63,6 +68,7 @@ class StepContext:
     states: StepStates | None = None  # of the recurrent layers; None: the module has none
     ends_at: int | None = None  # the layer with whose KV the forward ends (`KVWritten`); None: it runs to its logits
     wanted: Tensor | None = None  # int64 [R]: the rows that the last layer returns; None: all N
+    index_caches: list[Tensor] = field(default_factory=list)  # per layer [num_blocks, block_size, D] of its indexer
 
     def of_wanted(self) -> StepContext:
         """Return the context of the wanted rows alone, each as a sequence of its own."""
@@ -103,6 +109,7 @@ def hosted_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
+    indices: IndexChoice | None = None,
     path: AttentionPath,
     **others: object,
 ) -> tuple[Tensor, None]:
@@ -133,20 +140,28 @@ def hosted_attention(
         "sinks": s_aux,
         "path": path,
     }
+    if indices is not None:
+        _refuse_choice(module, indices, batch * num_rows, sliding_window)
     if rotation is not None and isinstance(step, StepContext):
         out = _with_rotation(rotation, value, step, cast(int, module.layer_idx), options)
         return out.view(batch, num_rows, num_heads, value.shape[3]), None
     rows = [t.transpose(1, 2).reshape(batch * num_rows, t.shape[1], t.shape[3]) for t in (query, key, value)]
     if isinstance(step, StepContext):
-        out = _in_step(rows, step, cast(int, module.layer_idx), options)
+        out = _in_step(rows, step, cast(int, module.layer_idx), options, indices)
     else:
         if isinstance(step, LayerProbe):
-            shape = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype)
+            is_its = indices is not None and indices.layer == module.layer_idx
+            index_dim = indices.keys.shape[1] if indices is not None and is_its else 0
+            shape = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, index_dim)
             step.attention_called(module, shape, sliding_window, attention_mask)
         if PROBING.get() is not None:
             attention_mask = None  # it may be the probe's own
         query_start = _query_start(attention_mask, cu_seq_lens_q, batch, num_rows, query.device)
-        out = varlen_attention(rows[0], rows[1], rows[2], query_start, **options)
+        selected = None if indices is None else _selected(indices, RowLayout(query_start, None, None), path)
+        if selected is None:
+            out = varlen_attention(rows[0], rows[1], rows[2], query_start, **options)
+        else:
+            out = selected_attention(rows[0], rows[1], rows[2], selected, **_without_window(options))
     return out.view(batch, num_rows, num_heads, value.shape[3]), None
 
 
@@ -157,14 +172,67 @@ def _unrotated(step: object, query: Tensor, key: Tensor) -> tuple[Rotation | Non
     return (rotation, query, key) if rotation else (None, *plain((query, key)))
 
 
-def _in_step(rows: list[Tensor], step: StepContext, layer: int, options: _KernelOptions) -> Tensor:
+def _in_step(
+    rows: list[Tensor], step: StepContext, layer: int, options: _KernelOptions, choice: IndexChoice | None
+) -> Tensor:
     """Attend with query, key and value rows [N, heads, D] -> [N, H, D]. Raises KVWritten where the forward ends."""
     caches = step.key_caches[layer - step.first_layer], step.value_caches[layer - step.first_layer]
     if step.ends_at == layer:
         for cache, new in zip(caches, rows[1:], strict=True):
             cache.flatten(0, 1).index_copy_(0, step.slots, new)
+        if choice is not None and choice.layer == layer:
+            _index_cache(choice, step).flatten(0, 1).index_copy_(0, step.slots, choice.keys)
         raise KVWritten
-    return paged_attention(rows[0], *caches, step.paged, new=NewRows(rows[1], rows[2], step.slots), **options)
+    new_rows = NewRows(rows[1], rows[2], step.slots)
+    selected = None if choice is None else _selected(choice, step.paged.layout, options["path"], step)
+    if selected is None:
+        return paged_attention(rows[0], *caches, step.paged, new=new_rows, **options)
+    return selected_attention_in_step(rows[0], *caches, selected, new=new_rows, **options)
+
+
+# -- rows that an indexer selects keys for -----------------------------------------------------------------------------
+
+
+def _refuse_choice(module: nn.Module, choice: object, num_rows: int, window: int | None) -> None:
+    """Raise ValueError for a choice that is not one of these rows, as that of a hosted indexer is."""
+    name = type(module).__name__
+    if not isinstance(choice, IndexChoice):
+        raise ValueError(f"{name} brings indices of keys that no hosted indexer has selected: not supported")
+    if window is not None:
+        raise ValueError(f"{name} selects keys in a window: not supported")
+    if len(choice.keys) != num_rows:
+        raise ValueError(f"{name} brings a selection of keys for {len(choice.keys)} rows to {num_rows}: not supported")
+
+
+def _index_cache(choice: IndexChoice, step: StepContext) -> Tensor:
+    return step.index_caches[choice.layer - step.first_layer]
+
+
+def _selected(
+    choice: IndexChoice, layout: RowLayout, path: AttentionPath, step: StepContext | None = None
+) -> SelectedKeys | None:
+    """Return the keys of each row, and write the rows' own index keys in a step; None where all rows see all keys."""
+
+    def select() -> SelectedKeys | None:
+        is_native = path == "native"
+        if step is None:
+            if not sees_more_than(layout, 1, choice.asked.most):
+                return None
+            return select_keys(choice.asked, choice.keys[:, None], layout, is_native=is_native)
+        cache = _index_cache(choice, step)
+        if not sees_more_than(layout, cache.shape[1], choice.asked.most):
+            write_rows(choice.keys, cache, step.slots)
+            return None
+        return select_keys(choice.asked, cache, layout, is_native=is_native, fresh=choice.keys, slots=step.slots)
+
+    return choice.selected(select)
+
+
+def _without_window(options: _KernelOptions) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "window"}
+
+
+# -- the plain call ----------------------------------------------------------------------------------------------------
 
 
 def _with_rotation(rotation: Rotation, value: Tensor, step: StepContext, layer: int, options: _KernelOptions) -> Tensor:
@@ -207,7 +275,10 @@ def hosted_mask(
         return probe.mask_made(None if use_vmap else mask_function, local_size)
     if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
         raise ValueError("attention_mask has padding before tokens: pad on the right")
-    return None if allow_is_causal_skip else _PACKED
+    if allow_is_causal_skip:
+        return None
+    # An indexer's model asks for a mask in any case; of packed rows the function is another one.
+    return NO_MASK if mask_function is causal_mask_function else _PACKED
 
 
 for _path, _name in ATTENTION_NAMES.items():

@@ -27,6 +27,7 @@ class KVShape:
     key_dim: int
     value_dim: int
     dtype: torch.dtype
+    index_dim: int = 0  # of the keys of its indexer; 0: it has none
 
 
 @dataclass(frozen=True)

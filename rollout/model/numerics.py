@@ -33,6 +33,7 @@ from .last_layer import LastLayer
 from .module_code import class_forward
 from .operations.functions import ReplacedFunctions, invariant_functions, outside_modes
 from .operations.fused_layers import fused_forward, gates_by_halves, is_gated_mlp, silu_as_gated
+from .operations.indexer import indexer_forward
 from .operations.shared_input import SharedInput, siblings_of
 from .recurrent.heads import HeadDivision
 from .recurrent.layers import recurrent_forward
@@ -142,10 +143,13 @@ class Numerics:
         return own
 
     def _plan_recurrent(self, root: nn.Module, division: Division) -> None:
-        """Plan the forwards of recurrent layers, which keep their states in a rollout step."""
+        """Plan the forwards of recurrent layers and of indexers, which keep states and keys in a rollout step."""
         heads = HeadDivision(StageRanks.of(division.mesh), division.mesh.tp_rank)
         for module in root.modules():
             if (forward := recurrent_forward(module, heads)) is not None:
+                self._patches.append((module, "forward", forward))
+        for module in root.modules():
+            if (forward := indexer_forward(module)) is not None:
                 self._patches.append((module, "forward", forward))
 
     def _plan_shared(self, root: nn.Module, division: Division) -> None:

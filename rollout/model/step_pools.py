@@ -18,26 +18,27 @@ TRIAL_ROWS = 8
 # Errors that code of another form than a short way expects raises in a trial.
 _UNLIKE = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
-Pools = tuple[list[Tensor], list[Tensor], dict[int, dict[str, Tensor]]]
+Pools = tuple[list[Tensor], list[Tensor], list[Tensor], dict[int, dict[str, Tensor]]]
 
 
 def step_pools(
     kv_shapes: Sequence[KVShape], states: StateShapes, num_blocks: int, block_size: int, num_slots: int,
     device: torch.device,
 ) -> Pools:  # fmt: skip
-    """Allocate zeros: keys and values per layer [num_blocks, block_size, heads, dim], and states by layer and name
-    [num_slots, *shape]."""
+    """Allocate zeros: keys and values per layer [num_blocks, block_size, heads, dim], keys of indexers
+    [num_blocks, block_size, dim], and states by layer and name [num_slots, *shape]."""
 
     def rows(shape: KVShape, width: int) -> Tensor:
         return torch.zeros(num_blocks, block_size, shape.num_kv_heads, width, dtype=shape.dtype, device=device)
 
     keys = [rows(shape, shape.key_dim) for shape in kv_shapes]
     values = [rows(shape, shape.value_dim) for shape in kv_shapes]
+    index_keys = [torch.zeros(num_blocks, block_size, s.index_dim, dtype=s.dtype, device=device) for s in kv_shapes]
     slots = {
         layer: {name: torch.zeros(num_slots, *s.shape, dtype=s.dtype, device=device) for name, s in named.items()}
         for layer, named in states.items()
     }
-    return keys, values, slots
+    return keys, values, index_keys, slots
 
 
 class Hosted(Protocol):
@@ -56,11 +57,12 @@ def trial_step(hosted: Hosted) -> tuple[Tensor, Tensor, StepContext]:
     """Return token ids and positions int64 [TRIAL_ROWS] of a sequence, and its step over pools of its own."""
     device = hosted.device
     positions = torch.arange(TRIAL_ROWS, device=device)
-    keys, values, slots = step_pools(hosted.kv_shapes, hosted.state_shapes, 1, TRIAL_ROWS, 2, device)
+    keys, values, index_keys, slots = step_pools(hosted.kv_shapes, hosted.state_shapes, 1, TRIAL_ROWS, 2, device)
     num_rows = torch.tensor([TRIAL_ROWS], dtype=torch.int32, device=device)
     paged = PagedStep(torch.zeros_like(num_rows)[None], torch.cat([torch.zeros_like(num_rows), num_rows]), num_rows)
     places = torch.tensor([[0], [1]], device=device)
-    step = StepContext(positions, paged, keys, values, states=StepStates(slots, *places) if slots else None)
+    states = StepStates(slots, *places) if slots else None
+    step = StepContext(positions, paged, keys, values, states=states, index_caches=index_keys)
     return positions % hosted.vocab_size, positions, step
 
 

@@ -157,7 +157,7 @@ class _Proof:
 
     def _copy(self, copies: np.ndarray) -> None:
         of, to = torch.from_numpy(copies).to(self._prover.parts.model.device)
-        for cache in (*self._cache.keys, *self._cache.values):
+        for cache in self._cache.tensors:
             cache[to] = cache[of]
 
     @torch.inference_mode()
@@ -191,7 +191,10 @@ class _Proof:
         device = self._prover.parts.model.device
         ids, positions, slots, paged = _tensors(step)
         layout = PagedStep(*(tensor.to(device) for tensor in paged))
-        context = StepContext(slots.to(device), layout, self._cache.keys, self._cache.values, ends_at=ends_at)
+        caches = self._cache.keys, self._cache.values
+        context = StepContext(
+            slots.to(device), layout, *caches, ends_at=ends_at, index_caches=self._cache.index_keys
+        )
         return ids.to(device), positions.to(device), context
 
     def _drawn(self, draws: Sequence[_Draw], logits: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -121,7 +121,8 @@ class Stage:
         if graphs is not None and batch.is_decode and graphs.size_for(len(batch.sampled)) is not None:
             return self._replay(graphs, batch, hidden, settings)
         states = self._state_pool.step(batch.states)
-        context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values, states=states)
+        kv = self._kv_cache
+        context = StepContext(batch.slots, batch.paged, kv.keys, kv.values, states=states, index_caches=kv.index_keys)
         # A step of mid-prompt chunks needs no logits, but the module computes at least one row of them.
         rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)
         received = {} if hidden is None else {"hidden": hidden}

@@ -212,7 +212,8 @@ class DecodeGraphs:
 
         def run() -> Tensor:
             states = self._state_pool.step(b.states[:, :size] if self._state_pool.is_used else None)
-            context = StepContext(b.slots[:size], paged, self._kv_cache.keys, self._kv_cache.values, states=states)
+            kv = self._kv_cache
+            context = StepContext(b.slots[:size], paged, kv.keys, kv.values, states=states, index_caches=kv.index_keys)
             return self._model.forward(token_ids, positions, None, context, hidden, whole_logits=whole_logits)
 
         return run

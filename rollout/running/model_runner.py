@@ -227,7 +227,8 @@ class ModelRunner:
     def _run(self, output: ScheduleOutput, batch: Batch) -> Results:
         batch = batch.to(self._model.device)
         states = self._state_pool.step(batch.states)
-        context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values, states=states)
+        kv = self._kv_cache
+        context = StepContext(batch.slots, batch.paged, kv.keys, kv.values, states=states, index_caches=kv.index_keys)
         # A step of mid-prompt chunks needs no logits, but the module computes at least one row of them.
         rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)
         logits = self._model.forward(batch.token_ids, batch.positions, rows, context)

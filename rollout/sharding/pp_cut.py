@@ -6,6 +6,8 @@ indices, and the values that a forward reads by them, stay the same.
 
 from __future__ import annotations
 
+import inspect
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -16,6 +18,8 @@ _MISSING_PLANS = {
     "granitemoehybrid": ("embed_tokens", "layers", "norm"),
     "nemotron_h": ("embeddings", "layers", "norm_f"),
 }
+
+_SELECTION = "prev_topk_indices"  # an argument of layers that may take the selection of the layer before
 
 
 def stage_layers(num_layers: int, pp: int, pp_rank: int) -> range:
@@ -39,9 +43,13 @@ class PassedLayer(nn.Module):
         for name, value in vars(layer).items():
             if not name.startswith("_") and isinstance(value, str | int | float | bool):
                 setattr(self, name, value)
+        # Such layers also give the keys that their indexer selects, which layers without an indexer take. The first
+        # layer of a stage must have its own.
+        self._gives_selection = _SELECTION in inspect.signature(layer.forward).parameters
 
-    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-        return hidden_states if self.received is None else self.received
+    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor | tuple[Tensor, None]:
+        passed = hidden_states if self.received is None else self.received
+        return (passed, None) if self._gives_selection else passed
 
 
 def _stage_parts(module: PreTrainedModel) -> list[str]:

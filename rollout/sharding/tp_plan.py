@@ -36,6 +36,7 @@ _ROLES: dict[str, Role] = {
     "replicate": "whole",
     "replicated_with_grad_allreduce": "whole",
     "local_params": "whole",
+    "mla_kv_a_proj": "whole",  # its second part goes to all heads
 }
 _ATTENTION = {
     "layers.*.self_attn.q_proj": "colwise",
@@ -197,10 +198,13 @@ def _head_problems(module: PreTrainedModel, roles: Roles, tp: int) -> list[str]:
     heads = module.config.get_text_config(decoder=True).num_attention_heads
     for name, attention in module.named_modules():
         projections = [child for child, _ in attention.named_children() if roles[f"{name}.{child}"] == "column"]
-        if not hasattr(attention, "layer_idx") or not projections or not hasattr(attention, "head_dim"):
+        is_latent = hasattr(attention, "kv_b_proj")  # its latents, and an indexer, are whole on every rank
+        if not hasattr(attention, "layer_idx") or not projections or not (hasattr(attention, "head_dim") or is_latent):
             continue
         if heads % tp:
             problems.setdefault("heads", f"num_attention_heads={heads} does not divide by tp={tp}")
+        if is_latent:
+            continue
         for leaf, parameter in attention.named_parameters():
             planned = f"{name}.{leaf}" in roles.of or f"{name}.{leaf.rpartition('.')[0]}" in roles.of
             if not planned and parameter.dim() > 1:

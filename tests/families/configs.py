@@ -31,6 +31,7 @@ _SIZES: tuple[tuple[re.Pattern[str], int], ...] = tuple(
         r".*(num_experts_per_tok|num_experts_per_token|moe_topk|moe_k|moe_top_k|top_k_experts|num_selected_experts)": 2,
         r".*(shared_experts?|n_shared|zero_expert_num)": 1,
         r".*(num|n_routed|n|local)_experts.*": 4,
+        r"index_n_heads": 16,  # of few heads all may be zero, and scores of an indexer equal
         r".*(num_heads|n_heads?|_heads|num_head)": NUM_HEADS,
         r"n_group": 2,
         r"topk_group": 1,
@@ -100,6 +101,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "ministral": {"head_dim": 16},
+    "mistral_large4_text": {"kv_source_layers": [0, 1, 2, 3, 4, 4, 4, 3]},  # with rotary positions, and without
     "molmo2_adapter": {"vision_feature_layer": [3, 1]},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},

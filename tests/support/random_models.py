@@ -75,6 +75,14 @@ _FALCON = {
     **{"attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "lm_head_multiplier": 0.9},
 }
 
+# Rows see more keys than their indexer selects; of 16 heads not all are zero, so that scores differ.
+_INDEXED = {
+    **{"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
+    **{"v_head_dim": 24, "index_topk": 12, "index_n_heads": 16, "index_head_dim": 24, "moe_intermediate_size": 32},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    **{"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "dense"]},
+}
+
 # family -> (config class, settings of its config beyond the common part)
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE}),
@@ -95,6 +103,8 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "granitemoehybrid": ("GraniteMoeHybridConfig", _GRANITE),
     "falcon_h1": ("FalconH1Config", _FALCON),
     "bamba": ("BambaConfig", {**_MAMBA, "mamba_d_head": "auto", "attn_layer_indices": [1]}),
+    "deepseek_v32": ("DeepseekV32Config", _INDEXED),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", {**_INDEXED, "indexer_types": ["full", "shared", "full"]}),
     "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2_moe": (
         "Lfm2MoeConfig",

@@ -111,7 +111,8 @@ class StagedRunner:
             hidden = module.model.embed_tokens(batch.token_ids[None])
         positions = batch.positions[None]
         states = self._state_pool.step(batch.states)
-        context = StepContext(batch.slots, batch.paged, self._kv_cache.keys, self._kv_cache.values, states=states)
+        kv = self._kv_cache
+        context = StepContext(batch.slots, batch.paged, kv.keys, kv.values, states=states, index_caches=kv.index_keys)
         embedding = getattr(module.model, "rotary_emb", getattr(module.model, "pos_emb", None))
         rotary = embedding(hidden, positions) if embedding is not None else None
         for index, layer in enumerate(module.model.layers[first:end], first):

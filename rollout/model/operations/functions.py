@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ....kernels.layers.activation import elu, gelu, gelu_tanh, mish, rsqrt, sigmoid, silu, softplus
 from ....kernels.layers.embedding import embedding
 from . import deferred
+from .indexer import Recorded
 from .products import Linear, replaced_products
 
 logger = logging.getLogger(__name__)
@@ -66,14 +67,14 @@ class ReplacedFunctions(TorchFunctionMode):
     def __torch_function__(
         self,
         func: Callable[..., object],
-        types: object,
+        types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         if self._defers and deferred.is_any_waiting() and _changes_its_operand(func, kwargs or {}):
             deferred.compute_all()
         replacement = self._table.get(func)
-        if replacement is None:
+        if replacement is None or (types and any(issubclass(kind, Recorded) for kind in types)):
             return func(*args, **(kwargs or {}))
         return _called(replacement, func, args, kwargs) if kwargs else replacement(*args)
 

@@ -38,7 +38,7 @@ def step_of(hosted: HostedModel) -> tuple[Tensor, Tensor, StepContext]:
     positions = torch.cat([torch.arange(first, first + num) for first, num in zip(EARLIER, NUMS, strict=True)])
     starts = torch.tensor([0, *torch.tensor(NUMS).cumsum(0)], dtype=torch.int32)
     lens = torch.tensor([first + num for first, num in zip(EARLIER, NUMS, strict=True)], dtype=torch.int32)
-    keys, values, _ = step_pools(hosted.kv_shapes, {}, 6, 8, 0, hosted.device)
+    keys, values, *_ = step_pools(hosted.kv_shapes, {}, 6, 8, 0, hosted.device)
     for pool in (*keys, *values):  # the context of the second sequence is not empty
         pool[0] = torch.randn(pool[0].shape, generator=torch.Generator().manual_seed(1)).to(pool.dtype)
     slots = blocks[owner, positions // 8] * 8 + positions % 8
