@@ -19,6 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from ...rollout.control.drafts import EngineDrafts
 from ...rollout.model.loading import auto_class
+from ...rollout.model.operations.indexer import freeze_indexers
 from ...rollout.receipt import guarantee
 from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
 from ..failures import FileFailed, files_of
@@ -76,6 +77,7 @@ class GrpoJob:
         loader = auto_class(AutoConfig.from_pretrained(folder))
         self.model: PreTrainedModel = loader.from_pretrained(folder, dtype=_DTYPES[config.model.dtype]).to(ranks.device)
         self.adapted = None  # the PeftModel around the model, if adapters are trained
+        freeze_indexers(self.model)
         if config.train.lora.rank:
             self.adapted = add_adapters(self.model, config.train.lora, config.run.seed, folder)
         self.backend = make_backend(config, ranks)

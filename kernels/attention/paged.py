@@ -9,7 +9,7 @@ Dimension letters: N rows of a step, S sequences, H query heads, K KV heads, D k
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..machine import native
 from ..machine.gpu import triton_serves
 from .cpp import SOURCE, native_attention
 from .padded import padded_attention, padded_gradients
-from .step import NewRows, PagedStep, RowLayout, ScoreRule
+from .step import AttentionPath, NewRows, PagedStep, RowLayout, ScoreRule
 
 __all__ = [
     "AttentionPath",
@@ -30,8 +30,6 @@ __all__ = [
     "reference_attention",
     "varlen_attention",
 ]
-
-AttentionPath = Literal["native", "triton", "torch"]
 
 
 def attention_path(device: torch.device, dtype: torch.dtype) -> AttentionPath:

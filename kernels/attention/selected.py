@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .paged import AttentionPath, NewRows, PagedStep, attend, paged_attention
+from .paged import attend, paged_attention
 from .selection import SelectedKeys
-from .step import RowLayout, ScoreRule
+from .step import AttentionPath, NewRows, PagedStep, RowLayout, ScoreRule
 
 _BUDGET = 1 << 22  # numbers of gathered keys that the backward holds at a time
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..machine import native
-from .step import RowLayout, refuse_layout
+from .step import AttentionPath, RowLayout, refuse_layout
 
 SOURCE = "attention/select_keys.cpp"
 _BUDGET = 1 << 22  # products that the PyTorch path holds at a time
@@ -28,7 +28,7 @@ _BUDGET = 1 << 22  # products that the PyTorch path holds at a time
 
 @dataclass(frozen=True)
 class IndexQueries:
-    """What an indexer asks of each row."""
+    """The questions of an indexer, one for each row."""
 
     query: Tensor  # [N, H, D] float32
     weight: Tensor  # [N, H] float32
@@ -62,23 +62,29 @@ def select_keys(
     keys: Tensor,
     layout: RowLayout,
     *,
-    is_native: bool,
+    path: AttentionPath,
     fresh: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> SelectedKeys:
     """Select keys [num_blocks, block_size, D] for a step's rows, or [N, 1, D] for packed ones.
 
-    fresh [N, D] with slots int64 [N]: the keys of the rows, written there first. is_native: by the C++ kernel, which
-    needs a CPU, float32 or bfloat16. Raises ValueError for a layout that does not fit.
+    fresh [N, D] with slots int64 [N]: the keys of the rows, written there first. path: that of the attention. Raises
+    ValueError for a layout that does not fit; on a GPU its contents are not checked.
     """
     if fresh is not None and fresh.dtype != keys.dtype:
         raise ValueError(f"select_keys: the new keys are {fresh.dtype}, the others {keys.dtype}")
-    if is_native:
+    if path == "native":
         return _select_native(asked, keys, layout, fresh, slots)
     if fresh is not None and slots is not None:
         write_rows(fresh, keys, slots)
     places, counts = _places_seen(layout, keys.shape[1], len(asked.query))
-    return _best(_scores(asked, keys.flatten(0, 1), places, counts), places, counts, asked.most)
+    if path == "triton":
+        from .triton_selection import triton_scores  # imports Triton, which may not be installed
+
+        scores = triton_scores(asked.query, asked.weight, asked.scale, keys.flatten(0, 1), places, counts)
+    else:
+        scores = _scores(asked, keys.flatten(0, 1), places, counts)
+    return _best(scores, places, counts, asked.most)
 
 
 def write_rows(fresh: Tensor, keys: Tensor, slots: Tensor) -> None:

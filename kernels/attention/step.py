@@ -1,10 +1,12 @@
 """The arguments of an attention call: the layout of its rows and keys, and the rule for its scores."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+AttentionPath = Literal["native", "triton", "torch"]
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,8 @@ def in_pieces(
     device, outs = hosted.device, []
     steps = list(zip(PIECES, BESIDE, accumulate(PIECES), accumulate(BESIDE), strict=True))
     num_blocks = 1 + max(map(max, _BLOCKS))
-    keys, values, index_keys, states = step_pools(hosted.kv_shapes, hosted.state_shapes, num_blocks, _BLOCK_SIZE, 5, device)
+    pools = step_pools(hosted.kv_shapes, hosted.state_shapes, num_blocks, _BLOCK_SIZE, 5, device)
+    keys, values, index_keys, states = pools
     with hosted.rollout_phase(), torch.inference_mode():
         for index, (size, beside, end, other_end) in enumerate(steps):
             first = end - size

@@ -7,9 +7,10 @@ D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from transformers.masking_utils import causal_mask_function
 
 from ...kernels.attention.paged import AttentionPath, NewRows, PagedStep, paged_attention, varlen_attention
 from ...kernels.attention.selected import selected_attention, selected_attention_in_step
-from ...kernels.attention.selection import SelectedKeys, select_keys, sees_more_than, write_rows
+from ...kernels.attention.selection import SelectedKeys, sees_more_than, select_keys, write_rows
 from ...kernels.attention.step import RowLayout
 from ...kernels.layers.rotary import rotary_into_cache
 from .layer_probe import PROBING, KVShape, LayerProbe, MaskFunction
@@ -120,13 +121,7 @@ def hosted_attention(
     """
     step = others.pop(STEP_KEYWORD, None)
     rotation, query, key = _unrotated(step, query, key) if IS_USED else (None, query, key)
-    unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS)
-    if unknown:
-        raise ValueError(f"{type(module).__name__} asks its attention for {', '.join(unknown)}: not supported")
-    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
-        raise ValueError(f"{type(module).__name__} is not causal: not supported")
-    if dropout:
-        raise ValueError(f"attention dropout ({dropout}) would make the trainer differ from the engine: set it to 0")
+    _refuse_call(module, others, dropout)
     batch, num_heads, num_rows, head_dim = query.shape
     if key.shape[2] != num_rows:
         raise ValueError(
@@ -146,23 +141,44 @@ def hosted_attention(
         out = _with_rotation(rotation, value, step, cast(int, module.layer_idx), options)
         return out.view(batch, num_rows, num_heads, value.shape[3]), None
     rows = [t.transpose(1, 2).reshape(batch * num_rows, t.shape[1], t.shape[3]) for t in (query, key, value)]
+    layer = cast(int, getattr(module, "layer_idx", None))  # the probe refuses a module without
     if isinstance(step, StepContext):
-        out = _in_step(rows, step, cast(int, module.layer_idx), options, indices)
+        out = _in_step(rows, step, layer, options, indices)
     else:
         if isinstance(step, LayerProbe):
-            is_its = indices is not None and indices.layer == module.layer_idx
-            index_dim = indices.keys.shape[1] if indices is not None and is_its else 0
-            shape = KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, index_dim)
-            step.attention_called(module, shape, sliding_window, attention_mask)
+            step.attention_called(module, _kv_shape(key, value, indices, layer), sliding_window, attention_mask)
         if PROBING.get() is not None:
             attention_mask = None  # it may be the probe's own
         query_start = _query_start(attention_mask, cu_seq_lens_q, batch, num_rows, query.device)
-        selected = None if indices is None else _selected(indices, RowLayout(query_start, None, None), path)
-        if selected is None:
-            out = varlen_attention(rows[0], rows[1], rows[2], query_start, **options)
-        else:
-            out = selected_attention(rows[0], rows[1], rows[2], selected, **_without_window(options))
+        out = _packed(rows, query_start, options, indices)
     return out.view(batch, num_rows, num_heads, value.shape[3]), None
+
+
+def _refuse_call(module: nn.Module, others: Mapping[str, object], dropout: float) -> None:
+    """Raise ValueError for keywords that are not known, for attention that is not causal, and for dropout."""
+    unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS)
+    if unknown:
+        raise ValueError(f"{type(module).__name__} asks its attention for {', '.join(unknown)}: not supported")
+    if others.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise ValueError(f"{type(module).__name__} is not causal: not supported")
+    if dropout:
+        raise ValueError(f"attention dropout ({dropout}) would make the trainer differ from the engine: set it to 0")
+
+
+def _kv_shape(key: Tensor, value: Tensor, choice: IndexChoice | None, layer: int) -> KVShape:
+    """Return the shape of a layer's KV of one token, with the keys of its indexer if it has one of its own."""
+    index_dim = 0 if choice is None or choice.layer != layer else choice.keys.shape[1]
+    return KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, index_dim)
+
+
+def _packed(rows: list[Tensor], query_start: Tensor, options: _KernelOptions, choice: IndexChoice | None) -> Tensor:
+    """Attend with query, key and value rows [N, heads, D] of packed sequences -> [N, H, D]."""
+    path = options["path"]
+    selected = None if choice is None else _selected(choice, RowLayout(query_start, None, None), path)
+    if selected is None:
+        return varlen_attention(rows[0], rows[1], rows[2], query_start, **options)
+    rule = {name: value for name, value in options.items() if name != "window"}
+    return selected_attention(rows[0], rows[1], rows[2], selected, **rule)  # type: ignore[arg-type]
 
 
 def _unrotated(step: object, query: Tensor, key: Tensor) -> tuple[Rotation | None, Tensor, Tensor]:
@@ -214,22 +230,17 @@ def _selected(
     """Return the keys of each row, and write the rows' own index keys in a step; None where all rows see all keys."""
 
     def select() -> SelectedKeys | None:
-        is_native = path == "native"
         if step is None:
             if not sees_more_than(layout, 1, choice.asked.most):
                 return None
-            return select_keys(choice.asked, choice.keys[:, None], layout, is_native=is_native)
+            return select_keys(choice.asked, choice.keys[:, None], layout, path=path)
         cache = _index_cache(choice, step)
         if not sees_more_than(layout, cache.shape[1], choice.asked.most):
             write_rows(choice.keys, cache, step.slots)
             return None
-        return select_keys(choice.asked, cache, layout, is_native=is_native, fresh=choice.keys, slots=step.slots)
+        return select_keys(choice.asked, cache, layout, path=path, fresh=choice.keys, slots=step.slots)
 
     return choice.selected(select)
-
-
-def _without_window(options: _KernelOptions) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "window"}
 
 
 # -- the plain call ----------------------------------------------------------------------------------------------------
@@ -259,7 +270,7 @@ def hosted_mask(
     *,
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
-    mask_function: MaskFunction | None = None,
+    mask_function: Callable[..., Tensor | bool] | None = None,
     local_size: int | None = None,
     use_vmap: bool = False,
     **_: object,
@@ -272,7 +283,7 @@ def hosted_mask(
     """
     probe = PROBING.get()
     if probe is not None and attention_mask is None:
-        return probe.mask_made(None if use_vmap else mask_function, local_size)
+        return probe.mask_made(None if use_vmap else cast(MaskFunction | None, mask_function), local_size)
     if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
         raise ValueError("attention_mask has padding before tokens: pad on the right")
     if allow_is_causal_skip:

@@ -192,9 +192,7 @@ class _Proof:
         ids, positions, slots, paged = _tensors(step)
         layout = PagedStep(*(tensor.to(device) for tensor in paged))
         caches = self._cache.keys, self._cache.values
-        context = StepContext(
-            slots.to(device), layout, *caches, ends_at=ends_at, index_caches=self._cache.index_keys
-        )
+        context = StepContext(slots.to(device), layout, *caches, ends_at=ends_at, index_caches=self._cache.index_keys)
         return ids.to(device), positions.to(device), context
 
     def _drawn(self, draws: Sequence[_Draw], logits: Tensor) -> tuple[np.ndarray, np.ndarray]:

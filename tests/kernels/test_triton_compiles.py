@@ -31,6 +31,7 @@ BY_PARTS = ("digests, 4 bytes side by side", "digests, single bytes")  # compile
 # a binary for each tile and kind of step; they add alike, as other tests and the self-test say.
 SUMMING = {
     "attention.triton_kernels": {"_merge_kernel"},
+    "attention.triton_selection": {"_score_kernel"},
     "sampling.triton_scan": {"_scan_kernel"},
     "layers.triton_head_norms": {"_head_kernel"},
     "layers.triton_rms_norm": {"_forward_kernel"},

@@ -74,6 +74,7 @@ print(json.dumps({"linear": guarantee.linear, "attention": guarantee.attention, 
         pytest.param("float32", "qwen3", marks=pytest.mark.exhaustive),
         pytest.param("float32", "gemma2", marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", "gemma3", marks=pytest.mark.exhaustive),
+        pytest.param("float32", "glm_moe_dsa", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_engine_on_all_triton_kernels_at_once_keeps_the_trainers_bits(dtype, family):

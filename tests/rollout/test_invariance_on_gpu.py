@@ -24,7 +24,7 @@ from lockstep.tests.rollout.test_invariance_table import (
 )
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-FAMILIES = ("qwen3", "llama", "gemma2", "olmo2", "gpt_oss", "qwen3_moe")
+FAMILIES = ("qwen3", "llama", "gemma2", "olmo2", "gpt_oss", "qwen3_moe", "glm_moe_dsa")
 WAYS: dict[str, dict[str, object]] = {
     "batch": {"prefix_cache": False}, "plain steps": {"cuda_graph_batch_sizes": ()},
     "chunks of 1": {"chunked_prefill_size": 1, "prefix_cache": False}, "chunks of 7": {"chunked_prefill_size": 7},
@@ -93,7 +93,7 @@ def test_the_columns_own_code_holds_on_a_cpu(make_model, restore_threads, dtype:
     check_column(model, WAYS, [[5], *[prompt[:70] for prompt in PROMPTS[1:]]])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma2", "olmo_hybrid", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "olmo2", "gemma2", "olmo_hybrid", "qwen3_moe", "glm_moe_dsa"])
 def test_sums_and_norms_that_wait_as_on_a_gpu_change_no_bit(make_model, restore_threads, monkeypatch, family: str):
     torch.set_num_threads(1)
     model = make_model(family, torch.bfloat16)

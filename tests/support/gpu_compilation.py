@@ -21,7 +21,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from lockstep.kernels.attention import triton_gradients
+from lockstep.kernels.attention import triton_gradients, triton_selection
 from lockstep.kernels.attention import triton_kernels as triton_attention
 from lockstep.kernels.attention.step import RowLayout, ScoreRule
 from lockstep.kernels.layers import triton_head_norms, triton_rms_norm, triton_rotary, triton_swiglu
@@ -186,6 +186,14 @@ def recurrences(dtype: torch.dtype, by_channel: bool) -> None:
         triton_recurrent.causal_conv(x, weight, None, None, starts, "silu")
 
 
+def selections(dtype: torch.dtype) -> None:
+    for rows, length, first in ((1, 64, 0), (3, 100, 1), (16, 4097, 3)):
+        query, weight = torch.zeros(rows, 64, 128), torch.zeros(rows, 64)
+        keys = torch.zeros(1000 * 128 + 3, dtype=dtype)[first : first + 128_000].view(1000, 128)
+        places, counts = torch.zeros(rows, length, dtype=torch.int64), torch.ones(rows, dtype=torch.int64)
+        triton_selection.triton_scores(query, weight, 0.1, keys, places, counts)
+
+
 def digests(dtype: torch.dtype, cols: int) -> None:
     triton_sha256.triton_tile_hashes([(torch.zeros(1, 8, 2, cols, dtype=dtype), 1, cols)])
 
@@ -193,6 +201,8 @@ def digests(dtype: torch.dtype, cols: int) -> None:
 PLAIN, RICH = ScoreRule(0.1, None, None), ScoreRule(0.1, 4096, 30.0)
 HALF, FULL = torch.bfloat16, torch.float32
 LAUNCHES: dict[str, Callable[[], None]] = {
+    "selections, bfloat16": lambda: selections(HALF),
+    "selections, float32": lambda: selections(FULL),
     "linear, few rows, bfloat16": lambda: linear(HALF, (1, 2, 16, 100)),
     "linear, few rows, float16": lambda: linear(torch.float16, (1, 33), has_bias=True),
     "linear, many rows, bfloat16": lambda: linear(HALF, (128, 300)),

@@ -38,6 +38,15 @@ def is_indexer(module: nn.Module) -> bool:
     return hasattr(module, "layer_idx") and _CACHE in inspect.signature(code).parameters
 
 
+def freeze_indexers(root: nn.Module) -> int:
+    """Freeze the parameters of a module's indexers, which get no gradients: their models select keys without. DDP, for
+    one, waits for the gradient of every parameter that is not frozen. Returns the number of indexers."""
+    found = [part for part in root.modules() if is_indexer(part)]
+    for part in found:
+        part.requires_grad_(False)
+    return len(found)
+
+
 def indexer_forward(module: nn.Module) -> Forward | None:
     """Return the forward of an indexer that gives an `IndexChoice`; None for any other module."""
     if not is_indexer(module):
@@ -48,8 +57,11 @@ def indexer_forward(module: nn.Module) -> Forward | None:
     def run(*args: Any, **named: Any) -> IndexChoice:
         cache, given = _Cache(module), signature.bind(*args, **named)
         given.arguments[_CACHE] = cache
-        with torch.no_grad():
-            found = own(*given.args, **given.kwargs)
+        try:
+            with torch.no_grad():
+                found = own(*given.args, **given.kwargs)
+        except (AttributeError, IndexError, TypeError) as error:
+            cache.refuse(f"scores keys in another way than is known here ({type(error).__name__}: {error})")
         if not isinstance(found, IndexChoice):
             cache.refuse("returns something else than positions")
         return found
@@ -58,7 +70,7 @@ def indexer_forward(module: nn.Module) -> Forward | None:
 
 
 class _Cache:
-    """What an indexer sees of the cache."""
+    """The cache as an indexer sees it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._name, self.layer = type(module).__name__, cast(int, module.layer_idx)

@@ -60,7 +60,7 @@ def test_every_sample_is_proven_from_its_receipt_alone(make_service, settings):
     assert report.exit_code == 0 and "12 of 12 samples proven equal" in list(report.lines())[-1]
 
 
-@pytest.mark.parametrize("family", ["gemma2", "llama", "qwen3_moe", "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma2", "llama", "qwen3_moe", "qwen3_next", "gpt_oss", "glm_moe_dsa"])
 def test_families_are_proven(make_service, family):
     service = make_service(family)
     receipts = receipts_of(service, SamplingParams(max_new_tokens=9, n=2))

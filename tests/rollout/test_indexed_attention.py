@@ -1,0 +1,217 @@
+"""Families whose rows attend to the keys that an indexer selects (DeepSeek Sparse Attention), hosted bit for bit.
+
+The models select 12 keys a row (random_models.py), and the prompts are longer.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from lockstep.kernels.sampling.logprobs import selected_logprobs
+from lockstep.rollout.completion import Completion
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.request_options import RequestOptions
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.rollout.speculation.drafting import Case, Oracle, counts, draft_always, outputs_of, play
+from lockstep.tests.support.covering import covering
+
+FAMILIES = ["deepseek_v32", "glm_moe_dsa"]  # each layer has an indexer; the second shares the first one's selection
+STEM = [(11 * i + 3) % 250 for i in range(40)]
+PROMPTS = [[3, 17, 90, 4, 55], [*STEM, 1, 2, 3], [249], [*STEM, *((7 * i) % 250 for i in range(1, 51))]]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(restore_threads):
+    torch.set_num_threads(1)
+
+
+def make_engine(model: PreTrainedModel, **config: object) -> Engine:
+    settings = {"kv_cache": "64 blocks", "max_num_seqs": 4, "max_num_batched_tokens": 256, **config}
+    return Engine(model.train(), EngineConfig(**settings))
+
+
+def params(num_new: int = 20) -> SamplingParams:
+    return SamplingParams(max_new_tokens=num_new, temperature=0.7, sampling_seed=5)
+
+
+def assert_trainers_bits(engine: Engine, completions: list[Completion]) -> None:
+    for c in completions:
+        ids = torch.tensor([c.prompt_ids + c.token_ids])
+        with engine.model.training_numerics():
+            logits = engine.model.module(ids, use_cache=False).logits[0, c.num_prompt_tokens - 1 : -1]
+        assert logits.requires_grad
+        assert list(c.logprobs) == selected_logprobs(logits, torch.tensor(c.token_ids), 0.7).tolist()
+
+
+def record(completions: list[Completion]) -> list[tuple]:
+    return [(c.token_ids, c.logprobs) for c in completions]
+
+
+@covering(1, rest="slow", family=FAMILIES, dtype=DTYPES, chunk=[1, 13, 100])
+def test_chunks_neighbours_and_prefix_hits_keep_the_trainers_bits(make_model, family, dtype, chunk):
+    engine = make_engine(make_model(family, dtype), chunked_prefill_size=chunk)
+    cold = engine.generate(PROMPTS, params())
+    assert_trainers_bits(engine, cold)
+    hit = engine.generate(PROMPTS, params())
+    assert [c.num_cached_tokens for c in hit] == [0, 32, 0, 80] and record(hit) == record(cold)
+    engine.flush_cache()
+    assert record([engine.generate(p, params())[0] for p in PROMPTS[::-1]][::-1]) == record(cold)
+
+
+def test_the_selection_matters_and_is_that_of_the_models_own_code(make_model):
+    model = make_model("glm_moe_dsa", attn_implementation="eager")
+    engine = make_engine(model)
+    completions = engine.generate(PROMPTS, SamplingParams(max_new_tokens=12, temperature=0.0))
+    model.eval()
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert list(completion.token_ids) == expected[0, len(prompt) :].tolist()
+        with torch.no_grad():
+            logits = model(expected[:, :-1]).logits[0, len(prompt) - 1 :]
+        logprobs = torch.log_softmax(logits, -1).gather(-1, expected[0, len(prompt) :, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs, atol=2e-5, rtol=1e-4)
+    every = make_engine(make_model("glm_moe_dsa", index_topk=512))
+    of_all = every.generate(PROMPTS, SamplingParams(max_new_tokens=12, temperature=0.0))
+    alike = [a.logprobs == b.logprobs for a, b in zip(completions, of_all, strict=True)]
+    assert not any(alike[1::2])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_and_padded_rows_and_checkpoints_of_the_trainer_have_the_same_bits(make_model, family):
+    model = make_model(family)
+    engine = make_engine(model)
+    rows = [torch.tensor(PROMPTS[3]), torch.tensor(PROMPTS[1]), torch.tensor(PROMPTS[0])]
+    with engine.model.training_numerics():
+        alone = [model(ids[None], use_cache=False).logits[0] for ids in rows]
+        starts = torch.tensor([0, *(len(ids) for ids in rows)]).cumsum(0).int()
+        positions = torch.cat([torch.arange(len(ids)) for ids in rows])
+        packed = model(
+            torch.cat(rows)[None], position_ids=positions[None], cu_seq_lens_q=starts, cu_seq_lens_k=starts,
+            max_length_q=90, max_length_k=90, use_cache=False,
+        ).logits[0]  # fmt: skip
+        assert torch.equal(packed, torch.cat(alone))
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        mask = torch.arange(padded.shape[1]) < torch.tensor([len(ids) for ids in rows])[:, None]
+        logits = model(padded, attention_mask=mask.long(), use_cache=False).logits
+        assert torch.equal(torch.cat([logits[i, : len(ids)] for i, ids in enumerate(rows)]), packed)
+        with pytest.raises(ValueError, match="pass cu_seq_lens_q"):
+            model(torch.cat(rows)[None], position_ids=positions[None], use_cache=False)
+    found = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        with engine.model.training_numerics():
+            loss = model(rows[0][None], use_cache=False).logits.float().logsumexp(-1).square().mean()
+            loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_gradients_are_those_of_the_models_own_attention_and_the_indexer_has_none(make_model):
+    model = make_model("deepseek_v32", attn_implementation="eager")
+    engine, ids = make_engine(model), torch.tensor([PROMPTS[3]])
+
+    def gradients() -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        model(ids, use_cache=False).logits.float().logsumexp(-1).square().mean().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    own = gradients()
+    with engine.model.training_numerics():
+        found = gradients()
+    assert found.keys() == own.keys() and not any("indexer" in name for name in found)
+    for name, gradient in own.items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-4 * float(gradient.abs().max()), rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_retractions_before_any_step_and_a_scarce_pool_change_no_bit(make_model, family):
+    engine = make_engine(make_model(family), chunked_prefill_size=30)
+    expected = record(engine.generate(PROMPTS, params()))
+    for each in (3, 5):
+        engine.flush_cache()
+        ids = [engine.add(p, params())[0] for p in PROMPTS]
+        answers, num_steps = {}, 0
+        while engine.has_work:
+            if num_steps % each == each - 1:
+                engine.pause_generation("retract")
+                engine.continue_generation()
+            answers |= {c.id: c for c in engine.step()}
+            num_steps += 1
+        assert record([answers[id] for id in ids]) == expected
+    scarce = make_engine(make_model(family), kv_cache="12 blocks", chunked_prefill_size=30, admission_ratio=0)
+    squeezed = scarce.generate(PROMPTS, params())
+    assert record(squeezed) == expected and sum(c.num_retractions for c in squeezed) >= 1
+
+
+@pytest.mark.parametrize("spoil", ["right", "part", "wrong"])
+def test_drafts_change_no_bit(make_model, spoil):
+    cases = [Case(p, params(), RequestOptions(logprob_start_len=0)) for p in PROMPTS]
+    expected = play(make_engine(make_model("glm_moe_dsa"), speculation="off"), cases)
+    engine = make_engine(make_model("glm_moe_dsa"))
+    draft_always(engine, Oracle(outputs_of(expected), 256, spoil))
+    assert play(engine, cases) == expected
+    assert counts(engine)[0] > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decode_steps_are_recorded(make_model, family):
+    engine = make_engine(make_model(family), speculation="off")
+    with engine.model.rollout_phase():
+        answers = engine.generate(PROMPTS, params(40))
+    trusted = {size: step.is_trusted for (size, _), step in engine.parts.runner._graphs._records.items()}
+    assert trusted[4] is True and False not in trusted.values()
+    assert_trainers_bits(engine, answers)
+
+
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_several_ranks_give_the_bits_of_one(make_model, run_world, family, tp, pp):
+    kinds = {"indexer_types": ["full", "shared", "full", "shared"]} if family == "glm_moe_dsa" else {}
+    model = make_model(family, num_hidden_layers=4, mlp_layer_types=["dense", "sparse"] * 2, **kinds)
+    common = {"chunked_prefill_size": 13, "k_blocks": tp}
+    wanted = record(make_engine(model, **common).generate(PROMPTS, params()))
+
+    def rank(rank: int) -> object:
+        engine = make_engine(model, tp=tp, pp=pp, **common)
+        found = record(engine.generate(PROMPTS if engine.is_controller else None, params()))
+        engine.close()
+        return found
+
+    assert run_world(2, rank) == [wanted] * 2
+
+
+def test_a_pool_has_room_for_the_indexers_keys(make_model):
+    shape, *_ = make_engine(make_model("deepseek_v32")).model.kv_shapes
+    assert shape.index_dim == 24
+    engine = make_engine(make_model("glm_moe_dsa"))
+    assert [s.index_dim for s in engine.model.kv_shapes] == [24, 0, 24]
+    per_token = sum((s.key_dim + s.value_dim) * s.num_kv_heads + s.index_dim for s in engine.model.kv_shapes) * 4
+    assert engine.state()["kv_bytes"] == 64 * 16 * per_token
+    kv = engine.parts.kv_cache
+    kv.release()
+    assert not kv.tensors and kv.num_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("model_type", "says"),
+    [
+        ("qwen4_exp_text", "Qwen4ExpTextQSAIndexer scores keys in another way than is known here"),
+        ("glm5_next", "Glm5NextTextIndexer asks the cache for layers: not supported"),
+    ],
+)
+def test_indexers_that_score_otherwise_are_refused_by_name(model_type, says):
+    from lockstep.tests.families.configs import tiny_config
+
+    if model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {model_type}")
+    kind = transformers.AutoModelForImageTextToText if model_type == "glm5_next" else transformers.AutoModelForCausalLM
+    model = kind.from_config(tiny_config(model_type))
+    with pytest.raises(ValueError, match=says):
+        make_engine(model)
