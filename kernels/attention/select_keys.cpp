@@ -5,8 +5,9 @@
 // last. So is the selection, whatever rows and threads are beside it.
 // Letters: N rows of a step, S sequences, H heads of the indexer, D their width, K keys that a row may select.
 #include <algorithm>
-#include <cmath>
+#include <functional>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "machine/packed.h"
@@ -16,7 +17,7 @@ using namespace simd;
 
 namespace {
 
-constexpr int KEYS = 8;  // that are multiplied with one load of the queries
+constexpr int ROWS = 8, HEADS = 8;  // rows of a sequence that share a tile of W keys, and heads that share its registers
 
 struct Problem {
   const float* query;           // [N, H, D]
@@ -39,67 +40,73 @@ struct Problem {
 };
 
 struct Scratch {
-  std::vector<float> query, keys, scores;  // [D, padded heads], [D, KEYS], [context]
-  std::vector<int32_t> order;
-  std::vector<uint8_t> is_selected;
+  std::vector<float> keys, scores, sorted;  // [D, W], [ROWS, context in whole tiles], [context]
 };
 
+// Adds weight * max(0, scale * query . key) of `COUNT` heads to the totals of W keys, one head after the other.
+template <int COUNT>
+Floats add_heads(const Problem& p, const float* query, const float* weight, const float* keys, Floats total) {
+  Floats dot[COUNT];
+  for (int j = 0; j < COUNT; j++) dot[j] = splat(0.0f);
+  for (int64_t d = 0; d < p.width; d++) {
+    const Floats key = load(keys + d * W);
+    for (int j = 0; j < COUNT; j++) dot[j] = fused(splat(query[j * p.width + d]), key, dot[j]);
+  }
+  for (int j = 0; j < COUNT; j++) {
+    const Floats scaled = dot[j] * splat(p.scale);
+    const Floats positive = scaled < splat(0.0f) ? splat(0.0f) : scaled;  // a NaN stays
+    total = total + splat(weight[j]) * positive;
+  }
+  return total;
+}
+
+// Scores the keys of a sequence for `count` of its rows, the first of which sees `num_keys` of them, each next one more.
 template <typename T>
-void score_keys(const Problem& p, int64_t row, int64_t s, int64_t num_keys, Scratch& m) {
-  const int64_t D = p.width, H = p.heads, padded = (H + W - 1) / W * W;
-  const float* query = p.query + row * H * D;
-  m.query.assign(D * padded, 0.0f);
-  for (int64_t h = 0; h < H; h++)
-    for (int64_t d = 0; d < D; d++) m.query[d * padded + h] = query[h * D + d];
-  m.keys.resize(D * KEYS);
-  m.scores.resize(num_keys + KEYS);
-  const float* weight = p.weight + row * H;
-  for (int64_t first = 0; first < num_keys; first += KEYS) {
-    for (int64_t j = 0; j < KEYS; j++) {
-      const T* key = (const T*)p.cache + p.slot(s, std::min(first + j, num_keys - 1)) * D;
-      for (int64_t d = 0; d < D; d++) m.keys[d * KEYS + j] = scalar(key[d]);
+void score_keys(const Problem& p, int64_t row, int64_t count, int64_t s, int64_t num_keys, Scratch& m) {
+  const int64_t D = p.width, H = p.heads, last = num_keys + count - 1, stride = (last + W - 1) / W * W;
+  m.keys.resize(D * W);
+  m.scores.resize(count * stride);
+  for (int64_t first = 0; first < last; first += W) {
+    for (int64_t j = 0; j < W; j++) {
+      const T* key = (const T*)p.cache + p.slot(s, std::min(first + j, last - 1)) * D;
+      for (int64_t d = 0; d < D; d++) m.keys[d * W + j] = scalar(key[d]);
     }
-    float total[KEYS] = {};
-    for (int64_t h = 0; h < padded; h += W) {
-      Floats dot[KEYS];
-      for (int j = 0; j < KEYS; j++) dot[j] = splat(0.0f);
-      for (int64_t d = 0; d < D; d++) {
-        const Floats q = load(m.query.data() + d * padded + h);
-        for (int j = 0; j < KEYS; j++) dot[j] = fused(splat(m.keys[d * KEYS + j]), q, dot[j]);
-      }
-      const int64_t count = std::min<int64_t>(W, H - h);
-      for (int j = 0; j < KEYS; j++)
-        for (int64_t i = 0; i < count; i++) {
-          const float scaled = dot[j][i] * p.scale;
-          total[j] += weight[h + i] * (scaled > 0.0f || std::isnan(scaled) ? scaled : 0.0f);
-        }
+    for (int64_t i = 0; i < count; i++) {
+      if (first >= num_keys + i) continue;
+      const float *query = p.query + (row + i) * H * D, *weight = p.weight + (row + i) * H;
+      Floats total = splat(0.0f);
+      int64_t h = 0;
+      for (; h + HEADS <= H; h += HEADS) total = add_heads<HEADS>(p, query + h * D, weight + h, m.keys.data(), total);
+      for (; h < H; h++) total = add_heads<1>(p, query + h * D, weight + h, m.keys.data(), total);
+      // As torch.topk, a NaN is above all numbers.
+      store(m.scores.data() + i * stride + first, total != total ? splat(std::numeric_limits<float>::infinity()) : total);
     }
-    // As torch.topk, a NaN is above all numbers.
-    for (int j = 0; j < KEYS; j++)
-      m.scores[first + j] = std::isnan(total[j]) ? std::numeric_limits<float>::infinity() : total[j];
   }
 }
 
-template <typename T>
-void select_for_row(const Problem& p, int64_t s, int64_t row, Scratch& m) {
-  const int64_t num_keys = p.context(s) - p.starts[s + 1] + row + 1;
-  int32_t* places = p.places + row * p.most;
-  p.counts[row] = (int32_t)std::min(num_keys, p.most);
-  if (num_keys <= p.most) {
-    for (int64_t i = 0; i < num_keys; i++) places[i] = (int32_t)p.slot(s, i);
-    return;
-  }
-  score_keys<T>(p, row, s, num_keys, m);
-  m.order.resize(num_keys);
-  for (int64_t i = 0; i < num_keys; i++) m.order[i] = (int32_t)i;
-  const float* scores = m.scores.data();
-  std::nth_element(m.order.begin(), m.order.begin() + p.most, m.order.end(), [scores](int32_t a, int32_t b) {
-    return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
-  });
-  m.is_selected.assign(num_keys, 0);
-  for (int64_t i = 0; i < p.most; i++) m.is_selected[m.order[i]] = 1;
+// Writes the places of the best of `num_keys` keys of a sequence, in the order of their positions.
+void write_best(const Problem& p, int64_t s, int64_t num_keys, const float* scores, int32_t* places, Scratch& m) {
+  m.sorted.assign(scores, scores + num_keys);
+  const auto last = m.sorted.begin() + p.most - 1;
+  std::nth_element(m.sorted.begin(), last, m.sorted.end(), std::greater<float>());
+  const float lowest = *last;
+  int64_t left = p.most - std::count_if(m.sorted.begin(), last, [lowest](float score) { return score > lowest; });
   for (int64_t i = 0; i < num_keys; i++)
-    if (m.is_selected[i]) *places++ = (int32_t)p.slot(s, i);
+    if (scores[i] > lowest || (scores[i] == lowest && left-- > 0)) *places++ = (int32_t)p.slot(s, i);
+}
+
+template <typename T>
+void select_for_rows(const Problem& p, int64_t s, int64_t row, int64_t count, Scratch& m) {
+  const int64_t seen = p.context(s) - p.starts[s + 1] + row + 1;  // by the first row
+  const int64_t alike = std::clamp<int64_t>(p.most - seen + 1, 0, count);  // rows that see no more than they select
+  for (int64_t i = 0; i < count; i++) p.counts[row + i] = (int32_t)std::min(seen + i, p.most);
+  for (int64_t i = 0; i < alike; i++)
+    for (int64_t key = 0; key < seen + i; key++) p.places[(row + i) * p.most + key] = (int32_t)p.slot(s, key);
+  if (alike == count) return;
+  score_keys<T>(p, row + alike, count - alike, s, seen + alike, m);
+  const int64_t stride = (int64_t)m.scores.size() / (count - alike);
+  for (int64_t i = alike; i < count; i++)
+    write_best(p, s, seen + i, m.scores.data() + (i - alike) * stride, p.places + (row + i) * p.most, m);
 }
 
 template <typename T>
@@ -107,11 +114,14 @@ void select_all(const Problem& p, int64_t num_rows, int threads) {
   if (p.fresh)
     for (int64_t i = 0; i < num_rows; i++)
       memcpy((T*)p.cache + p.slots[i] * p.width, (const T*)p.fresh + i * p.width, p.width * sizeof(T));
+  std::vector<std::pair<int64_t, int64_t>> runs;  // the sequence and the first row of each
+  for (int64_t s = 0; s < p.num_sequences; s++)
+    for (int64_t row = p.starts[s]; row < p.starts[s + 1]; row += ROWS) runs.push_back({s, row});
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < num_rows; row++) {
+  for (size_t i = 0; i < runs.size(); i++) {
     static thread_local Scratch memory;
-    const int64_t s = std::upper_bound(p.starts, p.starts + p.num_sequences + 1, (int32_t)row) - p.starts - 1;
-    select_for_row<T>(p, s, row, memory);
+    const auto [s, row] = runs[i];
+    select_for_rows<T>(p, s, row, std::min<int64_t>(ROWS, p.starts[s + 1] - row), memory);
   }
 }
 
