@@ -49,7 +49,9 @@ class Streamed:
 
 
 @dataclass(eq=False, slots=True)
-class _Mailbox:
+class Mailbox:
+    """The output of one request that its call has not taken."""
+
     wants_chunks: bool  # every chunk, not only the answer
     listener: Listener | None = None  # receives the chunks instead of `chunks`
     chunks: list[StreamChunk] = field(default_factory=list)
@@ -60,7 +62,7 @@ class Mailboxes:
     """One mailbox per request that a call waits for. The engine posts under its lock; the call or a listener takes."""
 
     def __init__(self) -> None:
-        self._boxes: dict[str, _Mailbox] = {}
+        self._boxes: dict[str, Mailbox] = {}
         self._unclaimed: list[Completion] = []  # answers of requests without a mailbox
 
     def __len__(self) -> int:
@@ -68,23 +70,30 @@ class Mailboxes:
 
     # -- for the calls ----------------------------------------------------------------------------------------------
 
-    def open(self, ids: Iterable[str], *, streamed: bool) -> None:
-        """Keep the output of these requests until `close`."""
-        for id in ids:
-            self._boxes[id] = _Mailbox(streamed)
+    def open(self, ids: Iterable[str], *, streamed: bool) -> dict[str, Mailbox]:
+        """Keep the output of these requests until `close`. Returns their mailboxes."""
+        boxes = {id: Mailbox(streamed) for id in ids}
+        self._boxes |= boxes
+        return boxes
 
     def connect(self, ids: Iterable[str], listener: Listener, *, streamed: bool) -> None:
         """Send the output of these requests to the listener until each of them has ended."""
         for id in ids:
-            self._boxes[id] = _Mailbox(streamed, listener)
+            self._boxes[id] = Mailbox(streamed, listener)
 
-    def close(self, id: str) -> None:
-        """Remove the mailbox of this request, if there is one."""
-        self._boxes.pop(id, None)
+    def close(self, id: str, box: Mailbox | None = None) -> None:
+        """Remove the mailbox of this request, if there is one. box: only if it is this one, and not that of a later
+        request of the same id."""
+        if box is None or self.is_open(id, box):
+            self._boxes.pop(id, None)
 
-    def ids_of(self, listeners: Container[Listener]) -> list[str]:
-        """Return the ids of the sequences that these listeners still wait for."""
-        return [id for id, box in self._boxes.items() if box.listener is not None and box.listener in listeners]
+    def is_open(self, id: str, box: Mailbox) -> bool:
+        """Return whether this is still the mailbox of that id."""
+        return self._boxes.get(id) is box
+
+    def of(self, listeners: Container[Listener]) -> dict[str, Mailbox]:
+        """Return the mailboxes of the sequences that these listeners still wait for, by id."""
+        return {id: box for id, box in self._boxes.items() if box.listener is not None and box.listener in listeners}
 
     def take(self, ids: Sequence[str]) -> list[StreamChunk]:
         """Return the chunks in these mailboxes and empty them."""
@@ -138,7 +147,7 @@ class Mailboxes:
         for id in listeners:
             self.close(id)
 
-    def _post(self, box: _Mailbox, request: Request, completion: Completion | None) -> None:
+    def _post(self, box: Mailbox, request: Request, completion: Completion | None) -> None:
         sequence, record, streamed = request.sequence, request.record, box.streamed
         streamed.follow(record)
         first, start = streamed.num_tokens, streamed.num_chars

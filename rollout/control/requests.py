@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -24,7 +24,7 @@ from ..sequences.request import Request, fresh_ids
 from .driver import SLICE, Driver
 from .inbox import Inbox
 from .intake import Intake, Params, Prompt, Settings, as_prompts
-from .mailboxes import Listener, Mailboxes
+from .mailboxes import Listener, Mailbox, Mailboxes
 
 Prompts = Prompt | Sequence[Prompt]
 ManyParams = Params | Sequence[Params]
@@ -117,10 +117,11 @@ class RequestDesk:
         self._driver.process.check()
         with self._driver.lock:
             with self._inbox.lock:
-                ids = self._mailboxes.ids_of(listeners)
+                boxes = self._mailboxes.of(listeners)
+            ids = list(boxes)
             self._driver.take_back(ids)  # all at once, before a command below queues them
         for at in range(0, len(ids), SLICE):  # steps run in between
-            self._let_go(ids[at : at + SLICE])
+            self._let_go(ids[at : at + SLICE], boxes)
         return ids
 
     # -- until the answers are there --------------------------------------------------------------------------------
@@ -306,24 +307,31 @@ class RequestDesk:
         self._driver.kick()
         return groups
 
-    def _let_go(self, ids: Iterable[str]) -> None:
-        """Abort the requests that still run, and remove all mailboxes: no call waits for them any more."""
+    def _let_go(self, ids: Sequence[str], boxes: Mapping[str, Mailbox] | None = None) -> None:
+        """Abort the requests that still run, and remove all mailboxes: no call waits for them any more.
+
+        boxes: their mailboxes. A request that has ended by itself may have a successor of the same id, which stays.
+        """
         if self._driver.process.is_forked:  # of a stream that the parent goes on with
             return
         reason = FinishReason("abort", message="the caller went away")
         with self._driver.lock:
+            if boxes is not None:
+                with self._inbox.lock:
+                    ids = [id for id in ids if self._mailboxes.is_open(id, boxes[id])]
             self._driver.take_back(ids)  # to queue them only to abort them would keep the lock for long
-            live = [id for id in ids if id in self._parts.sequences]
+            live = {id: self._parts.sequences.request(id) for id in ids if id in self._parts.sequences}
             for id in ids:
                 self._mailboxes.close(id)
-            self._mailboxes.open(live, streamed=False)  # their answers are dropped with the boxes
+            unread = self._mailboxes.open(live, streamed=False)  # their answers are dropped with the boxes
         try:
             if live:
-                self._driver.command("abort_request", partial(self._between_steps.abort_listed, live, reason))
+                abort = partial(self._between_steps.abort_listed, live.values(), reason)
+                self._driver.command("abort_request", abort)
         finally:
-            with self._driver.lock:
-                for id in live:
-                    self._mailboxes.close(id)
+            with self._driver.lock, self._inbox.lock:
+                for id, box in unread.items():
+                    self._mailboxes.close(id, box)
 
     def _take_news(self, ids: Sequence[str]) -> list[StreamChunk]:
         with self._driver.lock:

@@ -95,11 +95,11 @@ class BetweenSteps:
             self._loop.abort(request, reason or _aborted(request))
         return AbortReport(tuple(r.id for r in found), () if found else (rid,))
 
-    def abort_listed(self, ids: Iterable[str], reason: FinishReason) -> None:
-        """Abort the requests with these ids that have not ended."""
-        for id in ids:
-            if id in self._sequences:
-                self._loop.abort(self._sequences.request(id), reason)
+    def abort_listed(self, requests: Iterable[Request], reason: FinishReason) -> None:
+        """Abort those of these requests that have not ended. A later request of the same id is another one."""
+        for request in requests:
+            if request.id in self._sequences and self._sequences.request(request.id) is request:
+                self._loop.abort(request, reason)
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
 

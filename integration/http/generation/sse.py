@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections import deque
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from starlette.responses import Response
@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)  # made once, not for each token
-MAX_TAKEN_BACK = 256  # entries of a list; a jump replaces at most so many tokens
 Piece = bytes | bytearray
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -43,19 +42,20 @@ class GrowingList:
 
     def __init__(self) -> None:
         self._json = bytearray()  # without brackets; ASCII
-        self._newest: deque[int] = deque(maxlen=MAX_TAKEN_BACK)  # lengths before each of the last entries
+        self._starts = array("q")  # of the entries, with the comma before each: a commit may take all of them back
 
     def extend(self, values: Iterable[object]) -> None:
         for value in values:
-            self._newest.append(len(self._json))
+            self._starts.append(len(self._json))
             if self._json:
                 self._json += b","
             self._json += dumps(value).encode()
 
     def take_back(self, num: int) -> None:
-        """Remove the last entries, at most MAX_TAKEN_BACK."""
-        for _ in range(num):
-            del self._json[self._newest.pop() :]
+        """Remove the last entries."""
+        if num:
+            del self._json[self._starts[-num] :]
+            del self._starts[-num:]
 
     @property
     def pieces(self) -> tuple[Piece, ...]:

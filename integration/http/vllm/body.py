@@ -166,7 +166,8 @@ def _params(given: dict[str, Any], room: int) -> SamplingParams:
     structured = given.get("structured_outputs")
     if structured is not None and not isinstance(structured, dict):
         raise BadField("sampling_params.structured_outputs", "must be an object")
-    ours |= structured_settings(structured)
+    # A jump by text replaces tokens, which this wire cannot take back; and a stream's tokens are the whole answer's.
+    ours |= structured_settings(structured) | {"jump_forward": "exact"}
     try:
         return SamplingParams.from_dict(ours)
     except ValueError as error:

@@ -158,6 +158,40 @@ def test_a_sequence_that_ends_before_its_caller_has_left_is_passed_over(engine, 
     assert not engine.parts.sequences.requests() and len(engine.mailboxes) == 0
 
 
+@pytest.mark.parametrize("when", ["before the mailboxes are closed", "before the abort", "after the abort"])
+def test_a_retry_of_the_same_id_is_answered_though_its_first_caller_leaves_late(engine, monkeypatch, when):
+    """The first request ends by itself while its caller leaves, and the second comes in between."""
+    first, second, desk = Nobody(), Nobody(), engine.requests
+    [id] = ask(engine, first, 1, "again")
+    engine.step()
+
+    def end_and_ask_again() -> None:
+        engine.abort_request(id)
+        ask(engine, second, 1, "again")
+
+    def around(owner: object, name: str, *, after: bool) -> None:
+        original = getattr(owner, name)
+
+        def run(*arguments: object) -> None:
+            monkeypatch.setattr(owner, name, original)
+            if not after:
+                end_and_ask_again()
+            original(*arguments)
+            if after:
+                ask(engine, second, 1, "again")
+
+        monkeypatch.setattr(owner, name, run)
+
+    if when == "before the mailboxes are closed":
+        around(desk, "_let_go", after=False)
+    else:
+        around(desk._between_steps, "abort_listed", after=when == "after the abort")
+    assert desk.withdraw({first}) == [id]
+    while engine.has_work:
+        engine.step()
+    assert second.num_answers == 1 and len(engine.mailboxes) == 0
+
+
 def test_a_report_is_made_between_slices_of_the_requests_that_a_command_queues(engine, monkeypatch):
     """The command took up all that were posted in one go, with the lock held."""
     ask(engine, Nobody())

@@ -391,6 +391,15 @@ def test_growing_json_is_that_of_the_whole():
     assert json.loads(b"".join(GrowingList().pieces)) == []
 
 
+@pytest.mark.parametrize("num", [0, 1, 256, 257, 600])
+def test_any_number_of_entries_can_be_taken_back(num):
+    numbers = GrowingList()
+    numbers.extend(range(600))
+    numbers.take_back(num)
+    numbers.extend(["new"])
+    assert json.loads(b"".join(numbers.pieces)) == [*range(600 - num), "new"]
+
+
 # -- pauses, aborts, versions ---------------------------------------------------------------------------------------
 
 

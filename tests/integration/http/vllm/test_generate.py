@@ -19,6 +19,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.integration.http.openai.test_openai import TEMPLATE, small_model
+from lockstep.tests.support.random_models import random_model
 
 PROMPT = [5, 17, 9, 31]
 ROUTE = "/inference/v1/generate"
@@ -164,6 +165,21 @@ def test_structured_outputs_stops_and_salts(url):
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
     [salted] = generate(url, cache_salt="a", priority=7, sampling_params={"temperature": 0})["choices"]
     assert salted["token_ids"] == free["token_ids"]
+
+
+def test_a_stream_under_a_grammar_has_the_tokens_of_the_whole_answer(bpe_tokenizer):
+    """Jumps by text replace tokens, which no event of this wire can say."""
+    model = random_model("qwen3", vocab_size=len(bpe_tokenizer))
+    service = RolloutService(Engine(model, EngineConfig(kv_cache=200), tokenizer=bpe_tokenizer))
+    names = {"name": {"type": "string", "maxLength": 4}, "object of the city": {"type": "integer"}}
+    schema = {"type": "object", "properties": names, "required": [*names], "additionalProperties": False}
+    with service.rollout(), serve_in_background(service, HttpConfig(port=0)) as server:
+        for seed in range(8):
+            params = {"max_tokens": 60, "seed": seed, "structured_outputs": {"json": schema}}
+            [whole] = generate(server.url, sampling_params=params)["choices"]
+            parts = [event["choices"][0] for event in streamed(server.url, sampling_params=params)]
+            assert [id for part in parts for id in part["token_ids"]] == whole["token_ids"]
+    service.close()
 
 
 @pytest.mark.parametrize(
