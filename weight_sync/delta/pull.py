@@ -105,8 +105,10 @@ def pull_weights(
             try:
                 record = _assemble(staging, route, target, target_version, deadline)
                 break
-            except DigestMismatch as error:
-                shutil.rmtree(staging)
+            except (DigestMismatch, ValueError) as error:
+                if isinstance(error, ValueError) and not route.is_local:
+                    raise  # of the source; a local base may be that of another run, with other dtypes or shapes
+                shutil.rmtree(staging, ignore_errors=isinstance(error, ValueError))
                 if index == len(routes) - 1:
                     raise
                 logger.warning("pull of version %d from %s: %s; trying another base", target_version, route.base, error)

@@ -146,6 +146,15 @@ def test_a_damaged_local_base_is_noticed_and_the_source_used(tmp_path, source):
     assert holds(local, 3) and not record.is_local_base
 
 
+@pytest.mark.parametrize("change", [lambda t: t.float(), lambda t: t[:3]], ids=["dtypes", "shapes"])
+def test_a_local_base_of_another_run_is_noticed_by_its_tensors_and_the_source_used(tmp_path, source, change):
+    local, elsewhere = tmp_path / "local", tmp_path / "elsewhere"
+    save_folder(version_folder(elsewhere, 2), [(name, change(t)) for name, t in STATES[2].items()], "2")
+    pull_weights(local, elsewhere, 2)
+    record = pull_weights(local, source, 3)
+    assert holds(local, 3) and not record.is_local_base
+
+
 def test_a_damaged_source_is_refused_and_the_local_folder_stays(tmp_path, source):
     local = tmp_path / "local"
     pull_weights(local, source, 2)
