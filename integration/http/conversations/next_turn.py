@@ -43,6 +43,7 @@ class NextTurn:
         """Begin. base: the turn to go on from."""
         self.session, self.params, self.rid = session, params, rid
         self.is_open = True  # counted as open by the session, until its answer is there
+        self.has_ended = False  # also without its answer
         self.kept: Turn | None = None  # the turn that it became
         self.num_reserved = 0  # bytes, see `Store.reserve`
         self._base, self._store = base, store
@@ -111,6 +112,7 @@ class NextTurn:
 
     def end(self) -> None:
         """End the request, answered or not. Call it once."""
+        self.has_ended = True
         self._store.finish(self)
 
     def _history(self) -> list[int]:
@@ -126,6 +128,8 @@ class NextTurn:
         return tokens[:offset] if offset else tokens
 
     def _why_not_kept(self) -> str:
+        if self.has_ended:
+            return "the request has ended without its answer"
         if self.session.has_ended:
             return "the session has ended meanwhile"
         return f"the turn {self._base.rid if self._base else ''!r} was replaced meanwhile"

@@ -109,10 +109,12 @@ class Sessions:
                 self._num_reserved += num_bytes
 
     def keep(self, next_turn: NextTurn, turn: Turn) -> bool:
-        """Add the turn of a request that was answered. Returns False where it has no place: the session has ended, or
-        the turn before it was replaced."""
+        """Add the turn of a request that was answered. Returns False where it has no place: the request has ended
+        without its answer, as where its client left, the session has ended, or the turn before it was replaced."""
         with self.lock:
             session = next_turn.session
+            if not next_turn.is_open:
+                return False
             self._count_no_more(next_turn)  # a client may send the next request before this one's stream is closed
             num_bytes = session.num_bytes
             if session.has_ended or not session.add(turn, replaces=next_turn.params.replace):

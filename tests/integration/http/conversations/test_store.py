@@ -125,6 +125,19 @@ def test_a_request_that_fails_replaces_nothing(sessions):
     assert turn(sessions, id, "c", [4], [])[0] == [1, 2, 4]
 
 
+def test_an_answer_that_is_made_after_its_client_left_is_no_turn(sessions):
+    id = sessions.open().id
+    turn(sessions, id, "a", [1], [2])
+    request = begin(sessions, id, "b", replace=True)
+    prompt = request.joined([3])
+    request.end()
+    told = request.keep(completed(prompt, [4]))
+    assert told["rid"] is None and "without its answer" in told["why_not_kept"]
+    session = sessions.find(id, "id")
+    assert list(session.turns) == ["a"] and session.last.rid == "a" and request.kept is None
+    assert sessions.report()["num_bytes"] == session.num_bytes
+
+
 def test_of_two_requests_at_a_time_each_goes_on_from_its_own_and_the_last_is_the_one_that_ends_last(sessions):
     id = sessions.open().id
     turn(sessions, id, "a", [1], [2])
