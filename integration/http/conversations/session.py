@@ -33,7 +33,8 @@ class Session:
         self.open_rids: set[str] = set()  # of requests that have not ended
         self.has_ended = False
         self.num_bytes = SESSION_BYTES + len(id)
-        self.pinned: tuple[int, ...] = ()  # hashes of blocks, see `pins`
+        self.pinned: tuple[int, ...] = ()  # hashes of blocks that were pinned, see `pins`
+        self.pin_owner = ""  # whose pins they are
         self._by_digest: dict[bytes, Turn] = {}
 
     @property

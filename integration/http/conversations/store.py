@@ -40,7 +40,8 @@ class Sessions:
         self.num_opened = 0
         self.num_ended = dict.fromkeys(_ENDINGS, 0)
         self.on_turn: Callable[[Session, Turn], None] = lambda session, turn: None  # called after each turn
-        self.on_closed: Callable[[Session], None] = lambda session: None
+        self.on_closed: Callable[[Session], None] = lambda session: None  # not where it expired
+        self.num_pinned: Callable[[Session], int] = lambda session: 0  # counts the blocks that are pinned for it
         self.is_draining = False  # no session is opened any more: the server will end
 
     def open(self, id: str | None = None, options: SessionOptions | None = None) -> Session:
@@ -128,6 +129,11 @@ class Sessions:
             self._count_no_more(next_turn)
         if next_turn.kept is not None:
             self.on_turn(next_turn.session, next_turn.kept)
+
+    def expire(self) -> None:
+        """End the sessions whose time is over."""
+        with self.lock:
+            self._expire()
 
     def seconds_left(self, session: Session) -> float:
         """Return the time after which a session expires if nothing uses it."""

@@ -69,6 +69,7 @@ async def session_info(request: Request, session_id: str = "", rid: str | None =
 
 
 def _report(sessions: Sessions, session: Session, rid: str | None) -> dict[str, Any]:
+    num_pinned = sessions.num_pinned(session)
     with sessions.lock:
         turns = list(islice(reversed(session.turns.values()), _NEWEST))[::-1]
         last, options = session.last, session.options
@@ -77,7 +78,7 @@ def _report(sessions: Sessions, session: Session, rid: str | None) -> dict[str, 
         turn = last if rid is None else session.turns[rid]
         found: dict[str, Any] = {
             "session_id": session.id, "streaming": options.streaming, "history": options.history, "pin": options.pin,
-            "num_pinned_blocks": len(session.pinned), "num_turns": len(session.turns), "num_bytes": session.num_bytes,
+            "num_pinned_blocks": num_pinned, "num_turns": len(session.turns), "num_bytes": session.num_bytes,
             "num_open_requests": len(session.open_rids), "seconds_left": sessions.seconds_left(session),
             "last_rid": None if last is None else last.rid,
         }  # fmt: skip
