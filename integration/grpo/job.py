@@ -105,7 +105,7 @@ class GrpoJob:
             self.step = self.first_step
             self.engine.sync(str(self.first_step))
             if checkpoint is not None:
-                self._refuse_other_base(saved_digest(checkpoint))
+                self._refuse_other_weights(checkpoint)
             self._http = self._serve()
         except BaseException:
             if config.parallel.num_ranks == 1:  # else closing would wait for the other ranks
@@ -117,11 +117,18 @@ class GrpoJob:
         service = self.engine.service
         return EpisodePlayer(self.config, service, self.tokenizer) if self.config.environment and service else None
 
-    def _refuse_other_base(self, saved: str | None) -> None:
-        """Raise ValueError if the weights are not those of the checkpoint: it holds the adapters, not their base."""
-        if self.adapted is not None and saved != (now := self.engine.weight_digest()):
+    def _refuse_other_weights(self, checkpoint: Path) -> None:
+        """Raise ValueError if the weights are not those that the run had at the checkpoint: its file is damaged, or, as
+        it holds adapters alone, their base is another one."""
+        saved, now = saved_digest(checkpoint), self.engine.weight_digest()
+        if self.adapted is not None and saved != now:
             raise ValueError(
                 f"the base model is not the one of the checkpoint: its digest was {saved}, now it is {now}"
+            )
+        if None not in (saved, now) and saved != now:
+            raise ValueError(
+                f"{checkpoint} holds other weights than the run had there: their digest was {saved}, now it is {now}: "
+                "remove this folder, then --resume continues from the checkpoint before it"
             )
 
     def run(self) -> None:

@@ -179,6 +179,7 @@ class WeightPusher:
                 self._call(
                     target, "begin_weight_update", weight_version=version, undo=self._undo, digest=self._digest,
                     keep_running=self._pause_mode == "in_place", lease_s=2 * self._timeout_s,
+                    continue_on_expiry=not was_paused[target.name],
                 )  # fmt: skip
             except TargetError as error:
                 if error.kind:  # its own answer: a session that is open there belongs to another caller

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
 from ...rollout.engine import Engine
-from ...rollout.errors import SamplingRefused
+from ...rollout.errors import LockstepError, SamplingRefused
 from ...rollout.loop.commands import HoldReport, OnCommit
 from ...weight_sync.errors import WeightSyncError
 from ...weight_sync.transaction.host import SessionHost
@@ -18,6 +20,8 @@ from .beside import WritesBeside
 from .known_roots import KnownRoots
 from .options import DigestTime, UpdateOptions
 from .rank_weights import ReplicaWeights
+
+logger = logging.getLogger(__name__)
 
 # The reasons to refuse sampling.
 _SESSION, _REVERT, _POISONED, _UNWRITTEN, _TORN = "session", "revert", "poisoned", "unwritten", "torn"
@@ -80,6 +84,7 @@ class EngineHost(SessionHost):
         self._beside: WritesBeside | None = None  # of the open session
         self._digest_time: DigestTime = "now"
         self._in_flight: OnCommit | None = None  # of the next commit
+        self._continues = False  # generation was paused by the client of the last explicit session, for it alone
         self._reverts = count(1)  # numbers of the reverts, each of which refuses steps for itself
         self.reads: str | None = None  # the folder that the open session has read last
         # The folder of the weights, that an update has read or the engine was made from, and their epoch.
@@ -170,6 +175,22 @@ class EngineHost(SessionHost):
         if not self._replica.is_alone:  # sampling was stopped here, and could not be stopped on another rank
             self._engine.weights.allow_sampling(_SESSION, written)
 
+    def on_expired(self) -> None:
+        """Continue generation if the session's client has paused it, and cannot continue any more; see `SessionHost`.
+
+        In a thread of its own: the manager's lock is held here, and other verbs may hold the engine's and wait for it.
+        """
+        if self._continues and self._engine.is_controller:
+            logger.warning("the client of a weight update is lost: the pause that it began is ended")
+            threading.Thread(target=self._continue_generation, name="lockstep-continue", daemon=True).start()
+        self._continues = False
+
+    def _continue_generation(self) -> None:
+        try:
+            self._engine.continue_generation()
+        except LockstepError:
+            logger.exception("the pause of a lost client could not be ended")
+
     def on_lease_over(self) -> None:
         """Roll back an expired session; see `SessionHost`."""
         self._on_lease_over()
@@ -201,7 +222,7 @@ class EngineHost(SessionHost):
             refusal=(_SESSION, why), abort_all=options.abort_all_requests, keep_running=options.keep_running,
             timeout_s=options.timeout_s,
         )  # fmt: skip
-        self._digest_time = digest
+        self._digest_time, self._continues = digest, options.continue_on_expiry
         return report
 
     def hold_for_update(self, options: UpdateOptions) -> None:

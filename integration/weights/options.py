@@ -43,6 +43,7 @@ class UpdateOptions:
     abort_all_requests: bool = False  # abort running requests first
     keep_running: bool = False  # let requests that are paused in_place continue with the new weights
     in_flight: OnCommit | None = None  # what the commit does with sequences that have begun
+    continue_on_expiry: bool = False  # end the pause where the session's client is lost
 
     def __post_init__(self) -> None:
         check_version(self.weight_version)

@@ -107,6 +107,10 @@ class WeightSessions:
         Raises SessionError where none is open."""
         self._manager.rollback(why, is_lost=is_lost)
 
+    def on_expired(self) -> None:
+        """Continue generation that the lost client of the last session had paused; see `SessionHost`."""
+        self._host.on_expired()
+
     def revert(self) -> str:
         """Take the last commit back, with its weights, version and digest. Returns the version that is current again.
 

@@ -67,10 +67,12 @@ class WeightVerbs(VllmGroupVerbs):
         lease_s: float | None = None,
         abort_all_requests: bool = False,
         keep_running: bool = False,
+        continue_on_expiry: bool = False,
         timeout_s: float | None = None,
     ) -> HoldReport:
         """Open a session; nothing is sampled until it ends. A session that does not end within `lease_s` is rolled
-        back, so that a lost client leaves none open.
+        back, so that a lost client leaves none open. continue_on_expiry: the client has paused generation for it, so
+        that is continued then.
 
         coverage "full": every parameter has to be written before the session can end. undo "none": no old bytes are
         kept, and a failure poisons the weights. digest: compute the model digest at the end, or later by
@@ -82,6 +84,7 @@ class WeightVerbs(VllmGroupVerbs):
             self.config.wait_s(timeout_s),
             abort_all_requests=abort_all_requests,
             keep_running=keep_running,
+            continue_on_expiry=continue_on_expiry,
         )
         return self.sessions.begin(coverage, undo, digest, lease_s, options)
 

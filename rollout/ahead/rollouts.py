@@ -257,7 +257,7 @@ class RolloutsAhead:
         old = [group for group in begun if group.begun_in < oldest]  # type: ignore[operator]
         if not old:
             return
-        open_ids = self._engine.mailboxes.ids_of(set(old))
+        open_ids = self._engine.mailboxes.of(set(old))
         sequences = self._engine.parts.sequences
         self._num_dropped_tokens += sum(answer.num_completion_tokens for g in old for answer in g.answers.values())
         self._num_dropped_tokens += sum(

@@ -267,7 +267,7 @@ class RequestDesk:
         settings: Sequence[Settings],
         options: Sequence[RequestOptions],
         rids: Sequence[str | None],
-        connect: Callable[[list[str]], None],
+        connect: Callable[[list[str]], object],
     ) -> list[list[str]]:
         """Make the requests of some prompts and post them, all or none; returns the ids of each prompt's sequences.
 

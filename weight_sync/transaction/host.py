@@ -38,6 +38,9 @@ class SessionHost(Protocol):
     def on_dropped(self) -> None:
         """Record a session that ended before it wrote anything."""
 
+    def on_expired(self) -> None:
+        """Record that the session which was rolled back last has lost its client."""
+
     def on_lease_over(self) -> None:
         """Roll back, on all ranks, a session of several ranks whose lease has expired. Runs in a thread of its own,
         without the manager's lock. Where this does nothing, the manager's next call finds the expired session."""

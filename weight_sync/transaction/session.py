@@ -384,6 +384,7 @@ class SessionManager:
     def _expire(self, session: WeightSession) -> None:
         assert session.lease is not None
         self._roll_back(session, f"it expired: it was not ended within {session.lease.seconds:g} s")
+        self._host.on_expired()
 
     def _on_lease_over(self, session: WeightSession) -> None:
         """End the session, in the timer's thread. Waits for a running update, which has its own deadline."""

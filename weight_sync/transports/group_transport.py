@@ -24,6 +24,7 @@ class GroupTransport(ABC):
         self._backend, self._host, self._device = backend, host, device
         self._group: WeightGroup | None = None
         self._members: tuple[_Member, ...] = ()
+        self._targets: tuple[Target, ...] = ()  # of the group
 
     def _transfer(
         self,
@@ -61,10 +62,8 @@ class GroupTransport(ABC):
             raise_failures(failures)
 
     def close(self) -> None:
-        """Leave the group. The targets leave it when they are asked to join another."""
-        if self._group is not None:
-            self._group.destroy()
-            self._group = None
+        """Leave the group, and ask the targets to: their ends have threads and descriptors of their own."""
+        self._leave(self._targets)
 
     def _joined(self, targets: Sequence[Target], timeout_s: float) -> WeightGroup:
         members = _members_of(targets, timeout_s, self._members if self._group is not None else ())
@@ -99,14 +98,15 @@ class GroupTransport(ABC):
         if failures:
             self._leave(targets)
             raise_failures(failures)
-        self._members = members
+        self._members, self._targets = members, tuple(targets)
         return self._group
 
     def _leave(self, targets: Sequence[Target]) -> None:
         """Destroy the group at both ends."""
         if self._group is not None:
-            name = self._group.name
-            self.close()
+            name, group = self._group.name, self._group
+            self._group = None
+            group.destroy()
             self._ask_to_leave(name, targets)
 
     def _rendezvous(self, world_size: int, name: str, secret: str | None, timeout_s: float) -> Joining:

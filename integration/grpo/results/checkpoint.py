@@ -14,16 +14,18 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 
 from ....kernels.sampling.definition import DRAW_DEFINITION
 from ....rollout.control.drafts import EngineDrafts
 from ....weight_sync.disk.atomic_folder import atomic_folder
-from ...failures import files_of
+from ...failures import FileFailed, files_of
 from ..backends.backend import TrainerState
 
 _PREFIX = "step-"
+_REMEDY = "remove this folder, then --resume continues from the checkpoint before it"
 _HISTORY = "draft_history.json"
 _UNNUMBERED_DRAWS = 1  # of checkpoints that were written before definitions had numbers
 
@@ -65,9 +67,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def load_checkpoint(path: Path) -> tuple[int, TrainerState]:
     """Read a checkpoint. Returns its number of finished steps, and the state for `TrainerBackend.load_state`. Raises
     FileFailed."""
-    with files_of(path, "read", "remove this folder, then --resume continues from the checkpoint before it"):
+    with files_of(path, "read", _REMEDY):
         state = TrainerState(load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"))
-        return json.loads((path / "state.json").read_text())["step"], state
+        return _saved(path)["step"], state
 
 
 def load_history(path: Path, drafts: EngineDrafts) -> None:
@@ -80,20 +82,28 @@ def load_history(path: Path, drafts: EngineDrafts) -> None:
 
 def saved_digest(path: Path) -> str | None:
     """Read the digest of all weights at a checkpoint. None: it has none. Raises FileFailed."""
-    with files_of(path, "read"):
-        return json.loads((path / "state.json").read_text()).get("weight_digest")
+    with files_of(path, "read", _REMEDY):
+        return _saved(path).get("weight_digest")
 
 
 def refuse_other_draws(path: Path) -> None:
     """Raise ValueError if the run of a checkpoint drew its tokens by another definition. Raises FileFailed."""
-    with files_of(path, "read"):
-        saved = json.loads((path / "state.json").read_text()).get("draw_definition", _UNNUMBERED_DRAWS)
+    with files_of(path, "read", _REMEDY):
+        saved = _saved(path).get("draw_definition", _UNNUMBERED_DRAWS)
     if saved != DRAW_DEFINITION:
         raise ValueError(
             f"{path} is of a run whose tokens were drawn by definition {saved}; here they are drawn by definition "
             f"{DRAW_DEFINITION}, so its seeds mean other tokens: begin a run of another name, or resume it with the "
             "version of Lockstep that began it"
         )
+
+
+def _saved(path: Path) -> dict[str, Any]:
+    """Read what a checkpoint says of itself. Raises FileFailed for damaged JSON."""
+    try:
+        return json.loads((path / "state.json").read_text())
+    except ValueError as error:
+        raise FileFailed(f"{path} cannot be read: its state.json is damaged ({error}); {_REMEDY}") from error
 
 
 def _checkpoints(folder: Path) -> list[Path]:

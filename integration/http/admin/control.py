@@ -15,6 +15,7 @@ from ....rollout.completion import FinishReason
 from ....rollout.loop.commands import AbortReport, ContinueReport, FlushReport, PauseReport, check_pause
 from ..edge.bodies import MAX_TIMEOUT_S, AdminBody, Timeout
 from ..edge.disconnect import unless_gone
+from ..edge.early_aborts import note_abort
 from ..edge.errors import BadField
 from .common import endpoint, json_response, run, service_of, skipped
 from .pause_lease import end_pause
@@ -58,6 +59,8 @@ async def pause_generation(request: Request, body: PauseBody) -> Response:
     if (skip := skipped(request, body)) is not None:
         return skip
     engine, lease = service_of(request).engine, request.app.state.pause_lease
+    if body.mode == "abort":
+        note_abort(request.app, None)
 
     def pause(seconds_left: float | None) -> PauseReport:
         with lease.changing(body.ttl, seconds_left) as still_left:
@@ -107,6 +110,7 @@ async def abort_request(request: Request, body: AbortBody) -> Response:
     """End one live request, or all, with the output so far; an id that is not live is ignored. The answer is empty."""
     if (body.rid or body.abort_all) and skipped(request, body) is None:
         engine, reason = service_of(request).engine, _reason(body)
+        note_abort(request.app, None if body.abort_all else body.rid, reason)
 
         def abort(seconds_left: float | None) -> AbortReport:
             return engine.abort_request(

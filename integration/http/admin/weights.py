@@ -59,6 +59,7 @@ class BeginBody(AdminBody):
     lease_s: Timeout | None = None
     abort_all_requests: bool = False
     keep_running: bool = True  # as a pause with mode in_place does
+    continue_on_expiry: bool = False
 
 
 class VerifyBody(AdminBody):

@@ -18,6 +18,7 @@ from ..conversations.next_turn import NextTurn
 from ..edge.bodies import describe, read_as
 from ..edge.errors import HttpError, as_http_error
 from .admission import Size
+from .asked import Asked
 from .body import GenerateBody, GenerateRequest, RenewBody, has_stop_regex, read_generate, read_renew
 from .encoding import chunk_cost, completion_cost, copy_cost
 from .going_on import Moving, read_moving
@@ -25,7 +26,7 @@ from .meta import Wanted, meta_info, stream_meta
 from .seam import Seam
 from .session_turns import answer_turn, begin_turn
 from .sse import DONE, GrowingList, GrowingText, Piece, dumps, event, event_of
-from .subscriptions import Asked, Subscription, hub_of
+from .subscriptions import Subscription, hub_of
 
 router = APIRouter()
 

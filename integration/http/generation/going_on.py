@@ -27,7 +27,7 @@ from ....rollout.request_options import Begun, Renewal, RequestOptions
 from ....rollout.sampling_params import SamplingParams
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField, HttpError
-from .subscriptions import Asked
+from .asked import Asked
 
 FIELD = "begun"
 Seed = Annotated[StrictInt, Field(ge=-(2**63), lt=2**63)]

@@ -19,7 +19,6 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -32,7 +31,6 @@ from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped, GrammarError
 from ....rollout.grammars.cache import Promise
 from ....rollout.request_options import RequestOptions
-from ....rollout.sampling_params import SamplingParams
 from ..edge.bodies import start_parsers
 from ..edge.config import HttpConfig
 from ..edge.disconnect import unless_gone
@@ -40,6 +38,8 @@ from ..edge.errors import Draining, HttpError
 from ..edge.threads import run_giving_way, start_pool
 from .admission import Admission, Size
 from .answers import Answer
+from .asked import Asked
+from .early_aborts import EarlyAborts, Preparing, without_grammars
 from .encoding import Encoder, completion_cost, encode
 from .grammar_limits import check_grammars
 from .limits import OpenEntries, RequestLimits
@@ -51,18 +51,6 @@ logger = logging.getLogger(__name__)
 _INTAKE_THREADS = 4
 CLIENT_GONE = Response(status_code=499)  # returned to the framework; the client has disconnected
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The engine's part of one HTTP request; each of the four lists has one entry per prompt."""
-
-    prompts: Sequence[Sequence[int]]
-    params: Sequence[SamplingParams]
-    options: Sequence[RequestOptions]
-    rids: Sequence[str]
-    names_weights: bool = False  # the tokens' weights must have a digest, as for a receipt
-    grammar_field: str | None = None  # of the request, that its grammars are made of; None: the kind of grammar
 
 
 class Subscription:
@@ -167,6 +155,7 @@ class Hub:
         self.encoder = Encoder()
         self.is_draining = False  # new requests are refused: the server will end
         self.open: set[Subscription] = set()  # admitted, and neither answered nor left
+        self.early_aborts = EarlyAborts()
         self._losses = LossWatch(loss, self.config.refusal_timeout_s, self.open)
         start_parsers()
         self._intake = start_pool(_INTAKE_THREADS, "lockstep-intake")
@@ -259,15 +248,14 @@ class Hub:
             )
 
         missing: list[Promise] = []
+        preparing = self.early_aborts.begin()
 
         def begin() -> list[list[str]]:
             subscription.check_here()
-            asked = subscription.asked = prepare()
+            asked = subscription.asked = preparing.asked = prepare()
             check_grammars(asked.params, self.config, asked.grammar_field)
             self.entries.take(subscription, self.limits.num_open_entries(asked.prompts, asked.params, asked.options))
-            if self.engine.weight_digest is None and (
-                asked.names_weights or any(map(self._has_receipt, asked.options))
-            ):
+            if asked.names_weights or any(map(self._has_receipt, asked.options)):
                 self._name_weights()
             missing.extend(self.engine.requests.ask_grammars(asked.params))
             return [] if missing else submit()
@@ -275,29 +263,42 @@ class Hub:
         try:
             groups = await self._in_thread(begin, subscription, missing)
             if missing:  # a grammar may take long, and there are few intake threads: wait in the event loop
-                await self._compiled(missing)
+                if not await self._compiled(missing, preparing):
+                    subscription.asked = without_grammars(subscription.asked)
                 groups = await self._in_thread(submit, subscription)
         except GrammarError as error:
             raise HttpError(400, str(error), param=subscription.asked.grammar_field) from error
+        finally:
+            self.early_aborts.end(preparing)
         ids = [id for group in groups for id in group]
         subscription.index_of = {id: index for index, id in enumerate(ids)}
         subscription.num_open += len(ids)
+        for rid, reason in preparing.aborted().items():
+            abort = partial(self.engine.abort_request, rid, finished_reason=reason)
+            await self.loop.run_in_executor(self._intake, abort)
 
     def _has_receipt(self, options: RequestOptions) -> bool:
         asked: object = options.return_receipt
         return asked not in (None, False) or (asked is None and self.engine.config.receipts != "off")
 
-    async def _compiled(self, missing: Sequence[Promise]) -> None:
+    async def _compiled(self, missing: Sequence[Promise], preparing: Preparing) -> bool:
         """Wait for grammars. Raises the first error that is not one in a grammar: those `submit` raises, all together.
 
-        A client that leaves waits for them no more.
+        A client that leaves waits for them no more, nor does a request that is aborted. Returns whether all are ready.
         """
+        aborted = asyncio.ensure_future(preparing.until_all_are_aborted())
         try:
             waiting = [asyncio.shield(asyncio.wrap_future(grammar)) for grammar in missing]
-            for outcome in await asyncio.gather(*waiting, return_exceptions=True):
+            compiled = asyncio.gather(*waiting, return_exceptions=True)
+            await asyncio.wait((compiled, aborted), return_when=asyncio.FIRST_COMPLETED)
+            if not compiled.done():
+                return False
+            for outcome in compiled.result():
                 if isinstance(outcome, BaseException) and not isinstance(outcome, ValueError):
                     raise outcome
+            return True
         finally:
+            aborted.cancel()
             self.engine.requests.leave_grammars(missing)
 
     async def _in_thread(self, run: Callable[[], T], subscription: Subscription, missing: Sequence[Promise] = ()) -> T:

@@ -25,6 +25,7 @@ from ...service_config import MEMORY_TAGS
 from ..admin.common import json_response, service_of
 from ..admin.pause_lease import end_pause
 from ..edge.bodies import Body, describe, fields_of, read_as
+from ..edge.early_aborts import note_abort
 from ..edge.errors import BadField
 
 router = APIRouter(tags=["control"])
@@ -73,6 +74,9 @@ async def abort_requests(request: Request) -> Response:
     """Abort the named requests, or all; they are answered with what they have."""
     body = await read_as(request, lambda values: fields_of(AbortAllBody, values))
     engine, reason = service_of(request).engine, FinishReason("abort", message="aborted by abort_requests")
+    rids: list[str | None] = [*body.request_ids] if body.request_ids else [None]
+    for rid in rids:
+        note_abort(request.app, rid, reason)
 
     def abort() -> int:
         if not body.request_ids:
@@ -161,6 +165,8 @@ async def _pause(request: Request, mode: str) -> PauseMode:
     if mode not in _MODES:
         raise BadField("mode", f"must be one of {', '.join(_MODES)}, not {mode[:100]!r}")
     engine, lease = service_of(request).engine, request.app.state.pause_lease
+    if _MODES[mode] == "abort":
+        note_abort(request.app, None)
 
     def begin() -> None:
         if mode == "wait" and not engine.is_paused:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,6 +165,19 @@ def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(straight_run, tmp
     evaluations = [(one / "runs/arithmetic/best/evaluation.json").read_text() for one in (tmp_path, straight_run)]
     assert evaluations[0] == evaluations[1]
     assert "warm start" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_with_other_weights_than_its_digest_says_is_not_resumed(straight_run, tmp_path):
+    os.symlink(straight_run / ".cache", tmp_path / ".cache")
+    shutil.copytree(straight_run / "runs", tmp_path / "runs")
+    newest = sorted((tmp_path / "runs/arithmetic/checkpoints").iterdir())[-1]
+    weights = bytearray((newest / "model.safetensors").read_bytes())
+    weights[-100] ^= 1
+    (newest / "model.safetensors").write_bytes(weights)
+    assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, "run.num_steps=9", "--resume")) != 0
+    said = f"{newest.name} holds other weights than the run had there"
+    assert said in (tmp_path / "log").read_text()
 
 
 @pytest.mark.slow

@@ -16,7 +16,13 @@ import torch
 from lockstep.integration.failures import FileFailed, files_of
 from lockstep.integration.grpo.backends.backend import TrainerState
 from lockstep.integration.grpo.main import main
-from lockstep.integration.grpo.results.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from lockstep.integration.grpo.results.checkpoint import (
+    load_checkpoint,
+    newest_checkpoint,
+    refuse_other_draws,
+    save_checkpoint,
+    saved_digest,
+)
 from lockstep.integration.grpo.results.run_folder import SOCKETS, owned_folder
 from lockstep.integration.grpo.results.run_log import RunLog, read_metrics
 from lockstep.tests.support.full_disks import no_file_above, small_disk
@@ -108,6 +114,12 @@ def test_a_checkpoint_that_cannot_be_written_or_read_is_named(tmp_path):
     (path / "model.safetensors").write_bytes(b"x" * 20)
     with pytest.raises(FileFailed, match=r"step-000001 cannot be read: .*; remove this folder, then --resume"):
         load_checkpoint(path)
+    whole = (path / "state.json").read_text()
+    for damaged in ("", whole[: len(whole) // 2], "x" * 40):
+        (path / "state.json").write_text(damaged)
+        for read in (saved_digest, refuse_other_draws):
+            with pytest.raises(FileFailed, match=r"step-000001 cannot be read: its state.json is damaged .*; remove"):
+                read(path)
 
 
 def test_metrics_that_cannot_be_written_are_an_error_and_views_of_them_are_not(tmp_path, monkeypatch, caplog):

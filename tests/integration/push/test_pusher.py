@@ -17,6 +17,7 @@ from lockstep.integration.service_config import ServiceConfig
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.callers import wait_until
 from lockstep.tests.support.pushes import TRANSPORTS
 from lockstep.tests.support.random_models import with_router_biases
 from lockstep.weight_sync.digests.model_digest import model_digest
@@ -165,6 +166,40 @@ def test_a_target_that_was_paused_stays_so_and_the_others_go_on(make_pusher, ser
     make_pusher("tensor").push(model, "1")
     assert [service.engine.is_paused for service in services] == [False, True]
     assert [standing(service)[0] for service in services] == ["1", "1"]
+
+
+def test_a_pusher_that_closes_takes_its_group_along(make_pusher, services, model):
+    for version in ("1", "2"):
+        pusher = make_pusher("distributed")
+        pusher.push(model, version)
+        assert [len(service.state()["weight_groups"]) for service in services] == [1, 1]
+        pusher.close()
+        assert [len(service.state()["weight_groups"]) for service in services] == [0, 0]
+
+
+def test_a_pause_ends_with_the_lease_of_a_pusher_that_is_lost(make_pusher, services, model, caplog):
+    """It was killed after these calls; one engine was paused by another client."""
+    services[1].engine.pause_generation("in_place")
+    asked: dict[str, object] = {}
+
+    class Watched(LocalTarget):
+        def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
+            if verb == "begin_weight_update":
+                asked[self.name] = arguments["continue_on_expiry"]
+                super().call(verb, timeout_s=timeout_s, **{**arguments, "lease_s": 0.05})
+                raise TargetError(self.name, verb, "its answer was lost")
+            if verb in ("abort_weight_update", "continue_generation"):
+                raise TargetError(self.name, verb, "the pusher is killed")
+            return super().call(verb, timeout_s=timeout_s, **arguments)
+
+    targets = [Watched(service, f"e{index}") for index, service in enumerate(services)]
+    with pytest.raises(PushFailed, match="its answer was lost"):
+        make_pusher("tensor", targets).push(model, "1")
+    assert asked == {"e0": True, "e1": False}
+    wait_until(lambda: not services[0].engine.is_paused)
+    wait_until(lambda: services[1].state()["weight_update"]["state"] == "rolled_back")
+    assert services[1].engine.is_paused
+    assert "the client of a weight update is lost" in caplog.text
 
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])

@@ -13,7 +13,8 @@ import torch
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.disconnect import first_of
 from lockstep.integration.http.generation.admission import Size
-from lockstep.integration.http.generation.subscriptions import Asked, Hub, Subscription
+from lockstep.integration.http.generation.asked import Asked
+from lockstep.integration.http.generation.subscriptions import Hub, Subscription
 from lockstep.rollout.completion import Completion, StreamChunk
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine

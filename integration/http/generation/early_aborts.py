@@ -1,0 +1,60 @@
+"""Aborts of requests that the engine has not got yet: their prompts are tokenised, or their grammars compiled."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+from ....rollout.completion import FinishReason
+from ....rollout.sampling_params import GRAMMARS
+from .asked import Asked
+
+
+@dataclass(eq=False)
+class Preparing:
+    """A request that is being prepared."""
+
+    asked: Asked | None = None  # once its prompts are tokenised, which gives it its ids
+    aborts: list[tuple[str | None, FinishReason | None]] = field(default_factory=list)  # that came meanwhile
+    was_noted: asyncio.Event = field(default_factory=asyncio.Event)  # one of them
+
+    def aborted(self) -> dict[str, FinishReason | None]:
+        """Return the ids of the request that were aborted, with the reasons."""
+        rids = [] if self.asked is None else self.asked.rids
+        return {own: reason for rid, reason in reversed(self.aborts) for own in rids if rid in (None, own)}
+
+    async def until_all_are_aborted(self) -> None:
+        """Wait until every id of the request was aborted."""
+        while self.asked is None or len(self.aborted()) < len(set(self.asked.rids)):
+            self.was_noted.clear()
+            await self.was_noted.wait()
+
+
+class EarlyAborts:
+    """The requests of one event loop that are being prepared, and the aborts that came meanwhile."""
+
+    def __init__(self) -> None:
+        self._preparing: set[Preparing] = set()
+
+    def begin(self) -> Preparing:
+        """Begin to prepare a request, until `end`."""
+        preparing = Preparing()
+        self._preparing.add(preparing)
+        return preparing
+
+    def end(self, preparing: Preparing) -> None:
+        """Forget a request: the engine has it, or it failed."""
+        self._preparing.discard(preparing)
+
+    def note(self, rid: str | None, reason: FinishReason | None) -> None:
+        """Note an abort of the request with this id, or of all. Call it before the engine aborts: a request is aborted
+        there if it is queued before, and by this note if it is queued after."""
+        for preparing in self._preparing:
+            preparing.aborts.append((rid, reason))
+            preparing.was_noted.set()
+
+
+def without_grammars(asked: Asked) -> Asked:
+    """Return a request without its grammars: it is aborted before a token of it counts."""
+    nothing: dict[str, None] = dict.fromkeys(GRAMMARS)
+    return replace(asked, params=[replace(params, **nothing) for params in asked.params])  # type: ignore[arg-type]
