@@ -91,7 +91,8 @@ def gaps(recording: Recording, sequence: TokenSequence, scores: Scores) -> list[
 
 
 def _lines(text: str) -> list[Any]:
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
+    # Not splitlines: servers write U+2028 and its like as they are, and these end no line of JSON.
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
 
 
 def _chosen(found: Any, choice: int) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

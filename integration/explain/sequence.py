@@ -83,7 +83,8 @@ def read_sequence(path: Path, line: int = 0) -> TokenSequence:
         try:
             found = [json.loads(text)]
         except json.JSONDecodeError:
-            found = [json.loads(its) for its in text.splitlines() if its.strip()]
+            # Not splitlines: servers write U+2028 and its like as they are, and these end no line of JSON.
+            found = [json.loads(its) for its in text.split("\n") if its.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
     if not 0 <= line < len(found) or not isinstance(found[line], dict):

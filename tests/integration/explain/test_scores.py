@@ -6,7 +6,7 @@ import pytest
 
 from lockstep.integration.explain.recording import Recording
 from lockstep.integration.explain.scores import gaps, read_scores, scores_of
-from lockstep.integration.explain.sequence import TokenSequence
+from lockstep.integration.explain.sequence import TokenSequence, read_sequence
 
 IDS, LOGPROBS = (7, 8, 9), (-0.5, -1.25, -2.0)
 PAIRS = list(zip(IDS, LOGPROBS, strict=True))
@@ -98,6 +98,16 @@ def test_a_file_that_is_no_json_is_named(tmp_path):
     (tmp_path / "x").write_text("{")
     with pytest.raises(ValueError, match="x cannot be read as JSON"):
         read_scores(tmp_path / "x")
+
+
+@pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085"])
+def test_lines_whose_text_has_other_ends_of_lines_are_read(tmp_path, character):
+    text = {"text": f"a{character}b"}
+    for name, lines in (("answers", [SGLANG | text] * 2), ("sequences", [LOCKSTEP | text] * 2)):
+        encoded = [json.dumps(one, ensure_ascii=False, separators=(",", ":")) for one in lines]
+        (tmp_path / name).write_text("".join(one + "\r\n" for one in encoded), encoding="utf-8", newline="")
+    assert read_scores(tmp_path / "answers", 1).token_ids == IDS
+    assert read_sequence(tmp_path / "sequences", 1).token_ids == IDS
 
 
 def test_every_token_has_its_gap():
