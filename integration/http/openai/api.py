@@ -179,7 +179,7 @@ class OpenAIReply:
                         cost = self._cost(chunk)
                         if streams:
                             cost += streams[index].cost(chunk.text, is_last=chunk.completion is not None)
-                        num_new[index] += len(chunk.token_ids)
+                        num_new[index] += len(chunk.token_ids) - chunk.num_taken_back
                         made = partial(next_events, chunk, index, num_new[index], len(answers) == len(num_new))
                         events = await subscription.encode(made, cost)
                         if is_new:

@@ -143,9 +143,9 @@ class InferenceReply:
                         if chunk.completion is not None:
                             refuse_ignored(chunk.completion)
                             answers[index] = chunk.completion
-                    num_new[index] += sum(len(chunk.token_ids) for chunk in known)
+                    num_new[index] += sum(len(chunk.token_ids) - chunk.num_taken_back for chunk in known)
                     for chunk in fresh:
-                        num_new[index] += len(chunk.token_ids)
+                        num_new[index] += len(chunk.token_ids) - chunk.num_taken_back
                         counts: Entry = {"usage": _counts(num_prompt, num_new[index])} if ask.continuous_usage else {}
                         cost = chunk_cost(chunk, has_texts=ask.has_text)
                         make = partial(chunk_event, chunk, index, first | counts)
