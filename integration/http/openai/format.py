@@ -62,7 +62,7 @@ def choice(ask: OpenAIRequest, completion: Completion, index: int, received: flo
         found["logprobs"] = chat_logprobs(ask, c.token_ids, c.logprobs, c.top_logprobs) if ask.wanted.logprobs else None
     else:
         found["text"] = before + c.text
-        found["logprobs"] = _completion_logprobs(ask, c) if ask.wanted.logprobs else None
+        found["logprobs"] = _completion_logprobs(ask, c, before) if ask.wanted.logprobs else None
         if ask.num_prompt_top is not None:
             found["prompt_logprobs"] = prompt_logprobs(c, ask.num_prompt_top, text_of(ask))
     found |= ending(c.finish_reason, has_calls=has_calls)
@@ -255,7 +255,7 @@ def _by_text(ask: OpenAIRequest, ranked: TopLogprobs) -> dict[str, float | None]
     return found
 
 
-def _completion_logprobs(ask: OpenAIRequest, c: Completion) -> dict[str, object]:
+def _completion_logprobs(ask: OpenAIRequest, c: Completion, echoed: str) -> dict[str, object]:
     if not ask.echo:
         return token_logprobs(ask, c.token_ids, c.logprobs, c.top_logprobs, TextOffsets(ask))
     # An aborted prompt may not have all of its log-probabilities.
@@ -263,4 +263,4 @@ def _completion_logprobs(ask: OpenAIRequest, c: Completion) -> dict[str, object]
     prompt_top = list(c.prompt_top_logprobs or [None] * len(prompt_logprobs))
     ids = [*c.prompt_ids[: len(prompt_logprobs)], *c.token_ids]
     top = [*prompt_top, *(c.top_logprobs or [None] * len(c.token_ids))]
-    return token_logprobs(ask, ids, [*prompt_logprobs, *c.logprobs], top, TextOffsets(ask))
+    return token_logprobs(ask, ids, [*prompt_logprobs, *c.logprobs], top, TextOffsets(ask, echoed=echoed))

@@ -10,9 +10,10 @@ NO_CHARACTER = "\ufffd"  # written by tokenizers for bytes that are no character
 class TextOffsets:
     """Count the characters of one sequence's tokens, as its answer's chunks give them."""
 
-    def __init__(self, ask: OpenAIRequest, first: int = 0) -> None:
-        """Begin before the first token. first: number of characters before it."""
-        self._ask, self._num_begun = ask, first
+    def __init__(self, ask: OpenAIRequest, first: int = 0, echoed: str = "") -> None:
+        """Begin before the first token. first: number of characters before it. echoed: text of the prompt, if its
+        tokens come first."""
+        self._ask, self._num_begun, self._echoed = ask, first, echoed
 
     def next(self, token_id: int) -> int:
         """Return the offset of the next token: of the character that it begins with, or begins inside."""
@@ -26,6 +27,9 @@ class TextOffsets:
         ask = self._ask
         text_of = ask.own_text or ask.wanted.text_of
         text = "" if text_of is None else text_of(token_id)
+        # A special token that the text leaves out; a prompt that was sent as a text is echoed with those in it.
+        if text and not ask.decode([token_id]) and not self._echoed.startswith(text, self._num_begun):
+            return 0, False
         found = ask.bytes_of(token_id) if NO_CHARACTER in text else None
         if found is None:
             return len(text), False

@@ -19,6 +19,7 @@ def ask(bpe_tokenizer):
         own_text=None,
         wanted=SimpleNamespace(text_of=lambda id: bpe_tokenizer.decode([id])),
         bytes_of=bytes_of_token(bpe_tokenizer),
+        decode=bpe_tokenizer.decode,
     )
 
 
@@ -36,7 +37,10 @@ def test_names_of_tokens_are_no_text(ask, bpe_tokenizer):
     ids = bpe_tokenizer("ab c")["input_ids"]
     expected = [TextOffsets(ask).next(ids[0]), *map((offsets := TextOffsets(ask)).next, ids)][1:]
     named = SimpleNamespace(
-        own_text=ask.wanted.text_of, wanted=SimpleNamespace(text_of="token_id:{}".format), bytes_of=ask.bytes_of
+        own_text=ask.wanted.text_of,
+        wanted=SimpleNamespace(text_of="token_id:{}".format),
+        bytes_of=ask.bytes_of,
+        decode=ask.decode,
     )
     again = TextOffsets(named)
     assert [again.next(id) for id in ids] == expected and offsets.next(ids[0]) == 4
