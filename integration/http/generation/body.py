@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import marshal
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -264,8 +265,11 @@ def text_of_token(engine: Engine) -> Callable[[int], str] | None:
 
 
 def namespace(extra_key: str | None, cache_salt: str | None) -> str:
-    """Join the two keys to the one under which prefixes are shared; a key that is not given is left out."""
-    return "\0".join(filter(None, (cache_salt, extra_key)))
+    """Join the two keys to the one under which prefixes are shared; other pairs have others. An empty key counts as
+    not given; an extra key alone stays as it is, so that `pin_prefix` and its like find it."""
+    if not cache_salt and not (extra_key or "").startswith("\0"):
+        return extra_key or ""
+    return "\0" + json.dumps([cache_salt or None, extra_key or None])
 
 
 def _prompts(body: GenerateBody) -> tuple[list[str] | list[list[int]], str, bool]:
