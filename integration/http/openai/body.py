@@ -32,7 +32,7 @@ from ..generation.body import (
 from ..generation.limits import RequestLimits
 from ..generation.meta import Wanted
 from ..generation.subscriptions import Asked
-from .fields import ChatBody, CommonBody, CompletionBody, StreamOptions
+from .fields import NAMES, ChatBody, CommonBody, CompletionBody, StreamOptions, named_params
 from .sessions import read_chat_session, session_prompt, with_one_name
 from .vllm_fields import num_kept, num_prompt_top, refuse_vllm, shortened, structured_settings, token_name
 
@@ -178,7 +178,7 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
             limits.characters(len(text), "messages")
             token_ids = limits.tokenising.conversation(text, "messages", params, kept)
         room = max(engine.max_model_len - len(token_ids), 1)
-        its_params = params if max_tokens is not None else replace(params, max_new_tokens=room)
+        its_params = params if max_tokens is not None else named_params(lambda: replace(params, max_new_tokens=room))
         its_params = form.params(its_params, form.beginning(token_ids, begun))
         its_options = options
         if predicted:
@@ -306,13 +306,12 @@ def _decoder(engine: Engine, skip_special_tokens: bool) -> Callable[[Sequence[in
 
 
 def _params(body: CommonBody, max_new_tokens: int) -> SamplingParams:
-    names = {"seed": "sampling_seed", "min_tokens": "min_new_tokens"}
     same = (
         "temperature", "top_p", "n", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "top_k", "min_p",
         "repetition_penalty", "stop_token_ids", "stop_regex", "ignore_eos", "no_stop_trim", "skip_special_tokens",
         "custom_params", "regex", "ebnf", "jump_forward", "spaces_between_special_tokens",
     )  # fmt: skip
-    given = {name: getattr(body, name) for name in same} | {ours: getattr(body, name) for name, ours in names.items()}
+    given = {name: getattr(body, name) for name in same} | {ours: getattr(body, name) for name, ours in NAMES.items()}
     given["max_new_tokens"] = max_new_tokens
     given["no_stop_trim"] = body.no_stop_trim or body.include_stop_str_in_output
     for name, settings in (
@@ -327,14 +326,7 @@ def _params(body: CommonBody, max_new_tokens: int) -> SamplingParams:
         if given["jump_forward"] == "text":
             raise BadField("jump_forward", '"text" cannot be streamed with logprobs or token ids')
         given["jump_forward"] = given["jump_forward"] or "exact"
-    try:
-        return SamplingParams.from_dict(given)
-    except ValueError as error:
-        message = str(error).removeprefix("sampling parameters: ")
-        for name, ours in (*names.items(), ("max_tokens", "max_new_tokens")):
-            message = message.replace(ours, name)
-        name, _, why = message.partition(" ")
-        raise BadField(name.rstrip(":"), why) from None
+    return named_params(lambda: SamplingParams.from_dict(given))
 
 
 def _grammar_field(body: CommonBody) -> str | None:

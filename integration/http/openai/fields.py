@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import Field, StrictInt, StrictStr
 
+from ....rollout.sampling_params import SamplingParams
 from ..edge.bodies import Body, ReceiptKind
+from ..edge.errors import BadField
 from ..generation.going_on import MovingBody
+
+NAMES = {"seed": "sampling_seed", "min_tokens": "min_new_tokens"}  # of sampling parameters that have others here
+
+
+def named_params(make: Callable[[], SamplingParams]) -> SamplingParams:
+    """Return the sampling parameters that `make` makes. Raises BadField with the names of these fields."""
+    try:
+        return make()
+    except ValueError as error:
+        message = str(error).removeprefix("sampling parameters: ")
+        for name, ours in (*NAMES.items(), ("max_tokens", "max_new_tokens")):
+            message = message.replace(ours, name)
+        name, _, why = message.partition(" ")
+        raise BadField(name.rstrip(":"), why) from None
 
 
 class StreamOptions(Body):
