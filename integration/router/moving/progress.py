@@ -48,19 +48,21 @@ class _Sequence:
     cached: int = 0
     has_ended: bool = False
     spans: list[tuple[str, str | None, int]] = field(default_factory=list)  # version, digest, first token
+    told: tuple[str, str | None] | None = None  # version and digest of the newest tokens; a worker tells only changes
 
     def add(self, note: Mapping[str, Any]) -> None:
         if num := note.get("taken_back", 0):
             del self.token_ids[-num:], self.logprobs[-num:]
-            while self.spans and self.spans[-1][2] >= max(len(self.token_ids), 1):
+            while self.spans and self.spans[-1][2] >= len(self.token_ids):
                 self.spans.pop()
         self.num_chars -= note.get("chars_taken_back", 0)
         if "digest" in note:
             version, digest = note["version"], note["digest"]
-            if not self.spans:
+            if self.told is None:
                 self.cached = note["cached"]
-            if not self.spans or self.spans[-1][:2] != (version, digest):
-                self.spans.append((version, digest, len(self.token_ids)))
+            self.told = version, digest
+        if self.told is not None and note.get("ids") and (not self.spans or self.spans[-1][:2] != self.told):
+            self.spans.append((*self.told, len(self.token_ids)))
         self.token_ids.extend(note.get("ids", ()))
         self.logprobs.extend(float("-inf") if one is None else one for one in note.get("logprobs", ()))
         self.num_chars += note.get("chars", 0)

@@ -113,6 +113,26 @@ def test_tokens_that_are_taken_back_take_their_weights_along():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("num", [3, 2])
+def test_tokens_that_newer_weights_draw_again_from_any_token_have_one_span_for_each_weights(num):
+    progress = Progress("proven")
+    newer = {"digest": "d2", "version": "2", "cached": 2}
+    read(progress, event("1", head(), FIRST), event("2", note([4], taken_back=num, chars_taken_back=num, **newer)))
+    old = [("1", "d1", 0)][: 3 - num]
+    assert begun(progress)["spans"] == [*old, ("2", "d2", 3 - num)]
+    read(progress, event("3", note([5], taken_back=1)))  # a worker names its weights only when they change
+    assert begun(progress)["spans"] == [*old, ("2", "d2", 3 - num)]
+
+
+def test_tokens_that_are_taken_back_and_not_drawn_again_yet_leave_spans_below_their_number():
+    progress = Progress("proven")
+    read(progress, event("1", head(), FIRST), event("2", note([4], digest="d2", version="2", cached=2)))
+    read(progress, event("3", note([], taken_back=1)))
+    assert begun(progress)["spans"] == [("1", "d1", 0)]
+    read(progress, event("4", note([5])))
+    assert begun(progress)["spans"] == [("1", "d1", 0), ("2", "d2", 3)]
+
+
 @pytest.mark.parametrize(
     "last",
     [
