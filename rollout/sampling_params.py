@@ -53,7 +53,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0  # in [-2, 2]; taken off a logit for each occurrence of its token
     presence_penalty: float = 0.0  # in [-2, 2]; taken off a logit once its token has occurred
     repetition_penalty: float = 1.0  # in [1e-6, 2]; scales the logits of tokens that have occurred
-    min_new_tokens: int = 0  # neither end of sequence nor a stop before this many
+    min_new_tokens: int = 0  # neither end of sequence nor a stop before this many, but where a grammar ends
     n: int = 1  # samples per prompt; at most 65536
     ignore_eos: bool = False  # do not stop at an end-of-sequence token
     skip_special_tokens: bool = True  # leave special tokens out of the text
