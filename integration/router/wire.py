@@ -7,6 +7,7 @@ follow what their headers say.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import re
 import ssl
@@ -21,6 +22,7 @@ from ..http.edge.errors import HttpError
 from .calls import WorkerCall
 
 _MAX_WORDS = 200  # characters of an error of the transport
+_NO_WAY = {errno.ENETUNREACH, errno.EADDRNOTAVAIL}  # of an address of a family that this machine does not have
 
 
 class WorkerFailed(Exception):
@@ -29,6 +31,10 @@ class WorkerFailed(Exception):
 
 class NotReached(WorkerFailed):
     """No connection to the worker was made, so it has nothing of the call."""
+
+
+class NobodyListens(NotReached):
+    """The worker's machine refused the connection, so no process listens at its address."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,8 @@ class Wire:
         except httpx.ConnectTimeout:
             raise NotReached(f"no connection within {self._connect_timeout_s:g} s") from None
         except httpx.ConnectError as error:
-            raise NotReached(_with_words("no connection", error)) from error
+            kind = NobodyListens if _is_refused(error) else NotReached
+            raise kind(_with_words("no connection", error)) from error
         except httpx.LocalProtocolError as error:  # the worker has not seen it
             raise HttpError(400, _with_words("the request cannot be forwarded", error)) from None
         except httpx.RemoteProtocolError as error:
@@ -135,6 +142,22 @@ async def beginning(answer: httpx.Response, max_bytes: int, is_all: bool = False
                 raise WorkerFailed(f"its answer is longer than {max_bytes} bytes")
             break
     return bytes(body[:max_bytes])
+
+
+def _is_refused(error: BaseException) -> bool:
+    """Return whether each address of a worker to which there is a way has refused the connection."""
+    reasons: list[BaseException] = []
+    open_ones: list[BaseException] = [error]
+    while open_ones:
+        one = open_ones.pop()
+        if isinstance(one, BaseExceptionGroup):
+            open_ones += one.exceptions
+        elif (deeper := one.__cause__ or one.__context__) is not None:
+            open_ones.append(deeper)
+        else:
+            reasons.append(one)
+    numbers = {one.errno if isinstance(one, OSError) else None for one in reasons}
+    return errno.ECONNREFUSED in numbers and numbers <= {errno.ECONNREFUSED, *_NO_WAY}
 
 
 def _with_words(what: str, error: httpx.TransportError) -> str:

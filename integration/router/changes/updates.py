@@ -191,26 +191,32 @@ class Updates:
 
     async def _are_as_before(self, results: Sequence[Result]) -> bool:
         """Read the versions. Returns whether every worker has refused the update and answered that it has its version
-        from before it, and the workers that died will be seen to have others if they do."""
+        from before it, and the workers that died will be seen to have others if they do. A worker that named a version
+        before must name it again."""
         workers = [result.worker for result in results]
         if not all(result.is_refusal for result in results):
             return False
         assert self.journal.entry is not None
         before = {target.url: target.weight_version for target in self.journal.entry.targets}
-        if not await self.read_versions(workers):
+        read = await self.read_versions(workers)
+        if not all(one.id in read and (before.get(one.url) is None or read[one.id] is not None) for one in workers):
             return False
         are_unchanged = all(before.get(one.url, one.weight_version) == one.weight_version for one in workers)
         return are_unchanged and self._can_be_told_apart(workers)
 
-    async def read_versions(self, workers: Sequence[Worker]) -> bool:
-        """Read the workers' versions again. Returns False where a worker did not answer."""
+    async def read_versions(self, workers: Sequence[Worker]) -> dict[str, str | None]:
+        """Read the workers' versions again. Returns those of the workers that answered by their ids, with None for one
+        that reports none."""
         answers = await asyncio.gather(*map(self._health.read_version, workers), return_exceptions=True)
+        read: dict[str, str | None] = {}
         for worker, answer in zip(workers, answers, strict=True):
             if isinstance(answer, WorkerFailed):
                 worker.suspect(str(answer))
             elif isinstance(answer, BaseException):
                 raise answer
-        return not any(isinstance(answer, BaseException) for answer in answers)
+            else:
+                read[worker.id] = answer
+        return read
 
     async def _write(self, entry: JournalEntry) -> None:
         try:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from ..calls import PLAIN, WorkerCall
 from ..config import RouterConfig
-from ..wire import Answer, NotReached, Wire, WorkerFailed
+from ..wire import Answer, NobodyListens, NotReached, Wire, WorkerFailed
 from .worker import Health, Worker
 from .workers import WorkerRegistry
 
@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 _MAX_REPORT_BYTES = 4 << 20  # of an answer to a probe
 _MAX_VERSION = 4096  # characters of a weight version, which is kept on disk
 _MAX_DIGEST = 256
+_NOT_IMPLEMENTED = 501
 
 
 class HealthChecks:
@@ -56,16 +57,14 @@ class HealthChecks:
     async def check(self, worker: Worker) -> None:
         """Probe a worker once, and update its state by the result."""
         worker.check_now.clear()
+        is_reached = True
         try:
             why = await self._probe(worker)
-        except NotReached as error:
-            was_alive = worker.is_alive
-            self._registry.mark_gone(worker, str(error))
-            if was_alive:
-                self._on_death(worker)
+        except NobodyListens as error:
+            self._die(worker, str(error), is_gone=True)
             return
         except WorkerFailed as error:
-            why = f"its probe failed: {error}"
+            why, is_reached = f"its probe failed: {error}", not isinstance(error, NotReached)
         else:
             if why is not None:
                 self._registry.mark_starting(worker)
@@ -75,7 +74,7 @@ class HealthChecks:
         worker.num_failed_probes += 1
         worker.last_error = why
         if worker.num_failed_probes >= self._config.dead_after:
-            self._die(worker, why)
+            self._die(worker, why, is_gone=not is_reached)
 
     async def _probe(self, worker: Worker) -> str | None:
         """Ask a worker for its state. Returns the reason for which it is not healthy. Raises WorkerFailed."""
@@ -91,19 +90,31 @@ class HealthChecks:
     async def read_version(self, worker: Worker) -> str | None:
         """Read the weight version of a worker, with the digest where it reports one. Returns the version, or None where
         it reports none. Raises WorkerFailed."""
+        failed: WorkerFailed | None = None
         for path in ("/get_weight_version", "/model_info"):
-            values = await self._get_object(worker, path, "weight_digest=1")
+            try:
+                values = await self._get_object(worker, path, "weight_digest=1") or {}
+            except NotReached:
+                raise
+            except WorkerFailed as error:
+                failed = error  # the other path may answer
+                continue
             if isinstance(version := values.get("weight_version"), str):
-                if len(version) > _MAX_VERSION:
-                    raise WorkerFailed(f"GET {path}: its weight version has {len(version)} characters")
-                if version != worker.weight_version:  # an update, or another process
-                    worker.weight_digest, worker.is_suspect = None, True
-                worker.weight_version = version
-                if "weight_digest" in values and (digest := _digest_of(values)) != worker.weight_digest:
-                    worker.weight_digest = digest
-                    self._registry.notify()  # a stream may wait for a worker with this digest
+                self._note_version(worker, path, version, values)
                 return version
+        if failed is not None:
+            raise failed
         return None
+
+    def _note_version(self, worker: Worker, path: str, version: str, values: Mapping[str, object]) -> None:
+        if len(version) > _MAX_VERSION:
+            raise WorkerFailed(f"GET {path}: its weight version has {len(version)} characters")
+        if version != worker.weight_version:  # an update, or another process
+            worker.weight_digest, worker.is_suspect = None, True
+        worker.weight_version = version
+        if "weight_digest" in values and (digest := _digest_of(values)) != worker.weight_digest:
+            worker.weight_digest = digest
+            self._registry.notify()  # a stream may wait for a worker with this digest
 
     async def _watch(self, worker: Worker) -> None:
         while True:
@@ -127,6 +138,9 @@ class HealthChecks:
         is_unnamed = worker.guarantee is not None and worker.weight_digest is None
         if returns or worker.is_suspect or is_unnamed:
             info = await self._get_object(worker, "/server_info", "name_weights=1")
+            if info is None and worker.is_alive and worker.startup_time is not None:
+                raise WorkerFailed("GET /server_info: it does not say any more which process it is")
+            info = info or {}
             started = info.get("startup_time")
             if worker.is_alive and started != worker.startup_time:
                 self._die(worker, "another process answers at its address")
@@ -148,9 +162,10 @@ class HealthChecks:
         if is_looked_at:
             self._registry.notify()  # a request may wait for this
 
-    def _die(self, worker: Worker, why: str) -> None:
+    def _die(self, worker: Worker, why: str, *, is_gone: bool = False) -> None:
         was_alive = worker.is_alive
-        self._registry.mark_dead(worker, why)
+        mark = self._registry.mark_gone if is_gone else self._registry.mark_dead
+        mark(worker, why)
         if was_alive:
             self._on_death(worker)
 
@@ -163,9 +178,13 @@ class HealthChecks:
         except WorkerFailed as error:
             raise WorkerFailed(f"GET {path}: {error}") from error
 
-    async def _get_object(self, worker: Worker, path: str, query: str = "") -> dict[str, object]:
+    async def _get_object(self, worker: Worker, path: str, query: str = "") -> dict[str, object] | None:
+        """Read a report. Returns None where the worker has none, or shows it to nobody without its key. Raises
+        WorkerFailed, also where it could not make it."""
         answer = await self._get(worker, path, query)
-        return answer.object() if answer.is_success else {}
+        if answer.status >= 500 and answer.status != _NOT_IMPLEMENTED:
+            raise WorkerFailed(f"GET {path}: it answered {answer.status}")
+        return answer.object() if answer.is_success else None
 
 
 def _digest_of(report: Mapping[str, object]) -> str | None:
