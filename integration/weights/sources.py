@@ -121,6 +121,8 @@ def from_ipc(
 def from_named_tensors(named_tensors: NamedTensors, to_the_end: bool) -> Receive:
     """Write tensors of this process, one at a time as the iterator yields them. to_the_end: read the iterator to its
     end also after a failure, since gathering may be a collective."""
+    if isinstance(named_tensors, Mapping):
+        raise ValueError("named tensors are pairs, not a mapping: pass its items(), or model.named_parameters()")
     tensors = named_tensors if isinstance(named_tensors, Sequence) else iter(named_tensors)
 
     def receive(sink: Sink) -> Sequence[TensorSpec]:

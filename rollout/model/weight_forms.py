@@ -1,4 +1,5 @@
-"""The dtypes and devices of a borrowed module's parameters: its engine's KV and operations were chosen for them."""
+"""The dtypes, devices and shapes of a borrowed module's parameters: its engine's KV and operations were chosen for
+them."""
 
 from __future__ import annotations
 
@@ -11,37 +12,42 @@ from torch.distributed.tensor import DTensor
 from .given_module import listed
 from .tensors import HostedTensors
 
-Form = tuple[torch.dtype, torch.device, bool]  # and whether it is sharded
+Form = tuple[torch.dtype, torch.device, bool, torch.Size]  # the third: whether it is sharded
 
 
 class WeightForms:
-    """The dtypes and devices of a borrowed module's parameters, on which its engine's KV and operations depend."""
+    """The forms of a borrowed module's parameters, on which its engine's KV, operations and vocabulary depend."""
 
     def __init__(self, module: nn.Module) -> None:
         """Note the parameters' forms as they are now."""
         self._kind = type(module).__name__
         self._tensors = HostedTensors(module)
+        self._forms: dict[str, Form] = {}
         self._forms = dict(self._now())
 
     def refuse_others(self) -> None:
-        """Raise ValueError that names parameters which are of another dtype or device, or sharded, since then.
+        """Raise ValueError that names parameters which are of another dtype, device or shape, or sharded, since then.
 
-        Parameters that have come or gone count for nothing: tying and untying embeddings is allowed.
+        Parameters that have come or gone count for nothing: tying and untying embeddings is allowed. Nor does the shape
+        of one without memory.
         """
         forms = self._forms
         if changed := [(name, form) for name, form in self._now() if forms.get(name, form) != form]:
             first, form = changed[0]
             raise ValueError(
                 f"the parameters of {self._kind} are not as when they were hosted: {listed([n for n, _ in changed])} "
-                f"(the first is {_described(form)} and was {_described(forms[first])}). Cast, move or shard the module "
-                "before the engine is made, or make the engine anew"
+                f"(the first is {_described(form)} and was {_described(forms[first])}). Cast, move, resize or shard "
+                "the module before the engine is made, or make the engine anew"
             )
 
     def _now(self) -> Iterator[tuple[str, Form]]:
         for name, tensor in self._tensors.parameters():
-            yield name, (tensor.dtype, tensor.device, isinstance(tensor, DTensor) or hasattr(tensor, "ds_id"))
+            is_sharded = isinstance(tensor, DTensor) or hasattr(tensor, "ds_id")
+            known = self._forms.get(name)
+            shape = tensor.shape if known is None or tensor.numel() else known[3]
+            yield name, (tensor.dtype, tensor.device, is_sharded, shape)
 
 
 def _described(form: Form) -> str:
-    dtype, device, is_sharded = form
-    return f"{dtype} on {device}{' and sharded' * is_sharded}"
+    dtype, device, is_sharded, shape = form
+    return f"{dtype} {list(shape)} on {device}{' and sharded' * is_sharded}"

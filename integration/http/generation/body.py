@@ -20,10 +20,10 @@ from ..conversations.next_turn import NextTurn
 from ..conversations.params import SessionParams, read_session_params, refuse_samples
 from ..edge.bodies import ReceiptKind, fields_of
 from ..edge.errors import BadField
+from .asked import Asked
 from .going_on import MovingBody
 from .limits import RequestLimits
 from .meta import Wanted
-from .subscriptions import Asked
 
 # Fields that may have an entry for each prompt.
 PER_PROMPT = (

@@ -21,6 +21,7 @@ from ..conversations.next_turn import NextTurn
 from ..edge.bodies import describe, read_as
 from ..edge.errors import HttpError, as_http_error, error_body
 from ..generation.admission import Size
+from ..generation.asked import Asked
 from ..generation.body import has_stop_regex
 from ..generation.encoding import chunk_cost, completion_cost
 from ..generation.generate import refuse_ignored
@@ -29,7 +30,7 @@ from ..generation.limits import RequestLimits
 from ..generation.seam import Seam
 from ..generation.session_turns import answer_turn, begin_turn
 from ..generation.sse import DONE, dumps, event, event_of
-from ..generation.subscriptions import Asked, Subscription, hub_of
+from ..generation.subscriptions import Subscription, hub_of
 from ..observe.model_info import refuse_unknown_model, served_name
 from .body import OpenAIRequest, read_chat, read_completion
 from .fields import ChatBody, CompletionBody

@@ -20,6 +20,7 @@ from ..conversations.params import SessionParams
 from ..edge.bodies import fields_of
 from ..edge.errors import BadField
 from ..generation.admission import Size
+from ..generation.asked import Asked
 from ..generation.body import REFUSED as REFUSED_BY_GENERATE
 from ..generation.body import (
     drafts_of,
@@ -31,7 +32,6 @@ from ..generation.body import (
 )
 from ..generation.limits import RequestLimits
 from ..generation.meta import Wanted
-from ..generation.subscriptions import Asked
 from .fields import NAMES, ChatBody, CommonBody, CompletionBody, StreamOptions, named_params
 from .sessions import read_chat_session, session_prompt, with_one_name
 from .vllm_fields import num_kept, num_prompt_top, refuse_vllm, shortened, structured_settings, token_name

@@ -15,10 +15,10 @@ from ....rollout.sampling_params import SamplingParams
 from ..edge.bodies import ReceiptKind, fields_of
 from ..edge.errors import BadField
 from ..generation.admission import Size
+from ..generation.asked import Asked
 from ..generation.body import namespace, refuse_other_models
 from ..generation.going_on import MovingBody
 from ..generation.limits import RequestLimits
-from ..generation.subscriptions import Asked
 from ..openai.fields import StreamOptions
 from ..openai.vllm_fields import num_prompt_top, refuse_values, structured_settings
 

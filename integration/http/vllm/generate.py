@@ -15,15 +15,17 @@ from ....rollout.completion import Completion, FinishReason, ListedLogprobs, Str
 from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
 from ..edge.bodies import Body, describe, fields_of, read_as
+from ..edge.early_aborts import note_abort
 from ..edge.errors import HttpError, as_http_error, error_body
 from ..generation.admission import Size
+from ..generation.asked import Asked
 from ..generation.body import has_stop_regex, text_of_token
 from ..generation.encoding import chunk_cost
 from ..generation.generate import refuse_ignored
 from ..generation.going_on import Moving, read_moving
 from ..generation.seam import Seam
 from ..generation.sse import DONE, dumps, event, event_of
-from ..generation.subscriptions import Asked, Subscription, hub_of
+from ..generation.subscriptions import Subscription, hub_of
 from ..observe.model_info import refuse_unknown_model, served_name
 from ..openai.vllm_fields import prompt_logprobs, token_name
 from .body import InferenceBody, InferenceRequest, read_inference, with_prefix
@@ -62,6 +64,8 @@ async def abort_requests(request: Request) -> Response:
     what they have; ids that are not live are ignored."""
     body = await read_as(request, lambda values: fields_of(AbortBody, values))
     engine, reason = hub_of(request.app).engine, FinishReason("abort", message="aborted by abort_requests")
+    for id in body.request_ids:
+        note_abort(request.app, with_prefix(id), reason)
 
     def abort(_: float | None) -> None:
         for id in body.request_ids:

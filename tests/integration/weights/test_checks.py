@@ -93,6 +93,14 @@ def test_compare_names_what_changed_and_by_how_much(service):
     assert service.weights_checker("compare")["success"] is True
 
 
+def test_a_mapping_in_the_place_of_named_tensors_is_named(model):
+    service = RolloutService(Engine(model, EngineConfig(kv_cache="16 blocks")))
+    with pytest.raises(ValueError, match=r"named tensors are pairs, not a mapping: pass its items\(\)"):
+        service.update_weights_from_named_tensors(model.state_dict())
+    assert service.state()["weight_update"]["state"] != "open"
+    service.close()
+
+
 def test_reset_tensors_are_random_and_only_a_full_update_heals_them(service, model):
     kept = {name: tensor.clone() for name, tensor in resident(service).items()}
     buffers = {name: tensor.clone() for name, tensor in service.engine.model.buffers()}

@@ -23,6 +23,17 @@ def make(model: torch.nn.Module, **settings: object) -> Engine:
     return Engine(model, EngineConfig(kv_cache="16 blocks", speculation="off", **settings))
 
 
+@pytest.mark.parametrize("size", [200, 300])
+def test_a_vocabulary_of_another_size_is_refused_by_name(make_model, size):
+    model = make_model("qwen3")  # of 256 tokens
+    engine = make(model)
+    engine.generate([PROMPT], sampled())
+    model.resize_token_embeddings(size, mean_resizing=False)
+    with pytest.raises(ValueError, match=rf"embed_tokens.weight.* is torch.float32 \[{size}, 64\] on cpu and was"):
+        engine.generate([PROMPT], sampled())
+    assert make(model).generate([[size - 1]], sampled())[0].token_ids
+
+
 @pytest.mark.parametrize("change", ["bfloat16", "double", "meta", "head"])
 @pytest.mark.parametrize("has_generated", [False, True])
 def test_a_module_that_was_cast_or_moved_is_refused_until_it_is_as_before(make_model, change, has_generated):
@@ -37,9 +48,9 @@ def test_a_module_that_was_cast_or_moved_is_refused_until_it_is_as_before(make_m
         model.lm_head.to(torch.bfloat16)
     else:
         getattr(model, change)()
-    wanted = {"head": "lm_head.weight .the first is torch.bfloat16", "meta": "is torch.float32 on meta and was"}
+    wanted = {"head": "lm_head.weight .the first is torch.bfloat16", "meta": r"is torch.float32 \[.*\] on meta and was"}
     with pytest.raises(
-        ValueError, match=wanted.get(change, "is torch.(bfloat16|float64) on cpu and was torch.float32")
+        ValueError, match=wanted.get(change, r"is torch.(bfloat16|float64) \[.*\] on cpu and was torch.float32")
     ):
         engine.generate([PROMPT], sampled())
     assert not engine.has_work and not engine.model.in_rollout_phase
