@@ -38,8 +38,8 @@ class ProxyResponse(Response):
                 raise draining()
             # The body counts until the end, because the request may move to another worker until then.
             with self._router.bodies.share() as kept:
-                generation = await self._read(Request(scope, receive), kept)
-                answering = asyncio.create_task(self._router.proxy.run(generation, send))
+                request = Request(scope, receive)
+                answering = asyncio.create_task(self._answer(request, await self._read(request, kept), send))
                 if await first_of(answering, until_disconnect(receive)):
                     answering.result()
         except ClientDisconnect:
@@ -48,9 +48,14 @@ class ProxyResponse(Response):
             body = error_body(error, openai=has_openai_errors(scope["path"]))
             await JSONResponse(body, error.status, error.headers)(scope, receive, send)
 
-    async def _read(self, request: Request, kept: Share) -> Generation:
-        """Read the request, with its body in `kept`. Raises HttpError 413 for a body that is too long, 408 for one that
-        does not arrive in time, 503 where all open bodies are too long, and ClientDisconnect."""
+    async def _answer(self, request: Request, data: bytes, send: Send) -> None:
+        generation = await self._generation(request, data)
+        del data  # the generation has its own copy, with further fields
+        await self._router.proxy.run(generation, send)
+
+    async def _read(self, request: Request, kept: Share) -> bytes:
+        """Read the body of the request, which counts in `kept`. Raises HttpError 413 for a body that is too long, 408
+        for one that does not arrive in time, 503 where all open bodies are too long, and ClientDisconnect."""
         limit = self._router.config.max_body_bytes
         too_long = HttpError(413, f"the body is longer than {limit} bytes", code="too_large")
         declared = request.headers.get("content-length", "")
@@ -68,7 +73,11 @@ class ProxyResponse(Response):
                         raise HttpError(503, message, code="overloaded", headers={"Retry-After": "1"})
         except TimeoutError:
             raise late_body(timeout_s) from None
-        data, routing_key = bytes(body), request.headers.get(ROUTING_KEY_HEADER)
+        return bytes(body)
+
+    async def _generation(self, request: Request, data: bytes) -> Generation:
+        """Determine how the request is forwarded. Waits for a worker where it opens a session. Raises HttpError."""
+        routing_key = request.headers.get(ROUTING_KEY_HEADER)
         call, max_lists = call_with(request, data), self._router.config.http.max_body_lists
         if call.path == OPEN:
             call, session = await opened_at(await self._router.proxy.any_worker(), call, max_lists)
