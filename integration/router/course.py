@@ -21,6 +21,11 @@ class Generation:
     session: str | None = None  # that lives on one worker, see `sessions`
     progress: Progress | None = None  # of its stream, if it may go on elsewhere
 
+    @property
+    def may_be_sent_twice(self) -> bool:
+        """Whether two workers may have it at the same time: it has a seed, and changes nothing but caches."""
+        return self.session is None
+
 
 @dataclass
 class Course:

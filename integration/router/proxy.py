@@ -118,7 +118,7 @@ class Proxy:
         """Send the call to a worker and, where it delivers nothing within `hedge_after_s`, to a second one too. Returns
         the side of the client that counts, with its error or ""."""
         after_s = self._config.hedge_after_s
-        if after_s is None or relay.has_begun or generation.session is not None or generation.progress is None:
+        if after_s is None or relay.has_begun or not generation.may_be_sent_twice:
             return relay, await self._counted(worker, generation, relay, course)
 
         def second() -> tuple[Relay, Coroutine[Any, Any, str]] | None:
@@ -135,12 +135,13 @@ class Proxy:
                 self._counters.hedges[race.winner is not relay] += 1
 
     async def _counted(self, worker: Worker, generation: Generation, relay: Relay, course: Course) -> str:
-        """Count the attempt and its outcome, see `_try`."""
+        """Count the attempt, and its outcome at a worker that is still there, see `_try`."""
         try:
             with worker.running(generation.num_sequences):
                 return await self._try(worker, generation, relay, course)
         finally:
-            self._counters.requests[worker.url, relay.outcome] += 1
+            if worker in self._registry:  # else the labels of a removed worker would come back
+                self._counters.requests[worker.url, relay.outcome] += 1
 
     async def _try(self, worker: Worker, generation: Generation, relay: Relay, course: Course) -> str:
         """Send the call to a worker. Returns the error or ""; the relay has the outcome. The client is not told of an
