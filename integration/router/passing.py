@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 
 from .budget import Budget
-from .moving.progress import END_OF_EVENT, Progress, StreamCut
+from .moving.progress import Progress, StreamCut, end_of_events
 from .relay import Relay
 
 
@@ -38,10 +38,9 @@ class Passing:
         rest, num_noted = bytearray(), 0
         with self._answers.share() as kept:
             async for part in answer.aiter_raw():
-                start = max(0, len(rest) - 1)  # the end of an event may be in two parts
+                start = max(0, len(rest) - 2)  # the end of an event may be in two parts
                 rest += part
-                end = rest.rfind(END_OF_EVENT, start) + len(END_OF_EVENT)
-                if end >= len(END_OF_EVENT):
+                if end := end_of_events(rest, start):
                     await _pass(answer, relay, bytes(rest[:end]), progress)
                     del rest[:end]
                 if progress is not None:

@@ -7,19 +7,29 @@ the worker's guarantee; each other one what an event adds to one sequence.
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ...http.edge.errors import SERVER_ENDED
 from ..wire import WorkerFailed
 
-END_OF_EVENT = b"\n\n"
+_END_OF_EVENT = re.compile(rb"\n\r?\n")  # the end of its last line, and an empty line
+_T = TypeVar("_T")
 _MARK = b": progress "
 _DONE = [b"data: [DONE]"]
 _ERROR = b'data: {"error"'
 _FAILED = 500  # codes of errors from here on are the worker's own
+_MAX_SEQUENCES = 4096  # of one stream that can move
+
+
+def end_of_events(data: bytes | bytearray, start: int = 0) -> int:
+    """Return where the last whole event in some bytes of a stream ends; 0 where none ends in them. start: no event ends
+    before it."""
+    ends = [at + len(end) for end in (b"\n\n", b"\n\r\n") if (at := data.rfind(end, start)) >= 0]
+    return max(ends, default=0)
 
 
 class Host(Protocol):
@@ -57,9 +67,11 @@ class _Sequence:
                 self.spans.pop()
         self.num_chars -= note.get("chars_taken_back", 0)
         if "digest" in note:
-            version, digest = note["version"], note["digest"]
+            version, digest = _valid(note["version"], str), note["digest"]
+            if digest is not None:
+                _valid(digest, str)
             if self.told is None:
-                self.cached = note["cached"]
+                self.cached = _valid(note["cached"], int)
             self.told = version, digest
         if self.told is not None and note.get("ids") and (not self.spans or self.spans[-1][:2] != self.told):
             self.spans.append((*self.told, len(self.token_ids)))
@@ -111,15 +123,18 @@ class Progress:
     def read(self, events: bytes) -> Iterator[tuple[bytes, list[dict[str, Any]]]]:
         """Yield each of some whole events without its comments, and with the notes in them, for `add`. Raises StreamCut
         at an event by which the worker ends a stream that is not at its end."""
-        for event in events.split(END_OF_EVENT)[:-1]:
-            lines = event.split(b"\n")
+        start = 0
+        for end in _END_OF_EVENT.finditer(events):
+            lines = events[start : end.start()].split(b"\n")
+            start = end.end()
             rest = [line for line in lines if not line.startswith(_MARK)]
             notes = [_note(line) for line in lines if line.startswith(_MARK)]
             if why := next((note["ended"] for note in notes if note.get("ended") == SERVER_ENDED), None):
                 raise StreamCut(f"it was ended: {why}")
             if rest and rest[-1].startswith(_ERROR):
                 _raise_failure(rest[-1])
-            yield b"\n".join(rest) + END_OF_EVENT, [{"done": True}] if rest == _DONE else notes
+            is_done = [line.rstrip(b"\r") for line in rest] == _DONE
+            yield b"\n".join(rest) + end[0], [{"done": True}] if is_done else notes
 
     def add(self, notes: list[dict[str, Any]]) -> None:
         """Take the notes of an event that the client has."""
@@ -127,7 +142,7 @@ class Progress:
             for note in notes:
                 self._add(note)
                 self.num_notes += 1
-        except (LookupError, TypeError, ValueError, OverflowError):
+        except (LookupError, TypeError, ValueError, OverflowError, RecursionError):
             self.lose("the notes of its worker cannot be understood")
 
     def _add(self, note: Mapping[str, Any]) -> None:
@@ -136,12 +151,15 @@ class Progress:
         elif "usage" in note:
             self._has_usage = True
         elif "head" in note:
-            self._head, self._guarantee = dict(note["head"]), dict(note["guarantee"])
-            self._sequences = [None] * note["num_sequences"]
-            self.why_lost = None
+            self._head, self._guarantee = _valid(note["head"], dict), _valid(note["guarantee"], dict)
+            json.dumps([self._head, self._guarantee])  # as another worker gets them: not nested too deeply for that
+            if not 0 < (num := _valid(note["num_sequences"], int)) <= _MAX_SEQUENCES:
+                raise ValueError(f"{num} sequences")
+            self._sequences, self.why_lost = [None] * num, None
         elif self._sequences:
-            sequence = self._sequences[note["index"]] or _Sequence()
-            self._sequences[note["index"]] = sequence
+            if (index := _valid(note["index"], int)) < 0:
+                raise IndexError(index)
+            sequence = self._sequences[index] = self._sequences[index] or _Sequence()
             sequence.add(note)
             self.num_tokens += len(note.get("ids", ()))
 
@@ -180,10 +198,16 @@ class Progress:
         }
 
 
+def _valid(value: Any, kind: type[_T]) -> _T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is no {kind.__name__}")
+    return value
+
+
 def _note(line: bytes) -> dict[str, Any]:
     try:
         note = json.loads(line[len(_MARK) :])
-    except ValueError:
+    except (ValueError, RecursionError):
         note = None
     if not isinstance(note, dict):
         raise WorkerFailed(f"its stream has a comment that is no note: {line[:100]!r}")
@@ -195,7 +219,7 @@ def _raise_failure(line: bytes) -> None:
     try:
         error = json.loads(line.removeprefix(b"data: "))["error"]
         code, message = error["code"], str(error["message"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return
     status = code if isinstance(code, int) else _FAILED if error.get("type") == "server_error" else 0
     if status >= _FAILED:

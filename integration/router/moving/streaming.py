@@ -22,7 +22,7 @@ from ...push.http_target import HttpTarget
 from ..calls import WorkerCall
 from ..wire import WorkerFailed
 from .fields import seeded, with_fields
-from .progress import END_OF_EVENT, Progress
+from .progress import Progress, end_of_events
 
 _MAX_REFUSAL = 1000  # characters of a refusal in an error
 _ELSEWHERE = frozenset({409, 500, 502, 503, 504})  # statuses after which another server may answer
@@ -91,9 +91,7 @@ def _part(target: HttpTarget, call: WorkerCall, progress: Progress, timeout_s: f
         rest = b""
         for part in answer.iter_raw():
             rest += part
-            end = rest.rfind(END_OF_EVENT) + len(END_OF_EVENT)
-            if end < len(END_OF_EVENT):
-                continue
+            end = end_of_events(rest)
             for event, notes in progress.read(rest[:end]):
                 progress.add(notes)  # before the caller has it: it may never ask for the next one
                 yield event

@@ -10,7 +10,7 @@ import pytest
 from lockstep.integration.http.edge.errors import SERVER_ENDED
 from lockstep.integration.router.calls import WorkerCall
 from lockstep.integration.router.moving.fields import seeded, with_fields
-from lockstep.integration.router.moving.progress import Progress, StreamCut
+from lockstep.integration.router.moving.progress import Progress, StreamCut, end_of_events
 from lockstep.integration.router.wire import WorkerFailed
 
 BITS = {"invariant": True, "isa": "avx512"}
@@ -162,8 +162,13 @@ def test_an_abort_and_an_error_of_the_request_are_the_clients(last):
 
 
 @pytest.mark.parametrize(
-    "odd", [{"index": 9}, {"index": 0, "ids": "x"}, {"index": 0, "digest": 1}, {"head": 1}, note([2**70])]
-)
+    "odd",
+    [
+        {"index": 9}, {"index": -1}, {"index": 0, "ids": "x"}, {"index": 0, "digest": 1}, {"head": 1}, note([2**70]),
+        note([4], digest={}, version="1", cached=0), head(10**12), head(5000), head(0),
+        {"head": [["rids", 1]], "guarantee": BITS, "num_sequences": 1},
+    ],
+)  # fmt: skip
 def test_notes_that_cannot_be_understood_lose_the_stream_and_not_the_events(odd):
     progress = Progress("proven")
     assert read(progress, event("1", head(), FIRST), event("2", odd), event("3")) == event("1") + event("2") + event(
@@ -172,9 +177,37 @@ def test_notes_that_cannot_be_understood_lose_the_stream_and_not_the_events(odd)
     assert progress.why_lost == "the notes of its worker cannot be understood"
 
 
-def test_a_comment_that_is_no_note_is_the_workers_failure():
+@pytest.mark.parametrize("odd", [b"{", b"[1]", b"[" * 200_000, b"9" * 5000])
+def test_a_comment_that_is_no_note_is_the_workers_failure(odd):
     with pytest.raises(WorkerFailed, match="no note"):
-        read(Progress("proven"), b": progress {\ndata: 1\n\n")
+        read(Progress("proven"), b": progress " + odd + b"\ndata: 1\n\n")
+
+
+def test_an_error_that_is_nested_too_deeply_is_passed_on():
+    deep = b'data: {"error": ' + b"[" * 200_000 + b"\n\n"
+    assert read(Progress("proven"), deep) == deep
+
+
+def test_events_whose_lines_end_with_crlf_are_read_and_stay_as_they_are():
+    events = [event("1", head(), FIRST), event("2", note([4], ended=True)), event("[DONE]")]
+    progress = Progress("proven")
+    passed = read(progress, *(one.replace(b"\n", b"\r\n") for one in events))
+    assert passed == b"data: 1\r\n\r\ndata: 2\r\n\r\ndata: [DONE]\r\n\r\n"
+    assert begun(progress)["token_ids"] == [1, 2, 3, 4] and progress.is_done
+
+
+@pytest.mark.parametrize(
+    ("data", "end"),
+    [
+        (b"data: 1\n\nda", 9),
+        (b"data: 1\r\n\r\nda", 11),
+        (b"a\n\nb\r\n\r\n", 8),
+        (b"a\r\n\r\nb\n\nc", 8),
+        (b"a\r\n\r", 0),
+    ],
+)
+def test_the_end_of_the_last_whole_event_is_found_with_both_ends_of_lines(data, end):
+    assert end_of_events(data) == end
 
 
 @pytest.mark.parametrize(

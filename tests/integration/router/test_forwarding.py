@@ -1,0 +1,157 @@
+"""What a router does around the answers that it forwards: when it passes events on, asks twice, waits, and counts."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from contextlib import closing
+
+import pytest
+
+from lockstep.tests.support.fake_workers import (
+    WAIT_S,
+    FakeWorker,
+    Fleet,
+    Handler,
+    SlowAnswer,
+    counted,
+    wait_until,
+)
+
+pytestmark = pytest.mark.slow  # many small calls over real sockets
+
+NAMED = {"weight_digest": "d" * 64, "guarantee": {"invariant": True}}
+NOTED = b': progress {"head":{"rids":["a"]},"guarantee":{},"num_sequences":%d}\n: progress {"index":0}\ndata: 1\n\n'
+
+
+def held(fleet: Fleet) -> int:
+    return fleet.stats()["num_held_requests"]
+
+
+# -- events ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moved_streams", ["proven", "off"])
+def test_each_event_of_a_stream_whose_lines_end_with_crlf_is_passed_on_at_once(make_fleet, moved_streams):
+    fleet, has_event = make_fleet(1, moved_streams=moved_streams), threading.Event()
+    sent = [b"data: 1\r\n\r", b"\ndata: 2\r\n\r\n", b"data: [DONE]\r\n\r\n"]
+
+    def generate(handler: Handler, body: dict) -> None:
+        handler.begin_stream()
+        for part in sent[:2]:
+            handler.send_part(part)
+        assert has_event.wait(WAIT_S), "held back"
+        handler.send_part(sent[2])
+        handler.send_part(b"")
+
+    fleet.workers[0].generate = generate
+    with fleet.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+        got = b""
+        for part in answer.iter_raw():
+            got += part
+            if b"data: 2\r\n\r\n" in got:
+                has_event.set()
+    assert got == b"".join(sent)
+
+
+def test_a_note_that_is_nested_too_deeply_ends_the_stream_with_an_error_that_names_the_worker(make_fleet):
+    fleet = make_fleet(1, queue_timeout_s=0.2)
+
+    def generate(handler: Handler, body: dict) -> None:
+        if "begun" in body:
+            handler.reply(409, {"error": {"message": "not here"}})
+            return
+        handler.begin_stream()
+        for part in (NOTED % 1, b": progress " + b"[" * 200_000 + b"\ndata: 2\n\n", b"data: [DONE]\n\n", b""):
+            handler.send_part(part)
+
+    fleet.workers[0].generate = generate
+    answer = fleet.post("/generate", {"text": "x", "stream": True})
+    events = [event for event in answer.text.split("\n\n") if event]
+    assert events[0] == "data: 1" and len(events) == 2, answer.text
+    error = json.loads(events[1].removeprefix("data: "))["error"]
+    assert error["type"] == "worker_died" and fleet.workers[0].url in error["message"]
+
+
+def test_a_worker_that_claims_a_number_of_sequences_beyond_all_memory_loses_only_the_move_of_the_stream(make_fleet):
+    fleet = make_fleet(1)
+
+    def generate(handler: Handler, body: dict) -> None:
+        handler.begin_stream()
+        for part in (NOTED % 10**12, b"data: [DONE]\n\n", b""):
+            handler.send_part(part)
+
+    fleet.workers[0].generate = generate
+    assert fleet.post("/generate", {"text": "x", "stream": True}).text == "data: 1\n\ndata: [DONE]\n\n"
+
+
+# -- hedging, waiting, counting --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moved_streams", ["proven", "trusted", "off"])
+def test_a_request_that_waits_goes_to_a_second_worker_whether_or_not_streams_move(make_fleet, moved_streams):
+    workers = [FakeWorker(**NAMED) for _ in range(2)]
+    fleet = make_fleet(workers, hedge_after_s=0.05, moved_streams=moved_streams)
+    asked, release = threading.Semaphore(1), threading.Event()
+
+    def first_waits(handler: Handler, body: dict) -> None:
+        if asked.acquire(blocking=False):
+            release.wait(WAIT_S)
+        handler.reply(200, {"text": "", "seed": body["default_seed"]})
+
+    for worker in workers:
+        worker.generate = first_waits
+    try:
+        answer = fleet.post("/generate", {"text": "x"})
+    finally:
+        release.set()
+    [seeds] = {tuple(one["default_seed"] for worker in workers for one in worker.asked("/generate"))}
+    assert len(seeds) == 2 and set(seeds) == {answer.json()["seed"]}
+
+
+def test_a_client_that_leaves_while_its_new_session_waits_for_a_worker_gives_its_place_back(make_fleet):
+    fleet, slow = make_fleet(1), SlowAnswer()
+    fleet.workers[0].answers["/pause_generation"] = slow
+    pausing = threading.Thread(target=lambda: fleet.post("/pause_generation", {"mode": "in_place"}))
+    pausing.start()
+    try:
+        assert slow.entered.wait(WAIT_S)
+        for path in ("/generate", "/open_session"):
+            port = int(fleet.router.url.rpartition(":")[2])
+            with closing(socket.create_connection(("127.0.0.1", port), WAIT_S)) as client:
+                head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 2\r\n\r\n{{}}"
+                client.sendall(head.encode())
+                wait_until(lambda: held(fleet) == 1, "it waits")
+            wait_until(lambda: held(fleet) == 0, f"{path} has left")
+            assert pausing.is_alive(), f"{path} has waited for the end of the pause"
+    finally:
+        slow.leave.set()
+        pausing.join(WAIT_S)
+    assert not fleet.workers[0].asked("/open_session")
+
+
+def test_requests_that_end_at_a_removed_worker_bring_none_of_its_labels_back(make_fleet):
+    fleet, release = make_fleet(2), threading.Event()
+
+    def waits(handler: Handler, body: dict) -> None:
+        release.wait(WAIT_S)
+        handler.reply(200, {"text": ""})
+
+    for worker in fleet.workers:
+        worker.generate = waits
+    statuses: list[int] = []
+    clients = [
+        threading.Thread(target=lambda: statuses.append(fleet.post("/generate", {"text": "x"}).status_code))
+        for _ in range(4)
+    ]
+    for client in clients:
+        client.start()
+    wait_until(lambda: sum(len(worker.asked("/generate")) for worker in fleet.workers) == 4, "all are sent")
+    gone = next(worker for worker in fleet.workers if worker.asked("/generate"))
+    assert fleet.http.delete(f"/workers/{fleet.report(gone)['id']}").status_code == 202
+    release.set()
+    for client in clients:
+        client.join(WAIT_S)
+    assert statuses == [200] * 4
+    assert not any(gone.url in key for key in counted(fleet))
