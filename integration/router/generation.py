@@ -14,6 +14,7 @@ from ..http.edge.disconnect import first_of, until_disconnect
 from ..http.edge.errors import HttpError, error_body, has_openai_errors
 from .budget import Share
 from .course import Generation
+from .fleet.aborted import Aborted
 from .fleet.held import draining
 from .fleet.peek import peek
 from .moving.fields import seeded
@@ -51,7 +52,12 @@ class ProxyResponse(Response):
     async def _answer(self, request: Request, data: bytes, send: Send) -> None:
         generation = await self._generation(request, data)
         del data  # the generation has its own copy, with further fields
-        await self._router.proxy.run(generation, send)
+        router = self._router
+        try:
+            await router.proxy.run(generation, send)
+        except Aborted as aborted:
+            answer, kind = await aborted.answer(router.registry.served_version, router.config.http.max_body_lists)
+            await Response(answer, media_type=kind)(request.scope, request.receive, send)
 
     async def _read(self, request: Request, kept: Share) -> bytes:
         """Read the body of the request, which counts in `kept`. Raises HttpError 413 for a body that is too long, 408

@@ -187,28 +187,33 @@ class Proxy:
         return why
 
     async def _pick(self, generation: Generation, course: Course) -> Worker:
-        """Choose the worker for a request. Waits while there is none, or all are full. Raises HttpError 503."""
+        """Choose the worker for a request. Waits while there is none, or all are full. Raises HttpError 503, and
+        Aborted."""
         started = time.monotonic()
         deadline = min(course.deadline, started + max(0.0, self._config.queue_timeout_s - course.waited_s))
         try:
-            while (found := self._all_full(generation, course)) is not None:
-                until, why = found
-                if until > deadline:
-                    after = str(math.ceil(until - time.monotonic()))
-                    raise HttpError(503, f"all workers are full: {why}", code="overloaded",
-                                    headers={"Retry-After": after})  # fmt: skip
-                await self.held.pause(until, why)
-            if (progress := generation.progress) is not None and course.has_begun:
-                return await self.held.its_worker(
-                    lambda: self._choosing.like(progress, course), deadline,
-                    lambda: self._choosing.why_none_like(progress),
-                )  # fmt: skip
-            if generation.session is not None:
-                session = generation.session
-                return await self.held.its_worker(lambda: self._home(session, course), deadline)
-            return await self.held.worker(lambda: self._choosing.best(generation, course), deadline)
+            async with self.held.abortable(generation.call):
+                return await self._wait_for_worker(generation, course, deadline)
         finally:
             course.waited_s += time.monotonic() - started
+
+    async def _wait_for_worker(self, generation: Generation, course: Course, deadline: float) -> Worker:
+        while (found := self._all_full(generation, course)) is not None:
+            until, why = found
+            if until > deadline:
+                after = str(math.ceil(until - time.monotonic()))
+                raise HttpError(503, f"all workers are full: {why}", code="overloaded",
+                                headers={"Retry-After": after})  # fmt: skip
+            await self.held.pause(until, why)
+        if (progress := generation.progress) is not None and course.has_begun:
+            return await self.held.its_worker(
+                lambda: self._choosing.like(progress, course), deadline,
+                lambda: self._choosing.why_none_like(progress),
+            )  # fmt: skip
+        if generation.session is not None:
+            session = generation.session
+            return await self.held.its_worker(lambda: self._home(session, course), deadline)
+        return await self.held.worker(lambda: self._choosing.best(generation, course), deadline)
 
     async def any_worker(self) -> Worker:
         """Return the worker for a new session. Waits while there is none. Raises HttpError 503."""

@@ -56,6 +56,7 @@ class Router:
         self.admin = Admin(
             self.registry, self._health, updates, roster, self.administering, config, self.counters
         )  # fmt: skip
+        self.admin.on_abort = lambda abort: self.proxy.held.abort(abort, config.http.max_body_lists)
         self._health.after_probe = self.admin.end_lost_update
         self.collector = RouterCollector(self.registry, self.counters, journal, self.proxy.held)
         self._num_open = 0  # requests that a drain waits for

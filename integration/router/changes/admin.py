@@ -20,6 +20,7 @@ from ...http.edge.errors import HttpError
 from ..calls import WorkerCall
 from ..config import RouterConfig
 from ..counters import RouterCounters
+from ..fleet.aborted import Abort
 from ..fleet.groups import Groups, group_of
 from ..fleet.health import HealthChecks
 from ..fleet.held import draining
@@ -28,7 +29,7 @@ from ..fleet.worker import Hold, Worker
 from ..fleet.workers import WorkerRegistry, why_none
 from ..wire import Wire
 from .broadcast import Result, broadcast, merge, summarise, with_value
-from .rules import RULES, Rule, rule_for
+from .rules import RULES, Rule, aborted_by, rule_for
 from .updates import Updates
 
 # Verbs that leave out draining workers: updates and groups, which the end of a worker would break off for the others,
@@ -55,6 +56,7 @@ class Admin:
         self.updates, self.roster = updates, roster
         self._registry, self._health = registry, health
         self._wire, self._config, self._counters = wire, config, counters
+        self.on_abort: Callable[[Abort], Awaitable[None]] | None = None  # awaited before the workers hear of an abort
         self.is_draining = False  # the router ends: no update may begin
         self._groups = Groups()
         self._lock = asyncio.Lock()
@@ -82,7 +84,9 @@ class Admin:
         self, verb: str, call: WorkerCall, values: Mapping[str, object], has_left: Callable[[], Awaitable[bool]]
     ) -> tuple[int, dict[str, object]]:
         rule = rule_for(verb, values)
+        abort = aborted_by(call, values)
         if not rule.is_change:
+            await self._abort_held(abort)
             results = await self._broadcast(await self._targets(verb), call, values)
             if rule.one_version:
                 return _one_version(results)
@@ -98,7 +102,12 @@ class Admin:
                 if self.is_draining and self.updates.journal.entry is None:
                     raise draining()
                 return await self._update(verb, rule, call, values, targets)
+            await self._abort_held(abort)  # a pause may abort
             return summarise(await self._change(verb, rule, call, values, targets))
+
+    async def _abort_held(self, abort: Abort | None) -> None:
+        if abort is not None and self.on_abort is not None:
+            await self.on_abort(abort)
 
     @asynccontextmanager
     async def changing(self, what: str, limit_s: float = 0.0) -> AsyncIterator[None]:

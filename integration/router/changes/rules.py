@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import parse_qs
+
+from ..calls import WorkerCall
+from ..fleet.aborted import Abort, inference_name
 
 
 @dataclass(frozen=True)
@@ -97,3 +101,23 @@ def rule_for(verb: str, values: Mapping[str, object]) -> Rule:
     if (verb, values.get("action")) in (("weights_checker", "reset_tensors"), ("weight_checker", "reset")):
         return _CHANGE
     return RULES[verb]
+
+
+def aborted_by(call: WorkerCall, values: Mapping[str, object]) -> Abort | None:
+    """Return which requests a verb aborts; None where it aborts none."""
+    verb = call.path.rpartition("/")[2]
+    if verb == "abort_request":
+        reason = values.get("finished_reason")
+        said = values.get("abort_message") or (reason.get("message") if isinstance(reason, Mapping) else None)
+        rid, message = values.get("rid"), said if isinstance(said, str) and said else "Aborted"
+        if values.get("abort_all"):
+            return Abort(None, message)
+        return Abort(frozenset({rid}), message) if isinstance(rid, str) and rid else None
+    if verb == "abort_requests":
+        given = values.get("request_ids")
+        rids = [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
+        if call.path == "/inference/v1/abort_requests":
+            return Abort(frozenset(map(inference_name, rids)), "aborted by abort_requests")
+        return Abort(frozenset(rids) if given else None, "aborted by abort_requests")
+    mode = values.get("mode") if verb == "pause_generation" else parse_qs(call.query).get("mode", [None])[0]
+    return Abort(None) if verb in ("pause_generation", "pause") and mode in (None, "abort") else None

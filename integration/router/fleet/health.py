@@ -179,8 +179,8 @@ class HealthChecks:
             raise WorkerFailed(f"GET {path}: {error}") from error
 
     async def _get_object(self, worker: Worker, path: str, query: str = "") -> dict[str, object] | None:
-        """Read a report. Returns None where the worker has none, or shows it to nobody without its key. Raises
-        WorkerFailed, also where it could not make it."""
+        """Read a report. Returns None where the worker has none, or wants another key for it. Raises WorkerFailed, also
+        where it could not make it."""
         answer = await self._get(worker, path, query)
         if answer.status >= 500 and answer.status != _NOT_IMPLEMENTED:
             raise WorkerFailed(f"GET {path}: it answered {answer.status}")

@@ -6,9 +6,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
 from ...http.edge.errors import HttpError
+from ..calls import WorkerCall
+from .aborted import PATHS, Abort, Aborted, Names
 from .worker import Worker
 from .workers import WorkerRegistry, needs_operator, why_none
 
@@ -19,6 +23,15 @@ def draining() -> HttpError:
     """Make the error for a new request while the router finishes its open ones before it ends."""
     message = "the router is draining: it finishes its open requests and takes no new ones"
     return HttpError(503, message, code="draining", headers=_RETRY)
+
+
+@dataclass(eq=False)
+class _Abortable:
+    """One request that an abort would end."""
+
+    names: Names
+    limit: asyncio.Timeout
+    why: str | None = None  # it was aborted
 
 
 class HeldRequests:
@@ -32,6 +45,7 @@ class HeldRequests:
         self._for_one: set[asyncio.Event] = set()  # of requests that only one worker can answer; set by each change
         self._num_apart = 0  # requests that wait for a time, and not for their turn
         self._closed = asyncio.Event()
+        self._abortable: set[_Abortable] = set()
         registry.on_change.append(self._wake_first)
 
     def __len__(self) -> int:
@@ -41,6 +55,33 @@ class HeldRequests:
         """Answer 503 to every waiting request, and to every one that would have to wait, because the router drains."""
         self._closed.set()
         self._wake_first()
+
+    @asynccontextmanager
+    async def abortable(self, call: WorkerCall) -> AsyncIterator[None]:
+        """Let an abort end the block, which finds a worker for this call. Raises Aborted then."""
+        if call.path not in PATHS:
+            yield
+            return
+        one = _Abortable(Names(call), asyncio.timeout(None))
+        self._abortable.add(one)
+        try:
+            async with one.limit:
+                yield
+        except TimeoutError:
+            if one.why is None:
+                raise
+        finally:
+            self._abortable.discard(one)
+        if one.why is not None:
+            raise Aborted(call, one.why)
+
+    async def abort(self, abort: Abort, max_lists: int) -> None:
+        """End the waiting requests that are meant, before a worker has them."""
+        for one in list(self._abortable):
+            is_meant = await one.names.are_aborted(abort, max_lists)
+            if is_meant and one.why is None and one in self._abortable:
+                one.why = abort.message
+                one.limit.reschedule(asyncio.get_running_loop().time())
 
     async def worker(self, find: Callable[[], Worker | None], deadline: float) -> Worker:
         """Return the worker that `find` returns, as soon as it does and all earlier requests have theirs. A request
