@@ -87,6 +87,8 @@ class HttpTarget:
         self, verb: str, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float
     ) -> dict[str, object]:
         """Send one call and return its answer. Raises TargetError."""
+        if self._client.is_closed:
+            raise TargetError(self._name, verb, "this target was closed")
         timeout = httpx.Timeout(timeout_s + _GRACE_S, connect=min(timeout_s, _CONNECT_S))
         content, headers = (None, {}) if body is None else (json.dumps(body), {"Content-Type": "application/json"})
         try:

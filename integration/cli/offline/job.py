@@ -350,6 +350,7 @@ class _OfflineRun:
             **({} if prompt.id is None else {"id": prompt.id}),
             "prompt": prompt.prompt,
             "text": completion.text,
+            "prompt_ids": completion.prompt_ids,
             "token_ids": completion.token_ids,
             "logprobs": completion.logprobs,
             "finish_reason": reason,

@@ -227,6 +227,16 @@ def test_one_that_cannot_be_reached_or_does_not_answer_has_no_kind():
             HttpTarget(bad)
 
 
+def test_a_target_that_was_closed_says_so_and_its_pusher_can_still_be_closed(make_pusher, targets, model):
+    pusher = make_pusher("distributed")
+    pusher.push(model, "1")
+    for target in pusher.targets:
+        target.close()
+    with pytest.raises(TargetError, match="state: this target was closed"):
+        pusher.targets[0].call("state", timeout_s=5.0)
+    pusher.close()
+
+
 def test_a_verb_whose_deadline_passes_says_so_in_the_engines_words(targets, services):
     with held_between_steps(services[0].engine), pytest.raises(TargetError) as error:
         targets[0].call("pause_generation", timeout_s=0.2, mode="in_place")
