@@ -3,7 +3,8 @@
     python examples/serving.py [--model FOLDER]
 
 Needs the extra `serve`: pip install -e '.[serve]'. `/generate` takes SGLang's requests, `/v1/...` OpenAI's: its client
-works with `OpenAI(base_url=f"{server.url}/v1", api_key="-")`. `lockstep serve --model FOLDER` serves from another process.
+works with `OpenAI(base_url=f"{server.url}/v1", api_key="-")`. `lockstep serve --model FOLDER` serves from a
+process of its own.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def run(arguments: Sequence[str]) -> int:
     """Make the call and print the answer. Returns the exit code. Raises ValueError for a bad url or argument."""
     parser = CommandParser(
         prog="lockstep ctl",
-        description="Call a verb of a served engine, or of all engines of a router, from a shell. Options of the command "
-        "come before the verb: lockstep ctl --url URL pause --mode retract.",
+        description="Call a verb of a served engine, or of all engines of a router, from a shell. Options come "
+        "before the verb: lockstep ctl --url URL pause --mode retract.",
         epilog=exit_codes(),
     )
     _add_arguments(parser)
