@@ -63,22 +63,10 @@ def test_chunks_neighbours_and_prefix_hits_keep_the_trainers_bits(make_model, fa
     assert record([engine.generate(p, params())[0] for p in PROMPTS[::-1]][::-1]) == record(cold)
 
 
-def test_the_selection_matters_and_is_that_of_the_models_own_code(make_model):
-    model = make_model("glm_moe_dsa", attn_implementation="eager")
-    engine = make_engine(model)
-    completions = engine.generate(PROMPTS, SamplingParams(max_new_tokens=12, temperature=0.0))
-    model.eval()
-    for prompt, completion in zip(PROMPTS, completions, strict=True):
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)
-        assert list(completion.token_ids) == expected[0, len(prompt) :].tolist()
-        with torch.no_grad():
-            logits = model(expected[:, :-1]).logits[0, len(prompt) - 1 :]
-        logprobs = torch.log_softmax(logits, -1).gather(-1, expected[0, len(prompt) :, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs, atol=2e-5, rtol=1e-4)
-    every = make_engine(make_model("glm_moe_dsa", index_topk=512))
-    of_all = every.generate(PROMPTS, SamplingParams(max_new_tokens=12, temperature=0.0))
-    alike = [a.logprobs == b.logprobs for a, b in zip(completions, of_all, strict=True)]
-    assert not any(alike[1::2])
+def test_the_selection_matters(make_model):
+    found = make_engine(make_model("glm_moe_dsa")).generate(PROMPTS, params(12))
+    every = make_engine(make_model("glm_moe_dsa", index_topk=512)).generate(PROMPTS, params(12))
+    assert not any(a.logprobs == b.logprobs for a, b in zip(found[1::2], every[1::2], strict=True))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

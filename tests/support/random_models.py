@@ -121,7 +121,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: o
 
     Example: `random_model("gemma2", vocab_size=128)`.
     """
-    if family in ("lfm2", "lfm2_moe"):
+    if family in ("lfm2", "lfm2_moe", "deepseek_v32", "glm_moe_dsa"):
         needs_transformers(5, 23)
     key = repr((family, dtype, sorted(overrides.items()), torch.get_default_device()))
     if key not in _made:
