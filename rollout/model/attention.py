@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TypedDict, cast
+from typing import NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from ...kernels.attention.chunks import chunked_starts, chunked_step, in_blocks
 from ...kernels.attention.paged import AttentionPath, NewRows, PagedStep, paged_attention, varlen_attention
 from ...kernels.attention.selected import selected_attention, selected_attention_in_step
 from ...kernels.attention.selection import SelectedKeys, sees_more_than, select_keys, write_rows
@@ -34,6 +35,7 @@ ATTENTION_NAMES: dict[AttentionPath, str] = {
     "torch": "lockstep_torch",
 }
 STEP_KEYWORD = "lockstep_step"  # carries a StepContext through the module's forward down to its attention
+CHUNK = "lockstep_chunk"  # attribute of an attention that sees chunks of positions: their length
 
 # Keywords that transformers' modules pass to every attention and that do not change its result.
 _HARMLESS = frozenset(
@@ -57,6 +59,14 @@ NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.float32)
 _PACKED = torch.zeros(1, 1, 1, 0, dtype=torch.float32)  # mask of a packed row: needs cu_seq_lens_q
 
 
+class LayerKV(NamedTuple):
+    """The KV that a step's rows see in one layer."""
+
+    keys: Tensor  # [num_blocks, block_size, K, D]
+    values: Tensor
+    paged: PagedStep  # the rows, and the blocks of their sequences
+
+
 @dataclass
 class StepContext:
     """The context of one rollout forward: the places of its rows and of their KV."""
@@ -70,6 +80,17 @@ class StepContext:
     ends_at: int | None = None  # the layer with whose KV the forward ends (`KVWritten`); None: it runs to its logits
     wanted: Tensor | None = None  # int64 [R]: the rows that the last layer returns; None: all N
     index_caches: list[Tensor] = field(default_factory=list)  # per layer [num_blocks, block_size, D] of its indexer
+    _chunked: dict[int, tuple[PagedStep, int]] = field(default_factory=dict)  # by length of a chunk
+
+    def of_layer(self, layer: int, chunk: int | None) -> LayerKV:
+        """Return a layer's KV. chunk: see `CHUNK`."""
+        keys, values = (caches[layer - self.first_layer] for caches in (self.key_caches, self.value_caches))
+        if chunk is None:
+            return LayerKV(keys, values, self.paged)
+        if chunk not in self._chunked:
+            self._chunked[chunk] = chunked_step(self.paged, chunk, keys.shape[1], len(self.slots))
+        paged, size = self._chunked[chunk]
+        return LayerKV(in_blocks(keys, size), in_blocks(values, size), paged)
 
     def of_wanted(self) -> StepContext:
         """Return the context of the wanted rows alone, each as a sequence of its own."""
@@ -82,7 +103,7 @@ class StepContext:
             query_start=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
             context_lens=self.paged.context_lens[owner] - later,
         )
-        return replace(self, slots=self.slots[self.wanted], paged=paged, wanted=None)
+        return replace(self, slots=self.slots[self.wanted], paged=paged, wanted=None, _chunked={})
 
 
 class KVWritten(Exception):
@@ -135,21 +156,24 @@ def hosted_attention(
         "sinks": s_aux,
         "path": path,
     }
+    chunk = cast(int | None, vars(module).get(CHUNK))
     if indices is not None:
-        _refuse_choice(module, indices, batch * num_rows, sliding_window)
+        _refuse_choice(module, indices, batch * num_rows, sliding_window or chunk)
     if rotation is not None and isinstance(step, StepContext):
-        out = _with_rotation(rotation, value, step, cast(int, module.layer_idx), options)
+        out = _with_rotation(rotation, value, step.of_layer(cast(int, module.layer_idx), chunk), step.slots, options)
         return out.view(batch, num_rows, num_heads, value.shape[3]), None
     rows = [t.transpose(1, 2).reshape(batch * num_rows, t.shape[1], t.shape[3]) for t in (query, key, value)]
     layer = cast(int, getattr(module, "layer_idx", None))  # the probe refuses a module without
     if isinstance(step, StepContext):
-        out = _in_step(rows, step, layer, options, indices)
+        out = _in_step(rows, step, layer, chunk, options, indices)
     else:
         if isinstance(step, LayerProbe):
-            step.attention_called(module, _kv_shape(key, value, indices, layer), sliding_window, attention_mask)
+            step.attention_called(module, _kv_shape(key, value, indices, layer), sliding_window, chunk, attention_mask)
         if PROBING.get() is not None:
             attention_mask = None  # it may be the probe's own
         query_start = _query_start(attention_mask, cu_seq_lens_q, batch, num_rows, query.device)
+        if chunk is not None:
+            query_start = chunked_starts(query_start, chunk, batch * num_rows)
         out = _packed(rows, query_start, options, indices)
     return out.view(batch, num_rows, num_heads, value.shape[3]), None
 
@@ -163,6 +187,15 @@ def _refuse_call(module: nn.Module, others: Mapping[str, object], dropout: float
         raise ValueError(f"{type(module).__name__} is not causal: not supported")
     if dropout:
         raise ValueError(f"attention dropout ({dropout}) would make the trainer differ from the engine: set it to 0")
+
+
+def chunk_of(module: nn.Module) -> int | None:
+    """Return the tokens of a chunk of positions that the rows of an attention see; None for any other module."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None) or ()
+    if not isinstance(layer, int) or layer >= len(kinds) or kinds[layer] != "chunked_attention":
+        return None
+    return cast(int, config.attention_chunk_size) if config is not None and hasattr(module, "is_causal") else None
 
 
 def _kv_shape(key: Tensor, value: Tensor, choice: IndexChoice | None, layer: int) -> KVShape:
@@ -189,21 +222,22 @@ def _unrotated(step: object, query: Tensor, key: Tensor) -> tuple[Rotation | Non
 
 
 def _in_step(
-    rows: list[Tensor], step: StepContext, layer: int, options: _KernelOptions, choice: IndexChoice | None
-) -> Tensor:
+    rows: list[Tensor], step: StepContext, layer: int, chunk: int | None, options: _KernelOptions,
+    choice: IndexChoice | None,
+) -> Tensor:  # fmt: skip
     """Attend with query, key and value rows [N, heads, D] -> [N, H, D]. Raises KVWritten where the forward ends."""
-    caches = step.key_caches[layer - step.first_layer], step.value_caches[layer - step.first_layer]
+    keys, values, paged = step.of_layer(layer, chunk)
     if step.ends_at == layer:
-        for cache, new in zip(caches, rows[1:], strict=True):
+        for cache, new in zip((keys, values), rows[1:], strict=True):
             cache.flatten(0, 1).index_copy_(0, step.slots, new)
         if choice is not None and choice.layer == layer:
             _index_cache(choice, step).flatten(0, 1).index_copy_(0, step.slots, choice.keys)
         raise KVWritten
     new_rows = NewRows(rows[1], rows[2], step.slots)
-    selected = None if choice is None else _selected(choice, step.paged.layout, options["path"], step)
+    selected = None if choice is None else _selected(choice, paged.layout, options["path"], step)
     if selected is None:
-        return paged_attention(rows[0], *caches, step.paged, new=new_rows, **options)
-    return selected_attention_in_step(rows[0], *caches, selected, new=new_rows, **options)
+        return paged_attention(rows[0], keys, values, paged, new=new_rows, **options)
+    return selected_attention_in_step(rows[0], keys, values, selected, new=new_rows, **options)
 
 
 # -- rows that an indexer selects keys for -----------------------------------------------------------------------------
@@ -246,11 +280,10 @@ def _selected(
 # -- the plain call ----------------------------------------------------------------------------------------------------
 
 
-def _with_rotation(rotation: Rotation, value: Tensor, step: StepContext, layer: int, options: _KernelOptions) -> Tensor:
-    """Rotate queries and keys, write keys and values [1, K, N, D] to the layer's cache, and attend -> [N, H, D]."""
-    caches = step.key_caches[layer - step.first_layer], step.value_caches[layer - step.first_layer]
-    rotated = rotary_into_cache(*rotation.operands, plain(value), caches, step.slots, rotation.norms)
-    return paged_attention(rotated, *caches, step.paged, **options)
+def _with_rotation(rotation: Rotation, value: Tensor, kv: LayerKV, slots: Tensor, options: _KernelOptions) -> Tensor:
+    """Rotate queries and keys, write keys and values [1, K, N, D] to the layer's caches, and attend -> [N, H, D]."""
+    rotated = rotary_into_cache(*rotation.operands, plain(value), (kv.keys, kv.values), slots, rotation.norms)
+    return paged_attention(rotated, *kv, **options)
 
 
 def _query_start(mask: Tensor | None, packed: Tensor | None, batch: int, num_rows: int, device: torch.device) -> Tensor:

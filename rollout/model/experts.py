@@ -124,17 +124,20 @@ def hosted_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor
     hidden_states [M, D], top_k_index and top_k_weights [M, R / M]; returns [M, D]. Raises ValueError that names each
     unsupported feature.
     """
-    unsupported = [name for name in ("has_post_expert_norm", "_is_expert_parallel") if getattr(module, name, False)]
-    if unsupported:
-        raise ValueError(f"{type(module).__name__} needs {', '.join(unsupported)}: not supported")
+    if getattr(module, "_is_expert_parallel", False):
+        raise ValueError(f"{type(module).__name__} needs _is_expert_parallel: not supported")
     kind: type[Routes] = Routes if needs_grad(hidden_states, (module,)) else getattr(module, GROUPED, Routes)
     experts = top_k_index.reshape(-1).to(torch.int64)
     routes = kind(experts, len(cast(Tensor, module.down_proj)))
     gated = _activated(module, hidden_states, routes)
     down, biases = _weights(module, "down_proj"), _biases(module, "down_proj")
+    norm = cast(nn.Module, module.post_expert_norm) if getattr(module, "has_post_expert_norm", False) else None
     reduction: RowReduction | None = getattr(module, REDUCTION, None)
     if reduction is None:
-        return routes.total(routes.product(gated, down, biases), top_k_weights, hidden_states.dtype)
+        outputs = routes.product(gated, down, biases)
+        return routes.total(outputs if norm is None else norm(outputs), top_k_weights, hidden_states.dtype)
+    if norm is not None:
+        raise ValueError(f"{type(module).__name__} normalises what an expert gives, which ranks hold in parts of a sum")
     # Ranks exchange one sum a row and K-block, not one a route. It is rounded once, before it is sent: routes are added
     # in fp32, or wider.
     wide = torch.promote_types(gated.dtype, torch.float32)

@@ -32,8 +32,9 @@ class KVShape:
 
 @dataclass(frozen=True)
 class _Mask:
-    window: int | None
+    window: int | None  # or the tokens of a chunk of positions
     is_plain: bool  # it shows what causal attention with this window sees, as far as it was tried
+    is_chunked: bool  # the same within chunks
 
 
 @dataclass
@@ -54,22 +55,29 @@ class LayerProbe:
         function: None if it cannot be tried on many indices at once.
         """
         window = None if window is None or window >= self.longest else window
-        self._masks.append(_Mask(window, function is None or _is_plain(function, window, self.longest)))
+        is_plain = function is None or _is_plain(function, window, self.longest)
+        is_chunked = function is not None and window is not None and _is_plain(function, window, self.longest, True)
+        self._masks.append(_Mask(window, is_plain, is_chunked))
         return torch.full((1, 1, 1, 1), float(len(self._masks) - 1), dtype=torch.float32)
 
-    def attention_called(self, module: nn.Module, shape: KVShape, window: int | None, mask: Tensor | None) -> None:
-        """Record one call. Raises ValueError for a module without the index of its layer."""
+    def attention_called(
+        self, module: nn.Module, shape: KVShape, window: int | None, chunk: int | None, mask: Tensor | None
+    ) -> None:
+        """Record one call, with a window or in chunks. Raises ValueError for a module without its layer's index."""
         layer, name = getattr(module, "layer_idx", None), type(module).__name__
         if not isinstance(layer, int):
             raise ValueError(f"{name} cannot be hosted: it has no layer_idx, so its KV would have no place")
         self.layers[layer] = shape
         self.num_calls[layer] += 1
         found = self._masks[int(mask)] if mask is not None and mask.numel() == 1 and self._masks else None
+        is_chunked = chunk is not None and chunk < self.longest
+        window = chunk if is_chunked else window
         window = None if window is None or window >= self.longest else window
         if window is not None:
             self.windows.setdefault(window, module)
-        if found is not None and not found.is_plain:
-            self._blame(layer, f"the mask of {name} is not that of causal attention with a window")
+        if found is not None and not (found.is_chunked if is_chunked else found.is_plain):
+            told = "in chunks" if is_chunked else "with a window"
+            self._blame(layer, f"the mask of {name} is not that of causal attention {told}")
         elif found is not None and found.window != window:
             of_mask = "no window" if found.window is None else f"a window of {found.window} tokens"
             told = "none" if window is None else str(window)
@@ -106,15 +114,16 @@ def _listed(layers: Iterable[int]) -> list[int]:
     return sorted(layers)
 
 
-def _is_plain(function: MaskFunction, window: int | None, longest: int) -> bool:
+def _is_plain(function: MaskFunction, window: int | None, longest: int, in_chunks: bool = False) -> bool:
     """Return whether the mask is causal with this window: at the first rows, around the window's end, and far behind.
 
-    longest: tokens of the longest context. A mask in chunks shows at its last row, or at powers of two.
+    longest: tokens of the longest context. A mask in chunks shows at its last row, or at powers of two. in_chunks:
+    whether rows see their chunk of positions, of `window` tokens, instead.
     """
     width = window or 600
     powers = [1 << power for power in range(9, (longest - 1).bit_length())]
     edges = [0, 1, 2, 3, width - 1, width, width + 1, 2 * width + 20, *powers, *(power - 1 for power in powers)]
-    rows = torch.tensor([*edges, longest - 1])[:, None]
+    rows = torch.tensor([*edges, longest - 1]).clamp(max=longest - 1)[:, None]
     keys = torch.cat(
         [torch.arange(3).expand(len(rows), -1), rows + torch.arange(-3, 3), rows - width + torch.arange(-2, 3)], 1
     )
@@ -126,5 +135,5 @@ def _is_plain(function: MaskFunction, window: int | None, longest: int) -> bool:
         return False  # it looks up tokens of this forward, and these indices are beyond them
     expected = keys <= rows
     if window is not None:
-        expected = expected & (keys > rows - window)
+        expected = expected & (keys // window == rows // window if in_chunks else keys > rows - window)
     return torch.equal(seen.expand(1, 1, *keys.shape)[0, 0], expected)

@@ -28,12 +28,14 @@ from ..errors import PhaseError
 from ..sharding.collectives import GatheredColumns, RowReduction, StageRanks, VocabularyLookup
 from ..sharding.division import Division
 from ..sharding.tp_plan import SUMS
+from .attention import CHUNK, chunk_of
 from .experts import GROUPED, REDUCTION, grouped_routes, is_experts
 from .last_layer import LastLayer
 from .module_code import class_forward
 from .operations.functions import ReplacedFunctions, invariant_functions, outside_modes
 from .operations.fused_layers import fused_forward, gates_by_halves, is_gated_mlp, silu_as_gated
 from .operations.indexer import indexer_forward
+from .operations.row_positions import counting_forward
 from .operations.shared_input import SharedInput, siblings_of
 from .recurrent.heads import HeadDivision
 from .recurrent.layers import recurrent_forward
@@ -143,14 +145,16 @@ class Numerics:
         return own
 
     def _plan_recurrent(self, root: nn.Module, division: Division) -> None:
-        """Plan the forwards of recurrent layers and of indexers, which keep states and keys in a rollout step."""
+        """Plan the forwards of recurrent layers, of indexers and of attention that counts rows, and chunks of some."""
         heads = HeadDivision(StageRanks.of(division.mesh), division.mesh.tp_rank)
         for module in root.modules():
             if (forward := recurrent_forward(module, heads)) is not None:
                 self._patches.append((module, "forward", forward))
         for module in root.modules():
-            if (forward := indexer_forward(module)) is not None:
+            if (forward := indexer_forward(module) or counting_forward(module)) is not None:
                 self._patches.append((module, "forward", forward))
+            if (chunk := chunk_of(module)) is not None:
+                self._patches.append((module, CHUNK, chunk))
 
     def _plan_shared(self, root: nn.Module, division: Division) -> None:
         """Plan the forwards of layers that several ranks share, or that sum K-blocks as if ranks shared them."""

@@ -24,7 +24,7 @@ _OURS = __name__.rpartition(".model.")[0] + "."  # begin of the names of the mod
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Rotary tables that are recomputed from the longest sequence of the batch: a row would depend on its neighbours.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
-_LAYER_TYPES = {"full_attention", "sliding_attention", "indexed_attention"}
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 _RECURRENT_TYPES = {"conv", "linear_attention", "hybrid"}  # "hybrid": beside attention
 _STATELESS_TYPES = {"mlp", "moe"}
 _NEEDED = ("hidden_size", "vocab_size", "max_position_embeddings")

@@ -24,7 +24,7 @@ from lockstep.tests.rollout.test_invariance_table import (
 )
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-FAMILIES = ("qwen3", "llama", "gemma2", "olmo2", "gpt_oss", "qwen3_moe", "glm_moe_dsa")
+FAMILIES = ("qwen3", "llama", "gemma2", "olmo2", "gpt_oss", "qwen3_moe", "glm_moe_dsa", "llama4")
 WAYS: dict[str, dict[str, object]] = {
     "batch": {"prefix_cache": False}, "plain steps": {"cuda_graph_batch_sizes": ()},
     "chunks of 1": {"chunked_prefill_size": 1, "prefix_cache": False}, "chunks of 7": {"chunked_prefill_size": 7},

@@ -83,6 +83,13 @@ _INDEXED = {
     **{"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "dense"]},
 }
 
+# Chunks that begin inside a block of KV; a scale of queries that rises every eight positions in the layers without.
+_CHUNKED = {
+    **{"attention_chunk_size": 20, "floor_scale": 8, "attn_scale": 0.3, "attn_temperature_tuning": True},
+    **{"no_rope_layers": [1, 0, 1], "num_hidden_layers": 3, "num_local_experts": 4, "num_experts_per_tok": 2},
+    **{"intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
+}
+
 # family -> (config class, settings of its config beyond the common part)
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE}),
@@ -105,6 +112,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "bamba": ("BambaConfig", {**_MAMBA, "mamba_d_head": "auto", "attn_layer_indices": [1]}),
     "deepseek_v32": ("DeepseekV32Config", _INDEXED),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_INDEXED, "indexer_types": ["full", "shared", "full"]}),
+    "llama4": ("Llama4TextConfig", _CHUNKED),
     "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2_moe": (
         "Lfm2MoeConfig",

@@ -99,3 +99,42 @@ def test_experts_on_a_gpu_have_the_bits_of_each_and_are_not_asked_for_by_the_hos
     if torch.cuda.is_available():
         assert torch.equal(found, expected)
         assert first_host_read(lambda: [hosted_experts(module, x, chosen, shares)]) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", [Routes, NativeRoutes])
+def test_what_an_expert_gives_is_normalised_before_its_weight(kind: type[Routes]) -> None:
+    modeling = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark")
+    config = modeling.MuseSparkTextConfig(
+        num_local_experts=4, moe_hidden_size=32, moe_intermediate_size=48, experts_implementation="eager"
+    )
+    torch.manual_seed(0)
+    experts = modeling.MuseSparkExperts(config)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    x, weights = torch.randn(5, 32, dtype=torch.float32), torch.rand(5, 2, dtype=torch.float32)
+    chosen = torch.tensor([[0, 3], [1, 0], [3, 2], [2, 1], [0, 1]])
+    expected = experts(x, chosen, weights)
+    setattr(experts, GROUPED, kind)
+    with torch.no_grad():
+        torch.testing.assert_close(hosted_experts(experts, x, chosen, weights), expected)
+    grads = [
+        torch.autograd.grad(out.square().sum(), [*experts.parameters()])
+        for out in (expected, hosted_experts(experts, x, chosen, weights))
+    ]
+    for ours, own in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_that_share_a_normalised_sum_are_refused_by_name() -> None:
+    experts = nn.Module()
+    experts.has_post_expert_norm, experts.post_expert_norm, experts.has_gate, experts.has_bias = (
+        True,
+        nn.Identity(),
+        False,
+        False,
+    )
+    experts.is_transposed, experts.act_fn = False, nn.Identity()
+    experts.up_proj, experts.down_proj = nn.Parameter(torch.rand(4, 6, 5)), nn.Parameter(torch.rand(4, 5, 6))
+    setattr(experts, hosted.REDUCTION, SimpleNamespace(num_blocks=2))
+    with pytest.raises(ValueError, match="Module normalises what an expert gives, which ranks hold in parts of a sum"):
+        hosted_experts(experts, torch.rand(3, 5), torch.zeros(3, 2, dtype=torch.int64), torch.rand(3, 2))

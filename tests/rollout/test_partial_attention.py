@@ -1,6 +1,7 @@
-"""Families whose rows attend to the keys that an indexer selects (DeepSeek Sparse Attention), hosted bit for bit.
+"""Families whose rows attend to a part of their keys, hosted bit for bit: to those that an indexer selects (DeepSeek
+Sparse Attention), or in chunks of positions (Llama 4).
 
-The models select 12 keys a row (random_models.py), and the prompts are longer.
+The models select 12 keys a row, and chunks have 20 (random_models.py); the prompts are longer.
 """
 
 from __future__ import annotations
@@ -9,17 +10,20 @@ import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
+from transformers.masking_utils import chunked_causal_mask_function
 
 from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.model.layer_probe import KVShape, LayerProbe
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.rollout.speculation.drafting import Case, Oracle, counts, draft_always, outputs_of, play
 from lockstep.tests.support.covering import covering
 
-FAMILIES = ["deepseek_v32", "glm_moe_dsa"]  # each layer has an indexer; the second shares the first one's selection
+INDEXED = ["deepseek_v32", "glm_moe_dsa"]  # each layer has an indexer; the second shares the first one's selection
+FAMILIES = [*INDEXED, "llama4"]
 STEM = [(11 * i + 3) % 250 for i in range(40)]
 PROMPTS = [[3, 17, 90, 4, 55], [*STEM, 1, 2, 3], [249], [*STEM, *((7 * i) % 250 for i in range(1, 51))]]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -63,9 +67,17 @@ def test_chunks_neighbours_and_prefix_hits_keep_the_trainers_bits(make_model, fa
     assert record([engine.generate(p, params())[0] for p in PROMPTS[::-1]][::-1]) == record(cold)
 
 
-def test_the_selection_matters(make_model):
-    found = make_engine(make_model("glm_moe_dsa")).generate(PROMPTS, params(12))
-    every = make_engine(make_model("glm_moe_dsa", index_topk=512)).generate(PROMPTS, params(12))
+@pytest.mark.parametrize(
+    ("family", "plain"),
+    [
+        ("glm_moe_dsa", {"index_topk": 512}),
+        ("llama4", {"attention_chunk_size": 512}),
+        ("llama4", {"attn_temperature_tuning": False}),
+    ],
+)
+def test_the_part_matters(make_model, family, plain):
+    found = make_engine(make_model(family)).generate(PROMPTS, params(12))
+    every = make_engine(make_model(family, **plain)).generate(PROMPTS, params(12))
     assert not any(a.logprobs == b.logprobs for a, b in zip(found[1::2], every[1::2], strict=True))
 
 
@@ -101,8 +113,9 @@ def test_packed_and_padded_rows_and_checkpoints_of_the_trainer_have_the_same_bit
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-def test_gradients_are_those_of_the_models_own_attention_and_the_indexer_has_none(make_model):
-    model = make_model("deepseek_v32", attn_implementation="eager")
+@pytest.mark.parametrize("family", ["deepseek_v32", "llama4"])
+def test_gradients_are_those_of_the_models_own_attention_and_an_indexer_has_none(make_model, family):
+    model = make_model(family, attn_implementation="eager")
     engine, ids = make_engine(model), torch.tensor([PROMPTS[3]])
 
     def gradients() -> dict[str, torch.Tensor]:
@@ -159,7 +172,7 @@ def test_decode_steps_are_recorded(make_model, family):
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", INDEXED)
 def test_several_ranks_give_the_bits_of_one(make_model, run_world, family, tp, pp):
     kinds = {"indexer_types": ["full", "shared", "full", "shared"]} if family == "glm_moe_dsa" else {}
     model = make_model(family, num_hidden_layers=4, mlp_layer_types=["dense", "sparse"] * 2, **kinds)
@@ -202,4 +215,34 @@ def test_indexers_that_score_otherwise_are_refused_by_name(model_type, says):
     kind = transformers.AutoModelForImageTextToText if model_type == "glm5_next" else transformers.AutoModelForCausalLM
     model = kind.from_config(tiny_config(model_type))
     with pytest.raises(ValueError, match=says):
+        make_engine(model)
+
+
+@pytest.mark.parametrize(("chunk", "blamed"), [(20, False), (19, True), (None, True)])
+def test_a_mask_in_chunks_is_that_of_attention_in_these_chunks_alone(chunk, blamed):
+    probe = LayerProbe(512)
+    layer = torch.nn.Module()
+    layer.layer_idx = 1
+    made = chunked_causal_mask_function(20, torch.zeros(1, dtype=torch.int64))
+    mask = probe.mask_made(made, 20)
+    probe.attention_called(layer, KVShape(2, 32, 32, torch.float32), None, chunk, mask)
+    if blamed:
+        with pytest.raises(ValueError, match=r"Module .*\(layers \[1\]\)"):
+            probe.refuse_faults([1], "Llama4")
+    else:
+        probe.refuse_faults([1], "Llama4")
+
+
+def test_attention_that_asks_the_cache_for_more_than_its_length_is_refused(make_model):
+    model = make_model("llama4")
+    kind = type(model.model.layers[0].self_attn)
+
+    class Curious(kind):
+        def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
+            if past_key_values is not None and past_key_values.get_seq_length(self.layer_idx) is not None:
+                past_key_values.get_mask_sizes(1, self.layer_idx)
+            return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
+
+    model.model.layers[0].self_attn.__class__ = Curious
+    with pytest.raises(ValueError, match="Curious asks the cache for get_mask_sizes: not supported"):
         make_engine(model)
