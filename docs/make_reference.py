@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import inspect
 import io
+import itertools
 import os
 import re
 import sys
@@ -32,26 +33,29 @@ HEAD = "<!-- Written by docs/make_reference.py. Edit the code, then run that scr
 
 
 def field_comments(cls: type) -> dict[str, str]:
-    """Read the comment beside each field of a dataclass. A line with only a comment continues the one above."""
-    comments: dict[str, str] = {}
-    name = None
-    lines = iter(tokenize.generate_tokens(io.StringIO(textwrap.dedent(inspect.getsource(cls))).readline))
-    fields = {field.name for field in dataclasses.fields(cls)}
-    depth, line_start = 0, True
-    for token in lines:
+    """Read the comment of each field of a dataclass: that beside it, with the lines below it that hold only a comment.
+    Where none is beside a field, the lines above are its own."""
+    fields = [field.name for field in dataclasses.fields(cls)]
+    beside, below = dict.fromkeys(fields, ""), dict.fromkeys(fields, "")
+    name, depth, line_start = None, 0, True
+    for token in tokenize.generate_tokens(io.StringIO(textwrap.dedent(inspect.getsource(cls))).readline):
         if token.type == tokenize.INDENT:
             depth += 1
         elif token.type == tokenize.DEDENT:
             depth -= 1
         elif token.type == tokenize.COMMENT and name is not None:
-            comments[name] = f"{comments.get(name, '')} {token.string.lstrip('# ')}".strip()
+            found = below if line_start else beside
+            found[name] = f"{found[name]} {token.string.lstrip('# ')}".strip()
         elif token.type in (tokenize.NEWLINE, tokenize.NL):
             line_start = True
             continue
         elif line_start and depth == 1:
-            name = token.string if token.type == tokenize.NAME and token.string in fields else None
+            name = token.string if token.type == tokenize.NAME and token.string in beside else None
         line_start = False
-    return comments
+    for before, after in itertools.pairwise(fields):
+        if not beside[after]:
+            beside[after], below[before] = below[before], ""
+    return {name: f"{beside[name]} {below[name]}".strip() for name in fields}
 
 
 def default_of(field: dataclasses.Field[Any]) -> str:
@@ -69,11 +73,8 @@ def default_of(field: dataclasses.Field[Any]) -> str:
 
 def settings_table(cls: type) -> str:
     """Write a table with a row for each field of a dataclass of settings."""
-    comments = field_comments(cls)
-    rows = [
-        f"| `{field.name}` | {default_of(field)} | {cell(comments.get(field.name, ''))} |"
-        for field in dataclasses.fields(cls)
-    ]
+    meanings = field_comments(cls)
+    rows = [f"| `{f.name}` | {default_of(f)} | {cell(meanings[f.name])} |" for f in dataclasses.fields(cls)]
     return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows])
 
 
@@ -85,7 +86,7 @@ def job_settings(cls: type, prefix: str = "") -> Iterator[tuple[str, object, str
             yield from job_settings(types[field.name], f"{prefix}{field.name}.")
         else:
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-            yield f"{prefix}{field.name}", default, comments.get(field.name, "")
+            yield f"{prefix}{field.name}", default, comments[field.name]
 
 
 def job_table() -> str:

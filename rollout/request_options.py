@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass
 
+from .completion import Completion, DrawnWith
+
 
 @dataclass(frozen=True)
 class Renewal:
@@ -13,6 +15,11 @@ class Renewal:
     token_ids: tuple[int, ...]  # drawn again, as many as stay in a step
     seed: int  # of the counter-based noise, int64
     index: int = 0  # of the sample
+
+    @classmethod
+    def of(cls, answer: Completion) -> Renewal:
+        """Return the renewal of an answer. Raises ValueError for one that does not say what it was drawn with."""
+        return cls(answer.token_ids, _drawn_with(answer).seed, answer.index)
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,18 @@ class Begun:
     seed: int  # of the counter-based noise, int64
     index: int = 0  # of the sample
 
+    @classmethod
+    def of(cls, answer: Completion) -> Begun:
+        """Return an answer as a beginning. Raises ValueError for one that does not say what it was drawn with."""
+        spans = tuple((span.version, span.digest, span.start) for span in answer.weight_versions)
+        return cls(answer.token_ids, answer.logprobs, spans, _drawn_with(answer).seed, answer.index)
+
+
+def _drawn_with(answer: Completion) -> DrawnWith:
+    if answer.drawn_with is None:
+        raise ValueError(f"the answer {answer.id} does not say what it was drawn with")
+    return answer.drawn_with
+
 
 @dataclass(frozen=True)
 class RequestOptions:
@@ -36,11 +55,13 @@ class RequestOptions:
     extra_key: str = ""  # separates prefix caches: requests share KV, and samples for drafts, only under equal keys
     draft_token_ids: tuple[int, ...] = ()  # an output that may come again, an older answer: changes no bit, only speed
     speculation: bool = True  # False: no drafts for this request
-    renewal: Renewal | None = None  # an answer to draw again; the request has one sample
-    begun: Begun | None = None  # an answer to go on with; the request has one sample, no grammar and no alternatives
+    # an answer (a Completion, or what is needed of one) to draw again; the request has one sample
+    renewal: Renewal | None = None
+    # an answer to go on with, likewise; the request has one sample, no grammar and no alternatives
+    begun: Begun | None = None
     stream_when_final: bool = False  # nothing is streamed before the answer's end, when no commit can change it
     takes_back: bool = True  # False: a commit with in_flight="verify" lets its tokens stand, since its caller has them
-    # Give each answer a receipt: true with its tokens and log-probabilities, "digests" with their hashes only; None: as
+    # give each answer a receipt: true with its tokens and log-probabilities, "digests" with their hashes only; None: as
     # the engine's settings say
     return_receipt: bool | str | None = None
     base_id: str = ""  # of the request that this is a sample of, where each sample is a request of its own
@@ -58,7 +79,7 @@ class RequestOptions:
             wrong.append(f"token_ids_logprob must not be negative, not {bad[:5]}")
         if not (self.return_receipt in (None, "digests") or isinstance(self.return_receipt, bool)):
             wrong.append(f'return_receipt must be true, false or "digests", not {self.return_receipt!r}')
-        wrong += self._wrong_draft()
+        wrong += [*self._wrong_draft(), *self._wrong_earlier()]
         for name in ("speculation", "stream_when_final", "takes_back"):
             if not isinstance(value := getattr(self, name), bool):
                 wrong.append(f"{name} must be true or false, not {value!r}")
@@ -73,3 +94,14 @@ class RequestOptions:
         object.__setattr__(self, "draft_token_ids", tuple(given))
         bad = [id for id in given if type(id) is not int or id < 0]
         return [f"draft_token_ids must be token ids, not {bad[:5]!r}"] if bad else []
+
+    def _wrong_earlier(self) -> list[str]:
+        """Return what is wrong with the earlier answers. Takes what is needed of a Completion."""
+        wrong = []
+        kinds: tuple[tuple[str, type[Renewal] | type[Begun]], ...] = (("renewal", Renewal), ("begun", Begun))
+        for name, kind in kinds:
+            if isinstance(value := getattr(self, name), Completion):
+                object.__setattr__(self, name, kind.of(value))
+            elif value is not None and not isinstance(value, kind):
+                wrong.append(f"{name} must be a Completion or a {kind.__name__}, not {value!r:.100}")
+        return wrong

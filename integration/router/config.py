@@ -34,9 +34,7 @@ class RouterConfig:
     health_timeout_s: float = 5.0  # longest wait for a probe
     dead_after: int = 3  # failed probes in a row after which a worker is dead; one refused connection is enough
     connect_timeout_s: float = 5.0  # longest time to open a connection to a worker
-    queue_timeout_s: float = (
-        60.0  # longest wait of a request for a worker: while workers start, or an update holds them
-    )
+    queue_timeout_s: float = 60.0  # longest wait for a worker: while workers start, or an update holds them
     max_held_requests: int = 10_000  # requests that wait for a worker; further ones get 503
     request_timeout_s: float = 3600.0  # longest time of a generation, all attempts together
     max_attempts: int = 3  # workers that one request may reach, so that a request that kills workers does not kill all

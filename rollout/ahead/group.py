@@ -122,9 +122,7 @@ class ReplayedGroup(Group):
         if part is None:
             assert self.params.sampling_seed is not None  # checked where the group was made
             return Begun((), (), (), derive_seed(self.params.sampling_seed, index), index)
-        spans = tuple((span.version, span.digest, span.start) for span in part.weight_versions)
-        assert part.drawn_with is not None
-        return Begun(part.token_ids, part.logprobs, spans, part.drawn_with.seed, index)
+        return Begun.of(part)
 
     def _keep(self, answer: Completion) -> None:
         index, spans = answer.index, self.spans[answer.index]

@@ -125,6 +125,9 @@ class Intake:
             faults.append(f"has a log-probability for each of its {len(begun.token_ids)} tokens")
         if bad := [id for id in begun.token_ids if type(id) is not int or not 0 <= id < self._vocab_size]:
             faults.append(f"names tokens below {self._vocab_size}, not {bad[:5]!r}")
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        if ended := sorted(stops.intersection(begun.token_ids)):
+            faults.append(f"has not ended, as its tokens {ended} say")
         if begun.token_ids and (not begun.spans or begun.spans[0][2] != 0):
             faults.append("says from which weights its first token came")
         if faults:

@@ -350,5 +350,5 @@ def renewal_of(completion: Completion) -> tuple[tuple[int, ...], SamplingParams,
     with."""
     drawn = completion.drawn_with
     assert drawn is not None
-    renewal = Renewal(completion.token_ids, drawn.seed, completion.index)
-    return completion.prompt_ids, replace(drawn.params, n=1), replace(drawn.options, renewal=renewal, begun=None)
+    options = replace(drawn.options, renewal=Renewal.of(completion), begun=None)
+    return completion.prompt_ids, replace(drawn.params, n=1), options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,8 +45,7 @@ def plan_kv_pool(
 
     num_other_bytes: of the state pool, which shares the memory of a pool of automatic size.
     """
-    per_token = (((s.key_dim + s.value_dim) * s.num_kv_heads + s.index_dim) * s.dtype.itemsize for s in shapes)
-    per_block = block_size * sum(per_token)
+    per_block = block_size * bytes_per_token(shapes)
     if size.num_blocks:
         return KVPlan(size.num_blocks, per_block, f"{size.num_blocks} blocks, as configured")
     if size.num_bytes and per_block:
@@ -62,6 +62,11 @@ def plan_kv_pool(
         else f"{share} ({usable / 2**30:.1f} GiB)"
     )
     return KVPlan(num_blocks, per_block, reason)
+
+
+def bytes_per_token(shapes: Iterable[KVShape]) -> int:
+    """Return the bytes of one token in a cache with these layers."""
+    return sum(((s.key_dim + s.value_dim) * s.num_kv_heads + s.index_dim) * s.dtype.itemsize for s in shapes)
 
 
 def usable_bytes(device: torch.device) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...kernels.attention.paged import PagedStep
 from ...kernels.sampling.draws import KEEP_ALL, RowSettings, draw_tokens
 from ..control.driver import Driver
-from ..kv.tensors import KVCache, KVPlan, usable_bytes
+from ..kv.tensors import KVCache, KVPlan, bytes_per_token, usable_bytes
 from ..loop.parts import Parts
 from ..model.attention import KVWritten, StepContext
 from .claim import Drawn, Verdict
@@ -49,9 +49,7 @@ class Prover:
         self._has_parts: bool | None = None  # None until it was tried
         shapes = parts.model.kv_shapes
         self.last_layer = max(layer for layer, shape in enumerate(shapes) if shape.num_kv_heads)
-        self._bytes_per_block = BLOCK_SIZE * sum(
-            (shape.key_dim + shape.value_dim) * shape.num_kv_heads * shape.dtype.itemsize for shape in shapes
-        )
+        self._bytes_per_block = BLOCK_SIZE * bytes_per_token(shapes)
 
     def prove(
         self, tasks: Sequence[Task], switch: Switch, on_proven: Callable[[int], object] = lambda num: None

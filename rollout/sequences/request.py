@@ -154,12 +154,21 @@ class Request:
         return again
 
     def go_on_with(self, begun: Begun) -> None:
-        """Take the beginning of an answer as this request's output so far. Nothing of it has run here."""
+        """Take the beginning of an answer as this request's output so far. Nothing of it has run here.
+
+        Raises ValueError for one that completes a stop of the request, or whose text cannot be searched for one.
+        """
         self.sequence.token_ids += begun.token_ids
         self.record.logprobs += begun.logprobs
         self.record.span_starts += [SpanStart(*span) for span in begun.spans]
-        if self.detokenizer is not None:
-            self.detokenizer.append(begun.token_ids)
+        if self.detokenizer is None:
+            return
+        try:
+            match = self.detokenizer.append(begun.token_ids)
+        except StopRegexTimeout as error:
+            raise ValueError(f"a begun answer cannot go on: {error}") from error
+        if match is not None:
+            raise ValueError(f"a begun answer has not ended, and its tokens complete the stop {match.stop!r}")
 
     def cut_output(self, num_tokens: int) -> None:
         """End the output after its first `num_tokens` tokens."""

@@ -62,6 +62,11 @@ def reference() -> ModuleType:
 # -- pages and links ---------------------------------------------------------------------------------------------------
 
 
+def test_every_setting_has_a_meaning():
+    rows = re.findall(r"^\| `(\w[\w.]*)` \| .* \| (.*) \|$", TEXTS["docs/reference/settings.md"], re.MULTILINE)
+    assert len(rows) > 200 and [name for name, meaning in rows if not meaning.strip()] == []
+
+
 def test_readme_is_of_one_sitting():
     assert len(TEXTS["README.md"].splitlines()) <= 150
 

@@ -103,11 +103,6 @@ class Progress:
         self._has_usage = False
 
     @property
-    def has_begun(self) -> bool:
-        """Whether the client has an event."""
-        return self.num_notes > 0
-
-    @property
     def num_bytes(self) -> int:
         """The memory that it takes, about."""
         return 16 * self.num_tokens

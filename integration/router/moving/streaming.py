@@ -55,11 +55,16 @@ def stream_from(
         raise ValueError(f"the body of {path} must have stream=true")
     call = seeded(WorkerCall("POST", path, "", (), json.dumps(body).encode()), wants_progress=True)
     progress, whys = Progress(check), []
+    has_begun = False  # whether the caller has an event
     for target in targets:
         try:
-            yield from _part(target, call, progress, timeout_s)
+            for event in _part(target, call, progress, has_begun, timeout_s):
+                has_begun = True
+                yield event
         except (httpx.HTTPError, WorkerFailed, _Unfit) as error:
             whys.append(f"{target.name}: {in_one_line(error)}")
+        else:
+            whys.append(f"{target.name}: its stream ended before [DONE]")
         if progress.is_done:
             return
     names = ", ".join(target.name for target in targets)
@@ -70,11 +75,16 @@ class _Unfit(Exception):
     """The server cannot go on with the stream."""
 
 
-def _part(target: HttpTarget, call: WorkerCall, progress: Progress, timeout_s: float) -> Iterator[bytes]:
-    """Yield the events that a server adds to a stream. Raises httpx.HTTPError, WorkerFailed and _Unfit where another
-    server may go on, and TargetError where this one refuses the request."""
+def _part(
+    target: HttpTarget, call: WorkerCall, progress: Progress, has_begun: bool, timeout_s: float
+) -> Iterator[bytes]:
+    """Yield the events that a server adds to a stream; has_begun: the caller has some already.
+
+    Raises httpx.HTTPError, WorkerFailed and _Unfit where another server may go on, and TargetError where this one
+    refuses the request.
+    """
     content = call.body
-    if progress.has_begun:
+    if has_begun:
         try:
             host = _host(target.server_info(timeout_s))
         except TargetError as error:
