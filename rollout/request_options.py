@@ -68,32 +68,32 @@ class RequestOptions:
     max_kept_ids: int = 0  # report the tokens that the filters kept at each draw, at most so many in all; 0: none
 
     def __post_init__(self) -> None:
+        if self.extra_key is None:  # as SGLang's clients write it
+            object.__setattr__(self, "extra_key", "")
         wrong = []
-        if self.logprob_start_len < -1:
-            wrong.append(f"logprob_start_len must be -1 or more, not {self.logprob_start_len}")
-        if self.top_logprobs_num < 0:
-            wrong.append(f"top_logprobs_num must not be negative, not {self.top_logprobs_num}")
-        if self.max_kept_ids < 0:
-            wrong.append(f"max_kept_ids must not be negative, not {self.max_kept_ids}")
-        if bad := [id for id in self.token_ids_logprob if id < 0]:
-            wrong.append(f"token_ids_logprob must not be negative, not {bad[:5]}")
-        if not (self.return_receipt in (None, "digests") or isinstance(self.return_receipt, bool)):
-            wrong.append(f'return_receipt must be true, false or "digests", not {self.return_receipt!r}')
-        wrong += [*self._wrong_draft(), *self._wrong_earlier()]
+        for name, least in (("logprob_start_len", -1), ("top_logprobs_num", 0), ("max_kept_ids", 0)):
+            if type(value := getattr(self, name)) is not int or value < least:
+                wrong.append(f"{name} must be a whole number from {least} on, not {value!r:.100}")
+        for name in ("extra_key", "base_id"):
+            if not isinstance(value := getattr(self, name), str):
+                wrong.append(f"{name} must be a text, not {value!r:.100}")
         for name in ("speculation", "stream_when_final", "takes_back"):
             if not isinstance(value := getattr(self, name), bool):
-                wrong.append(f"{name} must be true or false, not {value!r}")
+                wrong.append(f"{name} must be true or false, not {value!r:.100}")
+        if not (self.return_receipt in (None, "digests") or isinstance(self.return_receipt, bool)):
+            wrong.append(f'return_receipt must be true, false or "digests", not {self.return_receipt!r:.100}')
+        wrong += [*self._wrong_ids("token_ids_logprob"), *self._wrong_ids("draft_token_ids"), *self._wrong_earlier()]
         if wrong:
             raise ValueError("; ".join(wrong))
 
-    def _wrong_draft(self) -> list[str]:
-        """Return what is wrong with the draft. Makes a tuple of it."""
-        given: object = self.draft_token_ids
+    def _wrong_ids(self, name: str) -> list[str]:
+        """Return what is wrong with token ids. Makes a tuple of them."""
+        given: object = getattr(self, name)
         if isinstance(given, str) or not isinstance(given, abc.Sequence):
-            return [f"draft_token_ids must be a sequence of token ids, not {given!r}"]
-        object.__setattr__(self, "draft_token_ids", tuple(given))
+            return [f"{name} must be a sequence of token ids, not {given!r:.100}"]
+        object.__setattr__(self, name, tuple(given))
         bad = [id for id in given if type(id) is not int or id < 0]
-        return [f"draft_token_ids must be token ids, not {bad[:5]!r}"] if bad else []
+        return [f"{name} must be token ids, not {bad[:5]!r}"] if bad else []
 
     def _wrong_earlier(self) -> list[str]:
         """Return what is wrong with the earlier answers. Takes what is needed of a Completion."""

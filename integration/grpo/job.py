@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import time
@@ -41,6 +40,7 @@ from .results.checkpoint import (
     save_checkpoint,
     saved_digest,
 )
+from .results.json_files import read_json, write_json
 from .results.run_folder import say
 from .results.run_log import RunLog, drop_lines_after
 from .results.samples import SampleFiles
@@ -246,12 +246,11 @@ class GrpoJob:
         """Measure the mean held-out reward of the run's first model. A resumed run reads it from the run's folder."""
         path = self.config.folder / "before.json"
         if self.first_step:
-            with files_of(path, "read"):
-                return json.loads(path.read_text())[REWARD] if self.ranks.is_first else 0.0
+            advice = f'write {{"{REWARD}": 0.0}} there, say: only the last line of the run names it'
+            return read_json(path, {REWARD: (int, float)}, advice)[REWARD] if self.ranks.is_first else 0.0
         found = self.evaluation.run()
         if self.ranks.is_first:
-            with files_of(path):
-                path.write_text(json.dumps(found) + "\n")
+            write_json(path, found)
         return found.get(REWARD, 0.0)
 
     def _built_model(self) -> Path:

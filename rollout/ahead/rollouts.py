@@ -108,6 +108,8 @@ class RolloutsAhead:
         if not engine.is_controller:
             return
         options = options or [RequestOptions()] * len(prompts)
+        if not prompts:
+            raise ValueError(f"batch {key} has no prompts")
         if not len(prompts) == len(params) == len(options):
             raise ValueError(f"{len(prompts)} prompts, but {len(params)} params and {len(options)} options")
         if schedule is not None and len(schedule) != len(prompts):

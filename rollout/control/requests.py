@@ -276,6 +276,10 @@ class RequestDesk:
         """
         self._parts.ranks.check_controller("requests")
         asked = list(zip(prompts, settings, options, rids, strict=True))
+        if bad := [rid for rid in rids if not isinstance(rid, str | None)]:
+            raise ValueError(f"a rid must be a text, not {bad[0]!r:.100}")
+        if wrong := [one for one in options if not isinstance(one, RequestOptions)]:
+            raise ValueError(f"options are RequestOptions, not {wrong[0]!r:.100}")
         token_ids = [self._intake.checked(prompt, setting[0], option) for prompt, setting, option, _ in asked]
         names = [rid or fresh for rid, fresh in zip(rids, fresh_ids(len(rids)), strict=True)]
         groups = [

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...failures import FileFailed, files_of
+from .json_files import read_json
 from .statistics import REWARD
 
 _DESCRIPTION = "evaluation.json"
@@ -25,12 +25,8 @@ class BestModel:
         path = self.folder / _DESCRIPTION
         if not path.exists():
             return True
-        try:
-            with files_of(path, "read"):
-                best = json.loads(path.read_text(encoding="utf-8"))[REWARD]
-        except (ValueError, KeyError) as error:
-            raise FileFailed(f"{path} is no evaluation: move {self.folder} away, then start with --resume") from error
-        return reward > best
+        advice = f"move {self.folder} away, then start with --resume"
+        return reward > read_json(path, {REWARD: (int, float)}, advice)[REWARD]
 
     def described(self, step: int, found: Mapping[str, float], weight_digest: str | None) -> dict[str, str]:
         """Return the files that the folder holds beside the model, text by name. found: the evaluation."""

@@ -1,18 +1,20 @@
 """Checkpoints of the main job. A resumed run continues with the same results as a run without a stop.
 
 A checkpoint is a folder `step-000020` with the trained parameters (of adapters: only these), the optimizer's tensors,
-the step, the digest of all weights, by which a resumed run finds out that its frozen base is another one, and the
-number of the definition of draws, under which its seeds mean the same tokens. The samples that the first rank's engine
-keeps for drafts are in it, too; they change the speed of a resumed run alone. Its tensors are whole, also when the
-trainer is sharded. It is written under another name, flushed to the disk and renamed, so it is complete or absent. An
-older one is removed after its successor stands, and loses its name first. No pickle: tensors are safetensors, the rest
-is JSON. Every random choice of the job is a pure function of (seed, step), so no generator state is kept.
+the step, the SHA-256 of its files, the digest of all weights, by which a resumed run finds out that its frozen base is
+another one, and the number of the definition of draws, under which its seeds mean the same tokens. The samples that the
+first rank's engine keeps for drafts are in it, too; they change the speed of a resumed run alone. Its tensors are
+whole, also when the trainer is sharded. It is written under another name, flushed to the disk and renamed, so it is
+complete or absent. An older one is removed after its successor stands, and loses its name first. No pickle: tensors are
+safetensors, the rest is JSON. Every random choice of the job is a pure function of (seed, step), so no generator state
+is kept.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +25,15 @@ from ....rollout.control.drafts import EngineDrafts
 from ....weight_sync.disk.atomic_folder import atomic_folder
 from ...failures import FileFailed, files_of
 from ..backends.backend import TrainerState
+from .json_files import read_json, write_json
 
 _PREFIX = "step-"
+_STATE = "state.json"
 _REMEDY = "remove this folder, then --resume continues from the checkpoint before it"
 _HISTORY = "draft_history.json"
+_REMEDY_OF_HISTORY = (
+    "remove it, then --resume goes on with the same results, without drafts of earlier samples at first"
+)
 _UNNUMBERED_DRAWS = 1  # of checkpoints that were written before definitions had numbers
 
 
@@ -48,11 +55,11 @@ def save_checkpoint(
         for name in ("model", "optimizer"):
             tensors = {key: tensor.detach().contiguous() for key, tensor in getattr(state, name).items()}
             save_file(tensors, partial / f"{name}.safetensors")
-        (partial / "state.json").write_text(
-            json.dumps({"step": step, "weight_digest": digest, "draw_definition": DRAW_DEFINITION}) + "\n"
-        )
         if drafts is not None and drafts.keeps_history:
             drafts.save_history(partial / _HISTORY)
+        files = {file.name: _sha256(file) for file in partial.iterdir()}
+        described = {"step": step, "weight_digest": digest, "draw_definition": DRAW_DEFINITION, "sha256": files}
+        write_json(partial / _STATE, described)
     for old in _checkpoints(folder)[:-num_kept] if num_kept else []:
         with files_of(old, "removed"):
             shutil.rmtree(old.rename(old.with_name(f".{old.name}.removed")))
@@ -67,29 +74,33 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def load_checkpoint(path: Path) -> tuple[int, TrainerState]:
     """Read a checkpoint. Returns its number of finished steps, and the state for `TrainerBackend.load_state`. Raises
     FileFailed."""
-    with files_of(path, "read", _REMEDY):
-        state = TrainerState(load_file(path / "model.safetensors"), load_file(path / "optimizer.safetensors"))
-        return _saved(path)["step"], state
+    saved = _saved(path)
+    tensors = []
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        with files_of(path, "read", _REMEDY):
+            _refuse_other_file(path / name, saved, _REMEDY)
+            tensors.append(load_file(path / name))
+    return saved["step"], TrainerState(*tensors)
 
 
 def load_history(path: Path, drafts: EngineDrafts) -> None:
     """Give an engine the samples of a checkpoint, if it has some and the engine keeps them. Raises FileFailed, and
     ValueError naming a file that holds something else."""
-    if drafts.keeps_history and (path / _HISTORY).exists():
-        with files_of(path / _HISTORY, "read"):
-            drafts.load_history(path / _HISTORY)
+    history = path / _HISTORY
+    if drafts.keeps_history and history.exists():
+        with files_of(history, "read", _REMEDY_OF_HISTORY):
+            _refuse_other_file(history, _saved(path), _REMEDY_OF_HISTORY)
+            drafts.load_history(history)
 
 
 def saved_digest(path: Path) -> str | None:
     """Read the digest of all weights at a checkpoint. None: it has none. Raises FileFailed."""
-    with files_of(path, "read", _REMEDY):
-        return _saved(path).get("weight_digest")
+    return _saved(path).get("weight_digest")
 
 
 def refuse_other_draws(path: Path) -> None:
     """Raise ValueError if the run of a checkpoint drew its tokens by another definition. Raises FileFailed."""
-    with files_of(path, "read", _REMEDY):
-        saved = _saved(path).get("draw_definition", _UNNUMBERED_DRAWS)
+    saved = _saved(path).get("draw_definition", _UNNUMBERED_DRAWS)
     if saved != DRAW_DEFINITION:
         raise ValueError(
             f"{path} is of a run whose tokens were drawn by definition {saved}; here they are drawn by definition "
@@ -99,12 +110,36 @@ def refuse_other_draws(path: Path) -> None:
 
 
 def _saved(path: Path) -> dict[str, Any]:
-    """Read what a checkpoint says of itself. Raises FileFailed for damaged JSON."""
-    try:
-        return json.loads((path / "state.json").read_text())
-    except ValueError as error:
-        raise FileFailed(f"{path} cannot be read: its state.json is damaged ({error}); {_REMEDY}") from error
+    """Read what a checkpoint says of itself. Raises FileFailed where it is damaged, or that of another checkpoint."""
+    saved = read_json(path / _STATE, {"step": int}, _REMEDY)
+    if saved["step"] != _step_of(path):
+        raise FileFailed(f"{path / _STATE} cannot be read: it is of step {saved['step']}; {_REMEDY}")
+    return saved
+
+
+def _refuse_other_file(file: Path, saved: Mapping[str, Any], remedy: str) -> None:
+    """Raise FileFailed for a file that is not the one which was saved; older checkpoints do not tell."""
+    hashes = saved.get("sha256")
+    expected = hashes.get(file.name) if isinstance(hashes, dict) else None
+    if expected is not None and (found := _sha256(file)) != expected:
+        raise FileFailed(
+            f"{file} cannot be read: it is not the file that was saved, its SHA-256 was {expected} and is {found}; "
+            f"{remedy}"
+        )
+
+
+def _sha256(file: Path) -> str:
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _checkpoints(folder: Path) -> list[Path]:
-    return sorted(folder.glob(f"{_PREFIX}*")) if folder.is_dir() else []
+    """Return the checkpoints of a folder in the order of their steps. Other names, of copies say, are none."""
+    found = {path: _step_of(path) for path in (folder.iterdir() if folder.is_dir() else ())}
+    return sorted((path for path, step in found.items() if step is not None), key=lambda path: found[path] or 0)
+
+
+def _step_of(path: Path) -> int | None:
+    """Return the steps of the checkpoint with this name; None for another name."""
+    number = path.name.removeprefix(_PREFIX)
+    return int(number) if path.name != number and number.isascii() and number.isdigit() else None

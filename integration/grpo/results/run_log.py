@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ....weight_sync.disk.atomic_folder import flush
-from ...failures import files_of
+from ...failures import FileFailed, files_of
 from .wandb_log import WandbLog
 
 logger = logging.getLogger(__name__)
@@ -129,19 +129,37 @@ class _Stderr:
             sys.stderr.flush()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read every complete line of a metrics file. A last line that a kill cut off is left out."""
+def read_metrics(path: Path, num_steps: int | None = None) -> list[dict[str, Any]]:
+    """Read every complete line of a metrics file. A last line that a kill cut off is left out.
+
+    num_steps: what is damaged behind the line of this step is left out, too. Raises FileFailed for other such lines.
+    """
     if not path.is_file():
         return []
-    *lines, _rest = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines]
+    found: list[dict[str, Any]] = []
+    *lines, _rest = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict) or not isinstance(value.get("step"), int):
+            if num_steps is not None and any(before["step"] >= num_steps for before in found):
+                break
+            raise FileFailed(
+                f"{path} cannot be read: line {number} is damaged; remove that line, then --resume goes on"
+            )
+        found.append(value)
+    return found
 
 
 def drop_lines_after(path: Path, num_steps: int) -> list[dict[str, Any]]:
     """Keep only the first `num_steps` steps of a metrics file, atomically. Returns their lines. Raises FileFailed."""
     partial = path.with_suffix(".partial")
     with files_of(path):
-        kept = [line for line in read_metrics(path) if line["step"] <= num_steps]
+        kept = [line for line in read_metrics(path, num_steps) if line["step"] <= num_steps]
+        if (num_lost := num_steps - len(kept)) > 0:
+            logger.warning("%s lacks %d of the %d steps that are done", path, num_lost, num_steps)
         try:
             partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
             flush(partial)

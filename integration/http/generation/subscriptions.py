@@ -233,7 +233,7 @@ class Hub:
         try:
             await self._queue(subscription, prepare, streamed=streamed)
         except BaseException:
-            self._close(subscription)
+            self.leave(subscription)  # they may be queued already
             self._release_entries(subscription)
             raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from lockstep.integration.failures import FileFailed
 from lockstep.integration.grpo.backends.ddp import DdpBackend
+from lockstep.integration.grpo.results import json_files
 from lockstep.integration.grpo.results.best_model import BestModel
 from lockstep.integration.grpo.results.checkpoint import (
     load_checkpoint,
@@ -17,7 +19,9 @@ from lockstep.integration.grpo.results.checkpoint import (
     newest_checkpoint,
     refuse_other_draws,
     save_checkpoint,
+    saved_digest,
 )
+from lockstep.integration.grpo.results.json_files import read_json, write_json
 from lockstep.integration.grpo.results.run_log import drop_lines_after, read_metrics
 from lockstep.integration.grpo.settings.training import TrainSettings
 from lockstep.rollout.config import EngineConfig
@@ -132,6 +136,7 @@ def test_the_history_of_samples_is_part_of_a_checkpoint(make_model, tmp_path):
     [again] = resumed.generate([[3, 5, 7]], params)
     assert (again.token_ids, again.logprobs) == (first.token_ids, first.logprobs)
     (path / "draft_history.json").write_text("{}")
+    (path / "state.json").write_text('{"step": 1}')  # of an older version, which tells no hashes
     with pytest.raises(ValueError, match=r"step-000001/draft_history.json is no saved history"):
         load_history(path, resumed.drafts)
 
@@ -147,3 +152,98 @@ def test_an_engine_without_a_history_neither_saves_nor_reads_one(make_model, tmp
     load_history(without, keeps.drafts)
     load_history(save_checkpoint(tmp_path, 2, state, drafts=keeps.drafts), keeps_none.drafts)
     assert newest_checkpoint(tmp_path) is not None
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 0x40
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "draft_history.json"])
+def test_a_file_that_is_not_the_one_which_was_saved_is_refused_by_name(make_model, tmp_path, name):
+    """An optimizer's state of another step was taken, and the run went on to other results."""
+    backend, engine = OneProcess(make_model("qwen2")), Engine(make_model("qwen2"), EngineConfig(kv_cache=16))
+    engine.generate([[3, 5, 7]], SamplingParams(max_new_tokens=40))
+    earlier = save_checkpoint(tmp_path, 1, backend.state(), drafts=engine.drafts)
+    train(backend, 1)
+    engine.generate([[3, 5, 9]], SamplingParams(max_new_tokens=40))
+    path = save_checkpoint(tmp_path, 2, backend.state(), drafts=engine.drafts)
+
+    def load():
+        load_checkpoint(path)
+        load_history(path, engine.drafts)
+
+    load()
+    whole = (path / name).read_bytes()
+    flip_a_bit(path / name)
+    with pytest.raises(FileFailed, match=rf"step-000002/{name} cannot be read: it is not the file that was saved"):
+        load()
+    (path / name).write_bytes((earlier / name).read_bytes())
+    with pytest.raises(FileFailed, match=r"remove (this folder|it), then --resume"):
+        load()
+    (path / name).write_bytes(whole)
+    load()
+
+
+def test_a_checkpoint_of_an_older_version_tells_no_hashes(make_model, tmp_path):
+    path = save_checkpoint(tmp_path, 2, OneProcess(make_model("qwen2")).state())
+    state = json.loads((path / "state.json").read_text())
+    del state["sha256"]
+    (path / "state.json").write_text(json.dumps(state))
+    assert load_checkpoint(path)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("null", "it holds no object"), ("[]", "it holds no object"), ("{}", "its step is None"), ("", "it is damaged"),
+        ('{"step": 6.5}', "its step is 6.5"), ('{"step": true}', "its step is True"),
+        ('{"step": 999}', "it is of step 999"),
+    ],
+)  # fmt: skip
+def test_what_a_checkpoint_says_of_itself_is_checked(make_model, tmp_path, text, says):
+    path = save_checkpoint(tmp_path, 6, OneProcess(make_model("qwen2")).state())
+    (path / "state.json").write_text(text)
+    for read in (load_checkpoint, saved_digest, refuse_other_draws):
+        with pytest.raises(FileFailed, match=rf"step-000006/state\.json cannot be read: {says}.*; remove this folder"):
+            read(path)
+
+
+def test_checkpoints_are_ordered_by_their_steps_and_copies_are_none(make_model, tmp_path):
+    """Of a million steps the name is longer; a copy was taken for the newest, and others were deleted for it."""
+    state = OneProcess(make_model("qwen2")).state()
+    for step in (999_990, 1_000_000):
+        newest = save_checkpoint(tmp_path, step, state)
+    for name in ("step-000001.bak", "step-1000000-good", "step-final", "step-2.tar"):
+        shutil.copytree(newest, tmp_path / name)
+    assert newest_checkpoint(tmp_path) == newest
+    save_checkpoint(tmp_path, 1_000_001, state, num_kept=1)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("step-1000001", "step-000001.bak", "step-1000000-good", "step-final", "step-2.tar")
+    }
+
+
+def test_damaged_lines_of_metrics_are_named_unless_they_are_behind_the_checkpoint(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    zeros = "\0" * 100  # as a power loss leaves them
+    path.write_text(f'{{"step": 1}}\n{{"step": 2}}\n{zeros}\n')
+    assert [line["step"] for line in drop_lines_after(path, 2)] == [1, 2] and not caplog.records
+    for damaged in (zeros, "[]", "{}", '{"step": "2"}'):
+        path.write_text(f'{{"step": 1}}\n{damaged}\n{{"step": 3}}\n')
+        with pytest.raises(FileFailed, match=r"metrics\.jsonl cannot be read: line 2 is damaged; remove that line"):
+            drop_lines_after(path, 3)
+    path.unlink()
+    assert drop_lines_after(path, 3) == [] and "lacks 3 of the 3 steps that are done" in caplog.text
+
+
+def test_json_files_are_whole_or_as_before(tmp_path, monkeypatch):
+    path = tmp_path / "before.json"
+    write_json(path, {"a": 1})
+    monkeypatch.setattr(json_files, "flush", lambda path: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(FileFailed, match=r"before\.json cannot be written"):
+        write_json(path, {"a": 2})
+    assert read_json(path, {"a": int}, "") == {"a": 1}
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(FileFailed, match=r"before\.json cannot be read: it is damaged .*; write it anew"):
+        read_json(path, {}, "write it anew")

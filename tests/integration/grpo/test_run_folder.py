@@ -112,13 +112,13 @@ def test_a_checkpoint_that_cannot_be_written_or_read_is_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
     path = save_checkpoint(tmp_path, 1, state())
     (path / "model.safetensors").write_bytes(b"x" * 20)
-    with pytest.raises(FileFailed, match=r"step-000001 cannot be read: .*; remove this folder, then --resume"):
+    with pytest.raises(FileFailed, match=r"step-000001/model\.safetensors cannot be read: .*; remove this folder"):
         load_checkpoint(path)
     whole = (path / "state.json").read_text()
     for damaged in ("", whole[: len(whole) // 2], "x" * 40):
         (path / "state.json").write_text(damaged)
         for read in (saved_digest, refuse_other_draws):
-            with pytest.raises(FileFailed, match=r"step-000001 cannot be read: its state.json is damaged .*; remove"):
+            with pytest.raises(FileFailed, match=r"step-000001/state\.json cannot be read: it is damaged .*; remove"):
                 read(path)
 
 

@@ -120,6 +120,31 @@ def test_options_name_every_offender():
         RequestOptions(logprob_start_len=-2, top_logprobs_num=-1)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("extra_key", 5), ("base_id", None), ("token_ids_logprob", 5), ("token_ids_logprob", ["a"])],
+        *[("max_kept_ids", "a"), ("top_logprobs_num", 1.5), ("logprob_start_len", True), ("draft_token_ids", [1.5])],
+    ],
+)
+def test_options_of_other_types_are_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"^{name} must be"):
+        RequestOptions(**{name: value})
+
+
+def test_no_extra_key_is_none_as_clients_write_it():
+    assert RequestOptions(extra_key=None) == RequestOptions()
+
+
+def test_ids_and_options_of_other_types_are_refused_before_anything_is_queued(make_engine):
+    engine = make_engine()
+    with pytest.raises(ValueError, match="a rid must be a text, not 5"):
+        engine.add([1], sampled(), rid=5)
+    with pytest.raises(ValueError, match="options are RequestOptions, not"):
+        engine.add([1], sampled(), options={"extra_key": "a"})
+    assert_idle(engine)
+
+
 def test_duplicate_live_id_is_refused_and_free_again_afterwards(make_engine):
     engine = make_engine()
     engine.add([1], sampled(), rid="same")

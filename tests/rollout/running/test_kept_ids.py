@@ -114,7 +114,7 @@ def test_an_answer_that_would_report_too_many_ends_and_says_so(model):
     assert cut.token_ids == whole.token_ids[:11]
     [free] = engine.generate([[7, 8, 9]], SamplingParams(max_new_tokens=2), options=KEPT)
     assert free.kept_ids is None
-    with pytest.raises(ValueError, match="max_kept_ids must not be negative"):
+    with pytest.raises(ValueError, match="max_kept_ids must be a whole number from 0 on, not -1"):
         RequestOptions(max_kept_ids=-1)
 
 

@@ -196,6 +196,17 @@ def test_answers_that_will_be_drawn_again_have_places_before_coming_batches(make
     engine.close()
 
 
+def test_a_batch_without_prompts_is_refused_and_its_key_is_free(make_engine, weights):
+    engine = make_engine(weights())
+    ahead = RolloutsAhead(engine)
+    with engine.model.rollout_phase():
+        with pytest.raises(ValueError, match="batch 0 has no prompts"):
+            ahead.begin(0, [], [])
+        ahead.begin(0, *batch(0))
+        assert ahead.finish(0)
+    engine.close()
+
+
 def test_an_answer_costs_nothing_more_where_all_batches_have_begun(make_engine, weights, monkeypatch):
     """Thousands of answers come in a step, each under the lock that the next step needs."""
     engine = make_engine(weights())

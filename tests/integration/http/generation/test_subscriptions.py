@@ -241,3 +241,39 @@ def test_first_of_cancels_the_other_one():
         assert await first_of(working, forever())
 
     asyncio.run(asyncio.wait_for(both(), PATIENCE))
+
+
+def test_a_client_that_leaves_while_a_noted_abort_is_carried_out_leaves_no_sequence(engine, monkeypatch, until):
+    """One of its two requests is aborted before the engine has them, and the abort waits for a step."""
+    may_prepare, aborting, may_abort = threading.Event(), threading.Event(), threading.Event()
+    abort_request = engine.abort_request
+
+    def slowly(*arguments: object, **named: object) -> object:
+        aborting.set()
+        assert may_abort.wait(PATIENCE)
+        return abort_request(*arguments, **named)
+
+    def prepare() -> Asked:
+        assert may_prepare.wait(PATIENCE)
+        return asked(LONG)
+
+    async def leave() -> Hub:
+        hub = Hub(engine)
+        task = asyncio.ensure_future(hub.subscribe(prepare, streamed=True, size=SIZE))
+        while not hub.open:
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # the thread prepares
+        hub.early_aborts.note("a", None)
+        may_prepare.set()
+        assert await asyncio.to_thread(aborting.wait, PATIENCE)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        may_abort.set()
+        until(lambda: not engine.live_sequences() and len(engine.mailboxes) == 0)
+        return hub
+
+    engine.pause_generation("in_place")  # so that no sequence ends by itself
+    monkeypatch.setattr(engine, "abort_request", slowly)
+    hub = asyncio.run(leave())
+    until(lambda: not hub.open and hub.admission.num_sequences == 0)
