@@ -8,12 +8,13 @@ time, cannot fail.
 import logging
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from .attention import cpp as attention_kernel
 from .attention.paged import AttentionPath, PagedStep, attention_path, paged_attention, varlen_attention
 from .linear import linear as linear_kernel
 from .linear.linear import LinearMethod, Product, block_partials, native_path, product_of
@@ -72,6 +73,7 @@ class Cut:
 
 _known: dict[tuple[Any, ...], Guarantee] = {}
 _KIND = "self-test"  # of kept checks
+_FIELDS = [one.name for one in fields(Guarantee)]
 
 
 def self_test(
@@ -95,10 +97,10 @@ def self_test(
     if wrong:
         raise ValueError(f"linear_shapes holds {wrong}, which are no pairs of positive sizes")
     cuts = tuple(sorted(set(cuts)))
-    key = (shapes, cuts, dtype, str(device), torch.get_num_threads())
+    key = (shapes, cuts, dtype, str(device), torch.get_num_threads(), _libraries(device))
     if candidates is None and key in _known:
         return _known[key]
-    if candidates is None and device.type == "cpu" and (found := kept_checks.kept(_KIND, key)) is not None:
+    if candidates is None and device.type == "cpu" and (found := kept_checks.kept(_KIND, key, _FIELDS)) is not None:
         _known[key] = Guarantee(**found)
         logger.info("invariance self-test, kept from an earlier process: %s", _known[key].reason)
         return _known[key]
@@ -114,7 +116,7 @@ def self_test(
         row_multiple=product.row_multiple if product else 1,
         attention=attention or attention_path(device, dtype),
         invariant=product is not None and attention is not None,
-        reason=f"{dtype} on {device}, {key[-1]} threads: {product_reason}; {attention_reason}",
+        reason=f"{dtype} on {device}, {torch.get_num_threads()} threads: {product_reason}; {attention_reason}",
         seconds=seconds,
         native_path=native_path(dtype) if product and product.method == "native" else "",
     )
@@ -125,6 +127,13 @@ def self_test(
         if guarantee.invariant and device.type == "cpu":
             kept_checks.keep(_KIND, key, asdict(guarantee))
     return guarantee
+
+
+def _libraries(device: torch.device) -> tuple[str, ...]:
+    """Return the native sources of operations that this process has no library of: what was found with one that could
+    not be compiled, for want of memory or disk, says nothing of a process that has it."""
+    sources = (linear_kernel.SOURCE, attention_kernel.SOURCE) if device.type == "cpu" else ()
+    return tuple(source for source in sources if native.load(source) is None)
 
 
 def default_candidates(device: torch.device, dtype: torch.dtype) -> list[Candidate]:

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 
 from ..kernels.linear.linear import native_path
+from ..kernels.machine import native
+from ..kernels.sampling import cpp as sampling
 from ..kernels.sampling.definition import DRAW_DEFINITION
 from .model.hosted_model import HostedModel
 from .sampling_params import SamplingParams
@@ -28,6 +30,7 @@ HASH = "sha256"  # the key of a receipt's own hash, which covers all others
 LISTS = ("prompt", "output", "logprobs")  # the keys of lists of integers, or of their digests
 
 Guarantee = dict[str, Any]  # plain JSON values, by name
+_NATIVE_BITS = ("layers/", "recurrent/", "sampling/")  # folders of kernels whose bits are not PyTorch's
 _SOURCES = ("kernels", "rollout/model", "rollout/sharding")  # code of this package that bits depend on
 
 
@@ -41,6 +44,7 @@ def guarantee(model: HostedModel) -> Guarantee:
     dtype, device = model.dtype, model.device
     uses_library = found is None or found.linear in ("padded", "rows")
     is_native = found is not None and "native" in (found.linear, found.attention)
+    lacks = _lacks() if device.type == "cpu" else []
     return {
         "invariant": found is not None and found.invariant,
         "dtype": str(dtype).removeprefix("torch."),
@@ -54,7 +58,14 @@ def guarantee(model: HostedModel) -> Guarantee:
         "draws": DRAW_DEFINITION,
         "model": _model_hash(model),
         "versions": _versions(),
-    }
+    } | ({"lacks": lacks} if lacks else {})
+
+
+def _lacks() -> list[str]:
+    """Return the native kernels that this process has no library of, and computes with other bits. Product and
+    attention have names of their own; the model has run, and so has asked for all others that it uses."""
+    native.load(sampling.SOURCE)
+    return [Path(source).stem for source in native.lacking() if source.startswith(_NATIVE_BITS)]
 
 
 def differences(claimed: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,10 @@ _PREFIXES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "ONEDNN_", "OMP_")
 _NAMES = ("LOCKSTEP_MAX_ISA", "LOCKSTEP_NATIVE", "LOCKSTEP_TRITON", "TRITON_INTERPRET")
 
 
-def kept(kind: str, subject: Iterable[object]) -> dict[str, Any] | None:
+def kept(kind: str, subject: Iterable[object], names: Collection[str]) -> dict[str, Any] | None:
     """Return the value that `keep` was given for an equal subject on an equal machine, or None.
 
-    subject: values whose repr is equal exactly where the checked thing is.
+    subject: values whose repr is equal exactly where the checked thing is; names: the fields of such a value.
     """
     path = _path(kind, subject)
     if path is None or not path.exists():
@@ -44,8 +44,10 @@ def kept(kind: str, subject: Iterable[object]) -> dict[str, Any] | None:
     try:
         check_owner(path.parent)
         check_owner(path)
-        value: dict[str, Any] = json.loads(path.read_text())
-    except (UnsafeCache, OSError, json.JSONDecodeError) as error:
+        value: dict[str, Any] = json.loads(path.read_bytes())
+        if not isinstance(value, dict) or set(value) != set(names):
+            raise ValueError("it is damaged")
+    except (UnsafeCache, OSError, ValueError) as error:  # of JSON, too
         logger.warning("the kept check %s is not used: %s", path, error)
         return None
     return value

@@ -44,6 +44,10 @@ class NativeUnavailable(Exception):
     """No native library: native code is switched off, there is no compiler, or compiling failed."""
 
 
+class BuildFailed(NativeUnavailable):
+    """No native library though there is a compiler: it failed, or its library cannot be kept or loaded."""
+
+
 @dataclass(frozen=True)
 class NativeLibrary:
     """A compiled and loaded library."""
@@ -95,6 +99,11 @@ def why_unavailable(source_name: str) -> str | None:
     return str(found) if isinstance(found, NativeUnavailable) else None
 
 
+def lacking() -> list[str]:
+    """Return the sources that this process has asked for and has no library of, sorted."""
+    return sorted(name for name, found in _loaded.copy().items() if isinstance(found, NativeUnavailable))
+
+
 def _look_up(source_name: str) -> NativeLibrary | NativeUnavailable:
     found = _loaded.get(source_name)
     if found is not None:
@@ -106,7 +115,8 @@ def _look_up(source_name: str) -> NativeLibrary | NativeUnavailable:
                 logger.info("native %s: %s (compiled in %.1f s)", source_name, library.path, library.compile_seconds)
             except NativeUnavailable as reason:
                 _loaded[source_name] = reason
-                logger.info("native %s is not available, the PyTorch path is used: %s", source_name, reason)
+                log = logger.warning if isinstance(reason, BuildFailed) else logger.info
+                log("native %s is not available, the PyTorch path is used: %s", source_name, reason)
         return _loaded[source_name]
 
 
@@ -152,15 +162,18 @@ def build(source: Path, environ: Mapping[str, str], more_flags: Sequence[str] = 
     path = cache_folder(environ) / f"{source.stem}-{_digest(source, version, [*flags, *openmp])}.so"
     started = time.perf_counter()
     _make_folder(path.parent)
-    compiled = not path.exists()
-    if compiled:
-        _compile(compiler, source, flags, openmp, path)
+    if path.exists():
+        check_owner(path)
+        try:
+            return NativeLibrary(path, 0.0, ctypes.CDLL(str(path)))
+        except OSError as error:
+            logger.warning("%s is damaged and is compiled anew: %s", path, error)
+    _compile(compiler, source, flags, openmp, path)
     check_owner(path)
-    seconds = time.perf_counter() - started if compiled else 0.0
     try:
-        return NativeLibrary(path, seconds, ctypes.CDLL(str(path)))
+        return NativeLibrary(path, time.perf_counter() - started, ctypes.CDLL(str(path)))
     except OSError as error:
-        raise NativeUnavailable(f"{path} does not load: {error}") from error
+        raise BuildFailed(f"{path} does not load: {error}") from error
 
 
 def compile_flags(environ: Mapping[str, str]) -> list[str]:
@@ -190,7 +203,7 @@ def _make_folder(folder: Path) -> None:
     try:
         make_folder(folder)
     except OSError as error:
-        raise NativeUnavailable(f"the cache folder {folder} cannot be made: {error}") from error
+        raise BuildFailed(f"the cache folder {folder} cannot be made: {error}") from error
 
 
 @cache
@@ -231,16 +244,18 @@ def _compile(compiler: str, source: Path, flags: list[str], link_flags: list[str
             _run([compiler, *flags, INCLUDE_FLAG, "-c", str(source), "-o", compiled])
             _run([compiler, "-shared", compiled, "-o", linked, *link_flags])
             os.chmod(linked, 0o755)  # whatever the umask allows others
+            with open(linked, "rb") as library:
+                os.fsync(library.fileno())  # after a loss of power the name stands for the whole library, too
             os.replace(linked, path)  # atomic: another rank sees the whole library or none
     except OSError as error:
-        raise NativeUnavailable(f"the cache folder {path.parent} cannot be written: {error}") from error
+        raise BuildFailed(f"the cache folder {path.parent} cannot be written: {error}") from error
 
 
 def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise NativeUnavailable(f"{command[0]} cannot be run: {error}") from error
+        raise BuildFailed(f"{command[0]} cannot be run: {error}") from error
     if done.returncode != 0:
-        raise NativeUnavailable(f"`{' '.join(command)}` failed:\n{done.stderr.strip()[:2000]}")
+        raise BuildFailed(f"`{' '.join(command)}` failed:\n{done.stderr.strip()[:2000]}")
     return done.stdout

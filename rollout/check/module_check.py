@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import accumulate
 from typing import Any
 
@@ -54,6 +54,9 @@ class Verdict:
         return f"{bits}{own} ({self.num_tokens} tokens, {self.seconds:.2f} s)"
 
 
+_FIELDS = [one.name for one in fields(Verdict)]
+
+
 def check_hosted(hosted: HostedModel, *, anew: bool = False) -> Verdict | None:
     """Check a module before its engine generates; returns None where there is nothing to compare.
 
@@ -82,7 +85,7 @@ def check_hosted(hosted: HostedModel, *, anew: bool = False) -> Verdict | None:
 def _kept_or_checked(hosted: HostedModel, anew: bool) -> Verdict:
     name = type(hosted.module).__name__
     subject = describe_module(hosted) if hosted.device.type == "cpu" else None  # a GPU's driver has no name here
-    if subject is not None and not anew and (found := kept_checks.kept(_KIND, subject)) is not None:
+    if subject is not None and not anew and (found := kept_checks.kept(_KIND, subject, _FIELDS)) is not None:
         verdict = Verdict(**found)
         logger.info("check of %s, kept from an earlier process: %s", name, verdict.describe())
         return verdict

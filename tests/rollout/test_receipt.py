@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from lockstep.kernels.machine import native
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.receipt import canonical, differences, float_bits, floats_of, guarantee, sha256_of
@@ -99,3 +100,13 @@ def test_log_probabilities_keep_their_bits():
     values = [*torch.randn(1000).tolist(), 0.0, -0.0, -1e-45, -3.4e38]
     assert floats_of(float_bits(values)) == torch.tensor(values).tolist()
     assert float_bits([-0.0, 0.0]) == [1 << 31, 0]
+
+
+def test_a_kernel_that_could_not_be_compiled_is_named(engine, monkeypatch):
+    """Its bits are others than PyTorch's: a replay called true samples false."""
+    model = engine("qwen3").model
+    here = guarantee(model)
+    assert "lacks" not in here
+    failed = {"layers/rms_norm.cpp": native.BuildFailed("no memory"), "machine/play.cpp": native.BuildFailed("too")}
+    monkeypatch.setattr(native, "_loaded", {**native._loaded, **failed})
+    assert differences(here, guarantee(model)) == ["lacks: None there, ['rms_norm'] here"]

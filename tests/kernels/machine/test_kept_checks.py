@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lockstep.kernels import self_test as self_tests
 from lockstep.kernels.linear.linear import product_of
-from lockstep.kernels.machine import kept_checks
+from lockstep.kernels.machine import kept_checks, native
 from lockstep.kernels.self_test import Candidate, self_test
 
 SUBJECT = [("a", 1), torch.float32]
@@ -31,11 +32,11 @@ def the_file(folder: Path) -> Path:
 
 
 def test_what_was_kept_is_found_under_the_same_kind_and_subject_alone(folder: Path) -> None:
-    assert kept_checks.kept("check", SUBJECT) is None
+    assert kept_checks.kept("check", SUBJECT, VALUE) is None
     kept_checks.keep("check", SUBJECT, VALUE)
-    assert kept_checks.kept("check", [("a", 1), torch.float32]) == VALUE
-    assert kept_checks.kept("check", [("a", 1), torch.bfloat16]) is None
-    assert kept_checks.kept("other", SUBJECT) is None
+    assert kept_checks.kept("check", [("a", 1), torch.float32], VALUE) == VALUE
+    assert kept_checks.kept("check", [("a", 1), torch.bfloat16], VALUE) is None
+    assert kept_checks.kept("other", SUBJECT, VALUE) is None
     assert the_file(folder).stat().st_mode & 0o777 == 0o644 and folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -45,7 +46,7 @@ def test_a_variable_that_changes_instructions_asks_for_a_new_check(
 ) -> None:
     kept_checks.keep("check", SUBJECT, VALUE)
     monkeypatch.setenv(name, "avx2")
-    assert kept_checks.kept("check", SUBJECT) is None
+    assert kept_checks.kept("check", SUBJECT, VALUE) is None
 
 
 def test_another_number_of_threads_or_another_code_asks_for_a_new_check(
@@ -54,11 +55,11 @@ def test_another_number_of_threads_or_another_code_asks_for_a_new_check(
     kept_checks.keep("check", SUBJECT, VALUE)
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
-    assert kept_checks.kept("check", SUBJECT) is None
+    assert kept_checks.kept("check", SUBJECT, VALUE) is None
     torch.set_num_threads(before)
-    assert kept_checks.kept("check", SUBJECT) == VALUE
+    assert kept_checks.kept("check", SUBJECT, VALUE) == VALUE
     monkeypatch.setattr(kept_checks, "package_digest", lambda: "of other code")
-    assert kept_checks.kept("check", SUBJECT) is None
+    assert kept_checks.kept("check", SUBJECT, VALUE) is None
 
 
 def test_the_digest_of_the_package_follows_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,17 +80,19 @@ def test_the_digest_of_the_package_follows_every_source(tmp_path: Path, monkeypa
 def test_nothing_is_kept_where_it_is_switched_off(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept_checks.keep("check", SUBJECT, VALUE)
     monkeypatch.setenv("LOCKSTEP_KEPT_CHECKS", "0")
-    assert kept_checks.kept("check", SUBJECT) is None
+    assert kept_checks.kept("check", SUBJECT, VALUE) is None
     kept_checks.keep("more", SUBJECT, VALUE)
     assert the_file(folder).name.startswith("check-")
 
 
 def test_a_damaged_file_is_not_used_and_is_written_anew(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     kept_checks.keep("check", SUBJECT, VALUE)
-    the_file(folder).write_text("{")
-    assert kept_checks.kept("check", SUBJECT) is None and "is not used" in caplog.text
+    for damaged in (b"{", b"null", b"[]", b"{}", b'{"other": 1}', b"\xff", b""):
+        caplog.clear()
+        the_file(folder).write_bytes(damaged)
+        assert kept_checks.kept("check", SUBJECT, VALUE) is None and "is not used" in caplog.text
     kept_checks.keep("check", SUBJECT, VALUE)
-    assert kept_checks.kept("check", SUBJECT) == VALUE
+    assert kept_checks.kept("check", SUBJECT, VALUE) == VALUE
 
 
 @pytest.mark.parametrize("mode", [0o666, 0o646])
@@ -98,7 +101,7 @@ def test_a_file_that_others_can_write_is_not_believed(
 ) -> None:
     kept_checks.keep("check", SUBJECT, VALUE)
     the_file(folder).chmod(mode)
-    assert kept_checks.kept("check", SUBJECT) is None and f"has mode {mode:04o}" in caplog.text
+    assert kept_checks.kept("check", SUBJECT, VALUE) is None and f"has mode {mode:04o}" in caplog.text
 
 
 def test_a_folder_that_others_can_write_is_neither_read_nor_written(
@@ -106,7 +109,7 @@ def test_a_folder_that_others_can_write_is_neither_read_nor_written(
 ) -> None:
     kept_checks.keep("check", SUBJECT, VALUE)
     folder.chmod(0o777)
-    assert kept_checks.kept("check", SUBJECT) is None
+    assert kept_checks.kept("check", SUBJECT, VALUE) is None
     kept_checks.keep("more", SUBJECT, VALUE)
     assert the_file(folder).name.startswith("check-") and caplog.text.count("has mode 0777") == 2
 
@@ -118,7 +121,7 @@ def test_a_folder_that_cannot_be_made_is_no_error(
     monkeypatch.setenv("LOCKSTEP_KEPT_CHECKS", "1")
     monkeypatch.setenv("LOCKSTEP_CACHE_DIR", str(tmp_path / "file" / "cache"))
     kept_checks.keep("check", SUBJECT, VALUE)
-    assert "is not kept" in caplog.text and kept_checks.kept("check", SUBJECT) is None
+    assert "is not kept" in caplog.text and kept_checks.kept("check", SUBJECT, VALUE) is None
 
 
 IN_ANOTHER_PROCESS = f"""
@@ -139,6 +142,21 @@ def test_a_self_test_is_not_run_again_by_another_process(folder: Path, monkeypat
     ]
     assert runs[0].stdout == runs[1].stdout and "invariant=True" in runs[0].stdout
     assert ["kept from an earlier process" in run.stderr for run in runs] == [False, True]
+
+
+def test_a_self_test_without_a_library_says_nothing_of_a_process_that_has_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that failed once, for want of memory say, was kept as slower products for good."""
+    monkeypatch.setattr(self_tests, "_known", {})
+    load = native.load
+    monkeypatch.setattr(native, "load", lambda source: None if source.startswith("linear/") else load(source))
+    without = self_test(SHAPES, torch.float32, torch.device("cpu"))
+    monkeypatch.setattr(native, "load", load)
+    monkeypatch.setattr(self_tests, "_known", {})
+    again = self_test(SHAPES, torch.float32, torch.device("cpu"))
+    assert without.linear == "padded" and len(list(folder.glob("self-test-*"))) == 2
+    assert again.linear == ("native" if native.load("linear/linear.cpp") else "padded")
 
 
 def test_candidates_of_the_caller_are_tried_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

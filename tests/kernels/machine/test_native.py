@@ -89,6 +89,34 @@ def test_a_compile_error_is_quoted(source: Path, tmp_path: Path) -> None:
         native.build(source, environment(tmp_path))
 
 
+@needs_compiler
+@pytest.mark.parametrize("damaged", [b"", b"no library"])
+def test_a_damaged_library_is_compiled_anew(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damaged: bytes
+) -> None:
+    other = tmp_path / "other"  # of this cache the process has no library loaded
+    other.mkdir(mode=0o700)
+    path = other / native.build(source, environment(tmp_path)).path.name
+    path.write_bytes(damaged)
+    path.chmod(0o755)
+    again = native.build(source, environment(tmp_path, LOCKSTEP_CACHE_DIR=str(other)))
+    assert answer(again) == 42 and again.compile_seconds > 0 and "is damaged and is compiled anew" in caplog.text
+
+
+@needs_compiler
+def test_a_failed_build_is_a_warning_and_the_kernel_is_lacking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(native, "KERNELS", tmp_path)
+    monkeypatch.setattr(native, "_loaded", {})
+    (tmp_path / "layers").mkdir()
+    (tmp_path / "layers" / "broken.cpp").write_text("this is no C++")
+    monkeypatch.setenv("LOCKSTEP_CACHE_DIR", str(tmp_path / "cache"))
+    assert native.load("layers/broken.cpp") is None and native.lacking() == ["layers/broken.cpp"]
+    [record] = [record for record in caplog.records if "broken.cpp" in record.message]
+    assert record.levelno == logging.WARNING
+
+
 def test_the_reason_is_told_when_there_is_no_compiler(source: Path, tmp_path: Path) -> None:
     with pytest.raises(native.NativeUnavailable, match="no C\\+\\+ compiler: g\\+\\+ and clang\\+\\+ not found"):
         native.build(source, {"PATH": str(tmp_path), "LOCKSTEP_CACHE_DIR": str(tmp_path)})
