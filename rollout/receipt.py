@@ -216,3 +216,11 @@ def breaks_in_chain(receipts: Sequence[Mapping[str, Any]]) -> list[str]:
         for (engine, number), before in sorted(befores, key=lambda pair: pair[0])
         if before is not None and by_place[engine, number]["previous"] != before[HASH]
     ]
+
+
+def num_absent(receipts: Iterable[Mapping[str, Any]]) -> int:
+    """Return how many receipts, by their numbers, lie between those that are given of the same engine."""
+    numbers: dict[str, set[int]] = {}
+    for receipt in receipts:
+        numbers.setdefault(receipt["engine"], set()).add(receipt["number"])
+    return sum(max(its) - min(its) + 1 - len(its) for its in numbers.values())

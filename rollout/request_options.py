@@ -4,8 +4,39 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
-from .completion import Completion, DrawnWith
+
+class _Drawn(Protocol):
+    @property
+    def seed(self) -> int: ...
+
+
+class _Span(Protocol):
+    @property
+    def version(self) -> str: ...
+    @property
+    def digest(self) -> str | None: ...
+    @property
+    def start(self) -> int: ...
+
+
+@runtime_checkable
+class Answer(Protocol):
+    """A Completion, as far as a later request needs it."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def logprobs(self) -> tuple[float, ...]: ...
+    @property
+    def weight_versions(self) -> abc.Sequence[_Span]: ...
+    @property
+    def drawn_with(self) -> _Drawn | None: ...
 
 
 @dataclass(frozen=True)
@@ -17,9 +48,9 @@ class Renewal:
     index: int = 0  # of the sample
 
     @classmethod
-    def of(cls, answer: Completion) -> Renewal:
+    def of(cls, answer: Answer) -> Renewal:
         """Return the renewal of an answer. Raises ValueError for one that does not say what it was drawn with."""
-        return cls(answer.token_ids, _drawn_with(answer).seed, answer.index)
+        return cls(answer.token_ids, _seed_of(answer), answer.index)
 
 
 @dataclass(frozen=True)
@@ -33,16 +64,16 @@ class Begun:
     index: int = 0  # of the sample
 
     @classmethod
-    def of(cls, answer: Completion) -> Begun:
+    def of(cls, answer: Answer) -> Begun:
         """Return an answer as a beginning. Raises ValueError for one that does not say what it was drawn with."""
         spans = tuple((span.version, span.digest, span.start) for span in answer.weight_versions)
-        return cls(answer.token_ids, answer.logprobs, spans, _drawn_with(answer).seed, answer.index)
+        return cls(answer.token_ids, answer.logprobs, spans, _seed_of(answer), answer.index)
 
 
-def _drawn_with(answer: Completion) -> DrawnWith:
+def _seed_of(answer: Answer) -> int:
     if answer.drawn_with is None:
         raise ValueError(f"the answer {answer.id} does not say what it was drawn with")
-    return answer.drawn_with
+    return answer.drawn_with.seed
 
 
 @dataclass(frozen=True)
@@ -100,7 +131,7 @@ class RequestOptions:
         wrong = []
         kinds: tuple[tuple[str, type[Renewal] | type[Begun]], ...] = (("renewal", Renewal), ("begun", Begun))
         for name, kind in kinds:
-            if isinstance(value := getattr(self, name), Completion):
+            if isinstance(value := getattr(self, name), Answer):
                 object.__setattr__(self, name, kind.of(value))
             elif value is not None and not isinstance(value, kind):
                 wrong.append(f"{name} must be a Completion or a {kind.__name__}, not {value!r:.100}")

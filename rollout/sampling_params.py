@@ -13,9 +13,9 @@ from typing import Any
 import regex
 from regex import Pattern
 
+from ..kernels.sampling.definition import GREEDY_BELOW
 from .stop_patterns import MAX_PATTERN_SIZE, pattern_size
 
-GREEDY_BELOW = 1e-6  # temperatures under this mean argmax
 MOST_TEMPERATURE = 1e6  # far beyond it a ban would be no more than noise, and float32 has no such number
 LEAST_REPETITION_PENALTY = 1e-6  # divided by much less, a logit would be infinite
 LEAST_BIAS = -1e30  # a logit_bias of this much or less bans its token

@@ -18,7 +18,16 @@ from ...rollout.proving.claim import Claim, Drawn, Verdict, claim_of, unproven
 from ...rollout.proving.fields import wrong_fields
 from ...rollout.proving.layout import Task
 from ...rollout.proving.prover import Prover
-from ...rollout.receipt import HASH, Guarantee, batch_hash, breaks_in_chain, differences, guarantee, seal_is_whole
+from ...rollout.receipt import (
+    HASH,
+    Guarantee,
+    batch_hash,
+    breaks_in_chain,
+    differences,
+    guarantee,
+    num_absent,
+    seal_is_whole,
+)
 from ...rollout.request_options import RequestOptions
 from .cut_answers import first_replaced
 from .report import ReplayReport, ids_of
@@ -70,6 +79,7 @@ def replay(
         tuple(run.versions),
         tuple(breaks_in_chain(sealed)),
         batch_hash(sealed),
+        num_absent(sealed),
     )
 
 

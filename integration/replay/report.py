@@ -21,6 +21,7 @@ class ReplayReport:
     versions: tuple[str, ...] = ()  # libraries of other versions here, which may change bits
     chain: tuple[str, ...] = ()  # receipts that do not follow on one another
     batch: str = ""  # hash over the receipts' hashes
+    num_absent: int = 0  # receipts, by their numbers, between those that were given of one engine
 
     def num(self, status: str) -> int:
         """Return how many samples have this status: "equal", "differs" or "unproven"."""
@@ -43,6 +44,7 @@ class ReplayReport:
             "versions": list(self.versions),
             "chain": list(self.chain),
             "batch": self.batch,
+            "absent": self.num_absent,
             "verdicts": [
                 {"number": number, "id": id, **{k: v for k, v in asdict(verdict).items() if v is not None and v != ""}}
                 for number, (id, verdict) in enumerate(zip(self.ids, self.verdicts, strict=True))
@@ -56,6 +58,8 @@ class ReplayReport:
         if self.versions:
             yield f"other versions here, which may change bits: {'; '.join(self.versions)}"
         yield from self.chain
+        if self.num_absent:
+            yield f"{self.num_absent} receipts that the same engine made in between are not among these"
         for status in ("differs", "unproven"):
             of_kind = [pair for pair in enumerate(self.verdicts) if pair[1].status == status]
             for number, verdict in of_kind[:most]:

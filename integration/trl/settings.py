@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ...kernels.sampling.definition import GREEDY_BELOW
 from ...kernels.sampling.draws import derive_seed
-from ...rollout.sampling_params import GREEDY_BELOW, SamplingParams
+from ...rollout.sampling_params import SamplingParams
 
 # Names of GRPOConfig.generation_kwargs, and the engine's for them.
 _GENERATION_KWARGS = {

@@ -20,12 +20,12 @@ from .step import PagedStep
 def chunked_starts(query_start: Tensor, chunk: int, num_rows: int) -> Tensor:
     """Return the row offsets int32 [C + 1] of the chunks of packed sequences; some may be empty.
 
-    query_start int32 [S + 1], each sequence with a row at least; chunk: tokens.
+    query_start int32 [S + 1]; chunk: tokens.
     """
     if num_rows <= chunk:
         return query_start
     lens = query_start.diff()
-    num_chunks = math.ceil((num_rows - len(lens) + 1) / chunk)
+    num_chunks = math.ceil(num_rows / chunk)  # as many as one sequence of all rows has
     starts, _ = _cut(query_start, torch.zeros_like(lens), lens, chunk, num_chunks)
     return starts
 

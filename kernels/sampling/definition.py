@@ -5,3 +5,4 @@
 """
 
 DRAW_DEFINITION = 2
+GREEDY_BELOW = 1e-6  # temperatures under this mean the largest logit, and log-probabilities at temperature 1

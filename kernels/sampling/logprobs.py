@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ..machine.gpu import triton_serves
 from . import cpp as native_sampling
+from .definition import GREEDY_BELOW
 
 _MAX_WIDENED = 1 << 20  # logits that the PyTorch path widens to float32 at a time
 
@@ -22,7 +23,8 @@ def scaled_logprobs(logits: Tensor, temperature: Tensor | float) -> Tensor:
     """Compute log_softmax(logits / temperature) over the full vocabulary, in float32.
 
     logits [R, V]; temperature a number, or float32 [R], positive. Each row depends on itself alone. Differentiable in
-    the logits: the trainer calls these same functions on its logits, so both compute the same log-probabilities.
+    the logits: the trainer calls these same functions on its logits, so both compute the same log-probabilities. A
+    number under GREEDY_BELOW stands for 1, as in the engine's greedy answers. Raises ValueError for a negative one.
     """
     temperatures = _per_row(temperature, logits)
     if logits.requires_grad and torch.is_grad_enabled():
@@ -61,6 +63,9 @@ def _per_row(temperature: Tensor | float, logits: Tensor) -> Tensor:
         if temperature.shape not in ((), (1,), (len(logits),)):
             raise ValueError(f"temperatures of shape {list(temperature.shape)} for {len(logits)} rows of logits")
         return temperature.to(logits.device, torch.float32).reshape(-1)
+    if not temperature >= 0:
+        raise ValueError(f"a temperature of {temperature}")
+    temperature = 1.0 if temperature < GREEDY_BELOW else temperature
     return torch.full((1,), temperature, dtype=torch.float32, device=logits.device)
 
 

@@ -116,3 +116,26 @@ def test_receipts_of_two_engines_are_not_proven_together(made, tmp_path, capsys)
     path.write_text(json.dumps([one, other]))
     assert replay(path, "--weights", made / "model") == 2
     assert "several engines (k_blocks 2 and 4)" in capsys.readouterr().err
+
+
+def test_a_receipt_that_has_lost_its_hash_is_not_passed_over(made, tmp_path, capsys):
+    rows = receipts(made / "tokens.jsonl")
+    del rows[1]["sha256"]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert replay(tmp_path / "some.jsonl", "--weights", made / "model") == 1
+    out = capsys.readouterr().out
+    assert "its hash is not that of its content" in out and "3 of 4 samples proven equal, 1 differ" in out
+
+
+def test_receipts_that_are_not_there_are_counted(made, tmp_path, capsys):
+    rows = receipts(made / "tokens.jsonl")
+    del rows[1:3]
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert replay(tmp_path / "some.jsonl", "--weights", made / "model") == 0  # a choice of samples is no fault
+    assert "2 receipts that the same engine made in between are not among these" in capsys.readouterr().out
+
+
+def test_an_option_has_its_whole_name(made, capsys):
+    with pytest.raises(SystemExit):
+        replay(made / "tokens.jsonl", "--weight", made / "model")
+    assert "unrecognized arguments: --weight" in capsys.readouterr().err

@@ -82,6 +82,11 @@ def test_contexts_up_to_a_chunk_are_left_as_they_are():
     assert size == 1 and cut is not step
 
 
+def test_sequences_may_be_empty():
+    starts = chunked_starts(torch.tensor([0, 0, 0, 0, 10]).int(), 4, 10)
+    assert sorted({*starts.tolist()}) == [0, 4, 8, 10] and (starts.diff() <= 4).all()
+
+
 def test_a_decode_step_has_a_part_for_each_sequence():
     """Also a recorded one, whose tables are as wide as the longest context: empty parts would cost time."""
     step = PagedStep(torch.arange(8).int().view(2, 4), offsets([1, 1]), torch.tensor([64, 17]).int())
