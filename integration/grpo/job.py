@@ -169,8 +169,7 @@ class GrpoJob:
         self._save_model(config.folder / "model")
         self._keep_digest(config.folder / "model", config.run.num_steps, self.engine.weight_digest())
         if log is not None:
-            after = f"{log.eval_reward_mean:.1%} after {config.run.num_steps} steps"
-            say(f"held-out mean reward: {before:.1%} before, {after}")
+            say(f"held-out mean reward: {before:.1%} before, {log.heldout} after {config.run.num_steps} steps")
         dist.barrier()  # no rank ends before the results are written, or while other ranks may call its engine
 
     def _serve(self) -> BackgroundServer | None:

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from ....weight_sync.disk.atomic_folder import flush
 from ...failures import FileFailed, files_of
+from .statistics import REWARD
 from .wandb_log import WandbLog
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ class RunLog:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and seldom used
 
             with files_of(folder / "tensorboard"):
-                self._writer = SummaryWriter(folder / "tensorboard", purge_step=first_step)
+                # Steps count from 1, and an event of the purged step itself is hidden too.
+                self._writer = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
 
     def step(self, line: Mapping[str, object]) -> None:
         """Append one step's metrics to the file, flushed to the disk, and show them in the bar."""
@@ -76,13 +78,13 @@ class RunLog:
                 self._bar.write(text)
 
     @property
-    def eval_reward_mean(self) -> float | None:
-        """The newest mean reward of the held-out problems; None before the first evaluation."""
-        return next((x["eval_reward_mean"] for x in reversed(self._lines) if "eval_reward_mean" in x), None)
+    def heldout(self) -> str:
+        """The newest mean reward of the held-out problems, as text; "-" without an evaluation in the metrics."""
+        found = next((line[REWARD] for line in reversed(self._lines) if REWARD in line), None)
+        return "-" if found is None else f"{found:.1%}"
 
     def _summary(self) -> str:
-        last, reward = self._lines[-1], self.eval_reward_mean
-        heldout = "-" if reward is None else f"{reward:.1%}"
+        last = self._lines[-1]
         ahead = f"lag {last['lag_mean']:.2f} | " if last.get("lag_mean") else ""
         if last.get("kept_share") is not None:
             ahead += f"kept {last['kept_share']:.1%} of {last['verified_tokens']} verified | "
@@ -90,8 +92,8 @@ class RunLog:
             ahead += f"dropped {last['dropped_tokens']} | "
         unmeasured = f" without {n} samples" if (n := last.get("samples_unmeasured")) else ""
         return (
-            f"reward {last['reward_mean']:.3f} | held-out {heldout} | logprob_gap {last['logprob_gap']}{unmeasured} | "
-            f"{ahead}{last['rollout_tokens_per_s']:.0f} tok/s | "
+            f"reward {last['reward_mean']:.3f} | held-out {self.heldout} | "
+            f"logprob_gap {last['logprob_gap']}{unmeasured} | {ahead}{last['rollout_tokens_per_s']:.0f} tok/s | "
             f"rollout {last['rollout_s']:.2f}s train {last['train_s']:.2f}s "
             f"sync {last['sync_s']:.3f}s | v{last['weight_version']} {str(last['weight_digest'])[:8]}"
         )

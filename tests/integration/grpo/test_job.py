@@ -168,6 +168,16 @@ def test_a_killed_and_resumed_run_ends_as_an_uninterrupted_one(straight_run, tmp
 
 
 @pytest.mark.slow
+def test_an_ended_run_whose_metrics_were_lost_is_resumed_to_its_last_line(straight_run, tmp_path):
+    os.symlink(straight_run / ".cache", tmp_path / ".cache")
+    shutil.copytree(straight_run / "runs", tmp_path / "runs")
+    (tmp_path / "runs/arithmetic/metrics.jsonl").unlink()
+    assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, BEST, "--resume")) == 0, (tmp_path / "log").read_text()
+    log = (tmp_path / "log").read_text()
+    assert re.search(r"held-out mean reward: [\d.]+% before, - after 4 steps", log) and "lacks 4 of the 4 steps" in log
+
+
+@pytest.mark.slow
 def test_a_checkpoint_with_other_weights_than_its_digest_says_is_not_resumed(straight_run, tmp_path):
     os.symlink(straight_run / ".cache", tmp_path / ".cache")
     shutil.copytree(straight_run / "runs", tmp_path / "runs")

@@ -1,0 +1,40 @@
+"""The views of a run's metrics: TensorBoard's events, and the held-out reward as text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.integration.grpo.results.run_log import RunLog
+
+LINE = {"reward_mean": 0.5, "logprob_gap": 0.0, "rollout_tokens_per_s": 1.0, "rollout_s": 1.0, "train_s": 1.0,
+        "sync_s": 1.0, "weight_version": "1", "weight_digest": "d"}  # fmt: skip
+
+
+def run(folder: Path, first: int, end: int, reward: float) -> None:
+    """Log the steps after `first` up to `end`."""
+    log = RunLog(folder, 4, first, tensorboard=True)
+    for step in range(first + 1, end + 1):
+        log.step({"step": step, **LINE, "reward_mean": reward})
+    log.close(draws=False)
+
+
+def test_a_resumed_run_keeps_the_events_of_every_step_that_is_done(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(tmp_path, 0, 3, 0.25)  # killed after step 3, with a checkpoint of step 2
+    run(tmp_path, 2, 4, 0.75)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    shown = [(event.step, event.value) for event in events.Scalars("reward_mean")]
+    assert shown == [(1, 0.25), (2, 0.25), (3, 0.75), (4, 0.75)]
+
+
+def test_the_heldout_reward_is_a_dash_where_the_metrics_have_no_evaluation(tmp_path):
+    log = RunLog(tmp_path, 4, 4, tensorboard=False)  # of a run that had ended, whose metrics were lost
+    assert log.heldout == "-"
+    log.step({"step": 5, **LINE, "eval_reward_mean": 0.4321})
+    assert log.heldout == "43.2%"
+    log.close(draws=False)
