@@ -43,7 +43,6 @@ class PolicyLoss:
     loss: Tensor  # scalar; this rank's share of the token mean over the whole batch, KL included
     clip_fraction: float  # this rank's share of the fraction of tokens whose gradient is zero by the clip
     kl: float  # this rank's share of the mean KL to the reference per token; 0.0 without a reference
-    ratio_deviation: float  # largest |ratio - 1| on this rank; 0.0 exactly when behaviour and trainer agree
 
 
 def policy_loss(
@@ -96,8 +95,7 @@ def policy_loss(
             loss = loss + kl_coefficient * kl
     with torch.no_grad():
         clip_fraction = float(weighted_sum(terms.is_clipped.float())) / num_tokens
-        deviation = (log_ratio.exp() - 1.0).abs().amax().item() if log_ratio.numel() else 0.0
-    return PolicyLoss(loss=loss, clip_fraction=clip_fraction, kl=kl.item(), ratio_deviation=deviation)
+    return PolicyLoss(loss=loss, clip_fraction=clip_fraction, kl=kl.item())
 
 
 def importance_weights(
