@@ -197,13 +197,15 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
         source: NamedTensors,
         digest: DigestTime = "now",
         in_flight: OnCommit | None = None,
+        keep_running: bool = False,
     ) -> Commit:
         """Publish the weights that the trainer wrote into the shared storage as `version`. Starts a KV epoch.
 
         source: the trainer's parameters by Hugging Face name, checked to be the engine's own memory; buffers of
         checkpoints come with the module. With `digest="later"` the digest is None until `finish_digest`, which
         `optimizer_step` calls before the next write.
-        in_flight "verify": requests that have begun are drawn again under the new weights, see `WeightVerbs`.
+        Requests that run keep their tokens, and their KV is computed anew. keep_running: it stays as it is, of the old
+        weights. in_flight "verify": they are drawn again under the new weights, see `WeightVerbs`.
         Raises ValueError naming a version that is none, or tensors that are not shared, Poisoned after a step that
         failed, SessionError while a weight-update session is open; then nothing is committed. Raises DigestMismatch
         where ranks do not agree about their bytes: nothing is sampled then before a commit or update that is whole.
@@ -213,7 +215,7 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
         """
         if digest not in ("now", "later"):
             raise ValueError(f'digest must be "now" or "later", not {digest!r}')
-        check_in_flight(in_flight, abort_all=False, keep_running=False)
+        check_in_flight(in_flight, abort_all=False, keep_running=keep_running)
         if self.replica.asks_followers:
             raise ValueError("the other ranks follow this one: call commit_in_place on all of them")
 
@@ -235,7 +237,9 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
         else:
             record = self.engine.between_steps("commit_in_place", planned.run)
         try:
-            return self.sessions.commit_in_place(version, digest, record.bytes_copied, in_flight)
+            return self.sessions.commit_in_place(
+                version, digest, record.bytes_copied, in_flight, retracts=not keep_running
+            )
         except DigestMismatch as error:  # the bytes are there already, on every rank its own
             self.engine.weights.set_weight_digest(None)
             self.engine.weights.refuse_sampling(f"version {version!r} was written and not committed: {error}: {_AGREE}")

@@ -257,10 +257,12 @@ class EngineHost(SessionHost):
         return has_digest and self._before.num_forgotten == self._roots.num_forgotten
 
     def commit_in_place(
-        self, version: str, digest: str | None, bytes_copied: int, in_flight: OnCommit | None
+        self, version: str, digest: str | None, bytes_copied: int, in_flight: OnCommit | None, *, retracts: bool
     ) -> Commit:
-        """Publish weights that were written without a session."""
-        report = self._engine.weights.commit_weights(version, digest, lift=(_TORN,), in_flight=in_flight)
+        """Publish weights that were written without a session. retracts: see `commit_weights`."""
+        report = self._engine.weights.commit_weights(
+            version, digest, lift=(_TORN,), in_flight=in_flight, retracts=retracts
+        )
         self._roots.owes_digest = digest is None
         self._roots.was_committed()
         self.last_commit = Commit(

@@ -212,7 +212,7 @@ class WeightSessions:
         self._host.forget_everything()
 
     def commit_in_place(
-        self, version: str, digest: DigestTime, bytes_copied: int, in_flight: OnCommit | None = None
+        self, version: str, digest: DigestTime, bytes_copied: int, in_flight: OnCommit | None, *, retracts: bool
     ) -> Commit:
         """Publish weights that were written without a session. Raises SessionError while a session is open."""
         self.let_write("commit_in_place")
@@ -220,7 +220,7 @@ class WeightSessions:
         value = self._roots.complete() if digest == "now" else None
         self._roots.keep_published()
         self._replica.peers.together("commit_in_place", lambda: None)  # no rank publishes before all can
-        return self._host.commit_in_place(version, value, bytes_copied, in_flight)
+        return self._host.commit_in_place(version, value, bytes_copied, in_flight, retracts=retracts)
 
     def commit_adapter(self, version: str, in_flight: OnCommit | None = None) -> Commit:
         """Publish the weights after the engine's adapter was changed. Digests of base tensors are kept that no update
@@ -230,7 +230,7 @@ class WeightSessions:
         self._roots.owes_digest = False
         digest = self._roots.complete(trusts_marks=True)
         self._roots.keep_published()
-        return self._host.commit_in_place(version, digest, 0, in_flight)
+        return self._host.commit_in_place(version, digest, 0, in_flight, retracts=False)  # they are held already
 
     def renamed(self) -> None:
         """Note that the engine's tensors have other names."""

@@ -38,18 +38,21 @@ class EngineWeights:
         lift: Iterable[str] = ("torn",),
         refuse: Mapping[str, str] | None = None,
         in_flight: OnCommit | None = None,
+        retracts: bool = False,
     ) -> CommitReport:
         """Commit written weights as a new version and start a KV epoch. New tokens are sampled from this version.
 
         version and digest are opaque here. Cached blocks and pins are dropped; refusals under the keys of `lift` end,
-        and those of `refuse` (reason by key) begin. Running sequences go on with their KV; with `in_flight="verify"`
-        each sequence that has begun is drawn again under the new weights, with its tokens as a draft, so that its
-        answer is the one that it would have had from the start.
+        and those of `refuse` (reason by key) begin. Running sequences go on with their KV, or with `retracts`
+        compute it anew where the weights are others. With `in_flight="verify"` each sequence that has begun is drawn
+        again under the new weights, with its tokens as a draft, so that its answer is the one that it would have had
+        from the start.
         """
         check_in_flight(in_flight, abort_all=False, keep_running=False)
         keys, added = tuple(lift), dict(refuse or {})
         return self._driver.command(
-            "commit_weights", lambda: self._between_steps.commit_weights(version, digest, keys, added, in_flight)
+            "commit_weights",
+            lambda: self._between_steps.commit_weights(version, digest, keys, added, in_flight, retracts),
         )
 
     def replace_adapter(self, adapter: AdapterFolder | AdapterLayers) -> AdapterLayers:

@@ -165,13 +165,17 @@ class BetweenSteps:
         lift: Iterable[str],
         refuse: Mapping[str, str],
         in_flight: OnCommit | None = None,
+        retracts: bool = False,
     ) -> CommitReport:
         """Start a new weight version and a KV epoch; lift refusals by key, and add others.
 
-        in_flight "verify": every sequence that has begun begins again, with its tokens as a draft.
+        in_flight "verify": every sequence that has begun begins again, with its tokens as a draft. retracts: sequences
+        give back KV of other weights.
         """
         num_verified = self.verify_begun() if in_flight == "verify" else 0
         if digest is None or digest != self._sequences.weight_digest:
+            if retracts:
+                self.retract_running()
             self._sequences.keep_kv()
             self._score_prompts_again()
         self._sequences.weight_version, self._sequences.weight_digest = version, digest

@@ -13,6 +13,7 @@ import torch
 
 from lockstep.integration.service import RolloutService
 from lockstep.integration.weights.memory import MemoryReport
+from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import MemoryReleased, NotIdle, PhaseError, SamplingRefused
@@ -340,3 +341,33 @@ def test_an_endless_timeout_is_refused_by_name(service):
         service.begin_weight_update(timeout_s=float("inf"))
     with pytest.raises(ValueError, match="timeout_s must be positive, and below"):
         service.engine.pause_generation("in_place", timeout_s=float("inf"))
+
+
+@pytest.mark.parametrize("pauses", [None, "in_place", "retract"])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_requests_that_run_at_a_commit_in_place_have_the_trainers_numbers(make_model, pauses, keeps):
+    """They went on over the KV of the old weights: the version of the new ones stood beside numbers of neither."""
+    model = make_model("qwen3").train()
+    service = RolloutService(Engine(model, EngineConfig(kv_cache="64 blocks")))
+    service.commit_in_place("0", source=model.named_parameters())
+    engine = service.engine
+    with service.rollout():
+        engine.add([5, 6, 7], SamplingParams(max_new_tokens=20, sampling_seed=1, ignore_eos=True))
+        for _ in range(6):
+            engine.step()
+        if pauses:
+            engine.pause_generation(pauses)
+    with service.optimizer_step(), torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.05)
+    service.commit_in_place("1", source=model.named_parameters(), keep_running=keeps)
+    with service.rollout():
+        engine.continue_generation()
+        [answer] = [completion for _ in range(20) for completion in engine.step()]
+    first, second = answer.weight_versions
+    assert (first.version, second.version) == ("0", "1") and second.start > 0
+    ids = torch.tensor([[*answer.prompt_ids, *answer.token_ids]])
+    with service.training_numerics(), torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0, 2:-1]
+    expected = selected_logprobs(logits, ids[0, 3:]).tolist()[second.start :]
+    assert (list(answer.logprobs[second.start :]) == expected) == (not keeps or pauses == "retract")

@@ -83,27 +83,27 @@ def proven(trainer: Trainer, receipts: list[dict], paths=None):
     return service.replay(receipts, weights=FolderWeights(service, paths or [trainer.folder], digests))
 
 
-@pytest.mark.parametrize("how", ["kept", "recomputed", "kept, then recomputed"])
+@pytest.mark.parametrize("how", ["kept", "recomputed", "retracted", "kept, then recomputed"])
 def test_spans_of_several_versions_are_proven_each_with_its_weights(trainer, how):
     add_all(trainer)
     engine = trainer.service.engine
     trainer.step(4)
     for num_tokens in (7, 11):
-        if how == "recomputed" or (how != "kept" and num_tokens == 11):
+        if how == "retracted":
             engine.pause_generation("retract")
-        trainer.commit()
+        trainer.commit(keep_running=how == "kept" or (how != "recomputed" and num_tokens == 7))
         engine.continue_generation()
         trainer.step(num_tokens)
     receipts = trainer.finish()
     assert all(len(receipt["spans"]) == 3 for receipt in receipts)
     kept = [[len(span["kept_kv"]) for span in receipt["spans"]] for receipt in receipts]
-    assert kept == {"kept": [[0, 1, 2]] * 3, "recomputed": [[0, 0, 0]] * 3}.get(how, [[0, 1, 0]] * 3)
+    assert kept == {"kept": [[0, 1, 2]] * 3, "kept, then recomputed": [[0, 1, 0]] * 3}.get(how, [[0, 0, 0]] * 3)
     report = proven(trainer, receipts)
     assert report.num("equal") == 3, list(report.lines())
     assert sum(v.num_tokens for v in report.verdicts) == 48
     for receipt in receipts:
         for span in receipt["spans"]:
-            span["kept_kv"] = [] if span["kept_kv"] or how == "recomputed" else span["kept_kv"]
+            span["kept_kv"] = [] if span["kept_kv"] or how in ("recomputed", "retracted") else span["kept_kv"]
         receipt["spans"][-1]["digest"] = receipt["spans"][0]["digest"]
     other = proven(trainer, [sealed(receipt) for receipt in receipts])
     assert [v.status for v in other.verdicts] == ["differs"] * 3
@@ -116,7 +116,7 @@ def test_a_prompt_half_read_before_a_commit_is_proven(make_model, tmp_path, rest
     engine = trainer.service.engine
     engine.add(PROMPTS[1], SamplingParams(max_new_tokens=5), options=ASKED)
     engine.step()
-    trainer.commit()
+    trainer.commit(keep_running=True)
     [receipt] = trainer.finish()
     assert [kept["end"] for kept in receipt["spans"][0]["kept_kv"]] == [16]
     assert proven(trainer, [receipt]).num("equal") == 1

@@ -172,9 +172,9 @@ def test_another_call_does_not_change_what_a_commit_does_with_begun_requests(ser
         assert leave.wait(PATIENCE)
         prepare(record)
 
-    def noted(self, version, digest, lift, refuse, in_flight=None):
+    def noted(self, version, digest, lift, refuse, in_flight=None, *others):
         seen.append(in_flight)
-        return commit(self, version, digest, lift, refuse, in_flight)
+        return commit(self, version, digest, lift, refuse, in_flight, *others)
 
     def counted(self, *args, **options):
         ended.append(args)
