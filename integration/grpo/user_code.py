@@ -1,16 +1,19 @@
-"""The import of functions that users wrote: rewards, environments."""
+"""The import of functions that users wrote (rewards, environments), and the concurrent calls of coroutine functions."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 CARRIED = ("success_at", "is_repeatable")  # attributes that a function keeps when options are bound to it
 
@@ -57,6 +60,17 @@ def bound(found: object, what: str, location: str, options: Mapping[str, object]
         if hasattr(found, name):
             setattr(partial, name, getattr(found, name))
     return partial
+
+
+async def results_of(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all calls concurrently, and return their results in order. The first error ends the others, so that nothing
+    goes on in the background; it is raised as it is, not in a group."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def _module(name: str) -> ModuleType:

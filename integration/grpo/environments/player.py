@@ -6,6 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +17,7 @@ from ...service import RolloutService
 from ..rewards.score import Score, checked_value, score_of
 from ..settings.config import JobConfig
 from ..tasks.problems import Problem
-from ..user_code import bound, imported
+from ..user_code import bound, imported, results_of
 from .chat import EpisodeChat
 from .episode import Episode
 from .session import Session
@@ -124,17 +125,8 @@ class EpisodePlayer:
             await asyncio.gather(*beginning, return_exceptions=True)
 
     async def _finished(self, present: Play, places: asyncio.Semaphore) -> list[list[Episode]]:
-        problems, params = present.problems, present.params
-        try:
-            # The first error ends the others: nothing goes on in the background.
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    [group.create_task(self._episode(problem, its, index, places)) for index in range(its.n)]
-                    for problem, its in zip(problems, params, strict=True)
-                ]
-        except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None
-        return [[task.result() for task in its] for its in tasks]
+        played = iter(await results_of(self._episode(*episode, places) for episode in present.episodes()))
+        return [list(islice(played, its.n)) for its in present.params]
 
     async def _begin(self, problem: Problem, params: SamplingParams, index: int, places: asyncio.Semaphore) -> None:
         """Begin an episode of a coming step in a free place, and keep its turns."""

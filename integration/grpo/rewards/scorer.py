@@ -11,6 +11,7 @@ from typing import Any
 from ....rollout.completion import Completion
 from ..settings.config import JobConfig
 from ..tasks.problems import Problem
+from ..user_code import results_of
 from .loading import RewardFunction, load_reward
 from .score import Score, Value, checked_value, described, score_of
 
@@ -134,10 +135,7 @@ class _Form:
             async with limit:
                 return await self._called(problem, completion)
 
-        # The first error ends the others: nothing goes on in the background.
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(*pair)) for pair in zip(problems, completions, strict=True)]
-        return [task.result() for task in tasks]
+        return await results_of(one(*pair) for pair in zip(problems, completions, strict=True))
 
 
 async def _awaited(found: Any) -> Any:

@@ -77,6 +77,16 @@ def few(rows, completions):
     return [1.0]
 def broken(row, completion):
     raise KeyError("gone")
+cancelled = []
+async def broken_late(row, completion):
+    if row["wanted"] == 1:
+        await asyncio.sleep(0)
+        raise ValueError("the judge is gone")
+    try:
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        cancelled.append(row["wanted"])
+        raise
 """
 
 
@@ -143,6 +153,9 @@ def test_wrong_forms_options_and_names_are_refused(user_module):
         Scorer([f"{name}:few"])(PROBLEMS, ANSWERS)
     with pytest.raises(KeyError, match="gone"):
         Scorer([f"{name}:broken"])(PROBLEMS, ANSWERS)
+    with pytest.raises(ValueError, match=r"^the judge is gone$"):
+        Scorer([f"{name}:broken_late"])(PROBLEMS, ANSWERS)
+    assert sorted(sys.modules[name].cancelled) == [0, 2], "nothing goes on in the background"
     with pytest.raises(ValueError, match="two rewards are called 'exact_answer'"):
         Scorer(["exact_answer", "exact_answer"])
     with pytest.raises(ValueError, match="'short_enough' has no option length"):
