@@ -14,6 +14,8 @@ from functools import cache
 
 import torch
 
+from .switches import is_on
+
 
 def triton_serves(device: torch.device) -> bool:
     """Return whether operations on this device use the Triton kernels. The answer is fixed for the whole process."""
@@ -25,7 +27,7 @@ def why_not_triton(device_type: str) -> str | None:
     """Return the reason why Triton does not serve devices of this type, or None where it does."""
     if device_type != "cuda":
         return f"Triton kernels serve CUDA devices, not {device_type}"
-    if os.environ.get("LOCKSTEP_TRITON") == "0":
+    if not is_on("LOCKSTEP_TRITON"):
         return "switched off by LOCKSTEP_TRITON=0"
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"

@@ -16,6 +16,8 @@ from functools import cache
 
 from torch import Tensor
 
+from .switches import is_on
+
 logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 2 << 20
@@ -31,7 +33,7 @@ def use_huge_pages(tensors: Iterable[Tensor], *, now: bool) -> int:
     that are not on a CPU are skipped, and so are all tensors on other systems; `LOCKSTEP_HUGE_PAGES=0` switches it off.
     Raises OSError where Linux refuses for another reason than a lack of huge pages.
     """
-    if sys.platform != "linux" or os.environ.get("LOCKSTEP_HUGE_PAGES") == "0":
+    if sys.platform != "linux" or not is_on("LOCKSTEP_HUGE_PAGES"):
         return 0
     num_bytes = 0
     for start, stop in stretches((t.data_ptr(), t.nbytes) for t in tensors if t.device.type == "cpu"):

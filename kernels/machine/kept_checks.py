@@ -23,6 +23,7 @@ import torch
 
 from . import native
 from .cache_folder import UnsafeCache, cache_folder, check_owner, make_folder
+from .switches import is_on
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def keep(kind: str, subject: Iterable[object], value: Mapping[str, object]) -> N
 
 def _path(kind: str, subject: Iterable[object]) -> Path | None:
     """Return the path of a value; None where checks are not kept."""
-    if os.environ.get("LOCKSTEP_KEPT_CHECKS") == "0":
+    if not is_on("LOCKSTEP_KEPT_CHECKS"):
         return None
     parts = [*_machine(), *map(repr, subject)]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

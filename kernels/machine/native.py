@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 
 from .cache_folder import cache_folder, check_owner, make_folder
+from .switches import is_on
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +155,7 @@ def build(source: Path, environ: Mapping[str, str], more_flags: Sequence[str] = 
 
     more_flags: put after FLAGS, so that they override them. Raises NativeUnavailable with the cause, and UnsafeCache.
     """
-    if environ.get("LOCKSTEP_NATIVE") == "0":
+    if not is_on("LOCKSTEP_NATIVE", environ):
         raise NativeUnavailable("switched off by LOCKSTEP_NATIVE=0")
     compiler = find_compiler(environ)
     version = compiler_version(compiler)
@@ -189,14 +191,20 @@ def compile_flags(environ: Mapping[str, str]) -> list[str]:
     return [*FLAGS, *(_WITHOUT[name] for name in above)]
 
 
-def find_compiler(environ: Mapping[str, str]) -> str:
-    """Return the path of $CXX, else g++, else clang++. Raises NativeUnavailable when there is none."""
-    names = [environ["CXX"]] if environ.get("CXX") else ["g++", "clang++"]
-    for name in names:
-        path = shutil.which(name, path=environ.get("PATH"))
+def find_compiler(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the command $CXX, which may have arguments, else g++, else clang++, with the path of its program. Raises
+    NativeUnavailable when there is none, and BuildFailed for a $CXX that is none."""
+    own = environ.get("CXX", "")
+    try:
+        commands = [shlex.split(own)] if own.strip() else [["g++"], ["clang++"]]
+    except ValueError as error:
+        raise BuildFailed(f"CXX is {own!r}, which is no command: {error}") from error
+    for program, *arguments in commands:
+        path = shutil.which(program, path=environ.get("PATH"))
         if path is not None:
-            return path
-    raise NativeUnavailable(f"no C++ compiler: {' and '.join(names)} not found on PATH")
+            return path, *arguments
+    kind = BuildFailed if own.strip() else NativeUnavailable
+    raise kind(f"no C++ compiler: {' and '.join(command[0] for command in commands)} not found on PATH")
 
 
 def _make_folder(folder: Path) -> None:
@@ -207,9 +215,9 @@ def _make_folder(folder: Path) -> None:
 
 
 @cache
-def compiler_version(compiler: str) -> str:
-    """Return what the compiler at that path says of itself. Raises NativeUnavailable."""
-    return _run([compiler, "--version"])
+def compiler_version(compiler: tuple[str, ...]) -> str:
+    """Return what the compiler of that command says of itself. Raises NativeUnavailable."""
+    return _run([*compiler, "--version"])
 
 
 def _openmp_link_flags(is_clang: bool) -> list[str]:
@@ -237,12 +245,12 @@ def processor() -> str:
     return platform.machine() + "".join(sorted(line for line in first if line.split("\t")[0].strip() in fields))
 
 
-def _compile(compiler: str, source: Path, flags: list[str], link_flags: list[str], path: Path) -> None:
+def _compile(compiler: tuple[str, ...], source: Path, flags: list[str], link_flags: list[str], path: Path) -> None:
     try:
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-") as work:
             compiled, linked = f"{work}/kernel.o", f"{work}/kernel.so"
-            _run([compiler, *flags, INCLUDE_FLAG, "-c", str(source), "-o", compiled])
-            _run([compiler, "-shared", compiled, "-o", linked, *link_flags])
+            _run([*compiler, *flags, INCLUDE_FLAG, "-c", str(source), "-o", compiled])
+            _run([*compiler, "-shared", compiled, "-o", linked, *link_flags])
             os.chmod(linked, 0o755)  # whatever the umask allows others
             with open(linked, "rb") as library:
                 os.fsync(library.fileno())  # after a loss of power the name stands for the whole library, too

@@ -15,6 +15,7 @@ import torch
 
 from lockstep.kernels.machine import native
 from lockstep.kernels.machine.cache_folder import UnsafeCache
+from lockstep.kernels.machine.switches import is_on
 
 SOURCE = 'extern "C" long answer(long x) { return x + 42; }\n'
 
@@ -120,8 +121,25 @@ def test_a_failed_build_is_a_warning_and_the_kernel_is_lacking(
 def test_the_reason_is_told_when_there_is_no_compiler(source: Path, tmp_path: Path) -> None:
     with pytest.raises(native.NativeUnavailable, match="no C\\+\\+ compiler: g\\+\\+ and clang\\+\\+ not found"):
         native.build(source, {"PATH": str(tmp_path), "LOCKSTEP_CACHE_DIR": str(tmp_path)})
-    with pytest.raises(native.NativeUnavailable, match="nonesuch not found"):
+    with pytest.raises(native.BuildFailed, match="nonesuch not found"):  # a warning: it was asked for
         native.build(source, environment(tmp_path, CXX="nonesuch"))
+    with pytest.raises(native.BuildFailed, match="which is no command"):
+        native.build(source, environment(tmp_path, CXX='g++ "'))
+
+
+@needs_compiler
+def test_a_compiler_may_have_arguments(source: Path, tmp_path: Path) -> None:
+    source.write_text(SOURCE.replace("42", "ANSWER"))
+    [path, *_] = native.find_compiler(os.environ)
+    assert answer(native.build(source, environment(tmp_path, CXX=f"env {path} -DANSWER=42"))) == 42
+
+
+@pytest.mark.parametrize("name", ["LOCKSTEP_NATIVE", "LOCKSTEP_TRITON", "LOCKSTEP_KEPT_CHECKS", "LOCKSTEP_HUGE_PAGES"])
+def test_a_switch_is_0_or_1(name: str) -> None:
+    assert [is_on(name, {name: value}) for value in ("", "0", "1")] == [True, False, True] and is_on(name, {})
+    for value in ("false", "x", "00"):
+        with pytest.raises(ValueError, match=f"{name} is '{value}': it is 0 or 1"):
+            is_on(name, {name: value})
 
 
 @needs_compiler
@@ -197,7 +215,7 @@ def test_our_kernels_compile_without_a_warning_and_share_torchs_openmp(name: str
     assert library is not None and native.why_unavailable(name) is None
     source = native.KERNELS / name
     command = [
-        native.find_compiler(os.environ),
+        *native.find_compiler(os.environ),
         *native.FLAGS,
         "-Wall",
         "-Wextra",
@@ -237,7 +255,7 @@ def test_the_kernels_compile_for_processors_without_wide_vectors() -> None:
     baseline = [flag for flag in native.FLAGS if flag != "-march=native"]
     for name in ("attention/paged_attention.cpp", "linear/linear.cpp"):
         subprocess.run(
-            [compiler, *baseline, native.INCLUDE_FLAG, "-fsyntax-only", str(native.KERNELS / name)], check=True
+            [*compiler, *baseline, native.INCLUDE_FLAG, "-fsyntax-only", str(native.KERNELS / name)], check=True
         )
 
 
