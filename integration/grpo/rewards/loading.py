@@ -49,8 +49,8 @@ def load_reward(location: str, options: Mapping[str, object] | None = None) -> R
         logger.warning("reward %r has moved: write %r", location, _MOVED[location])
         location = _MOVED[location]
     if location in ready.PACKAGES and importlib.util.find_spec(ready.PACKAGES[location]) is None:
-        name = ready.PACKAGES[location].replace("_", "-")
-        raise ValueError(f"reward {location!r} needs {name}, the extra `rewards`: pip install -e '.[rewards]'")
+        name, extra = ready.PACKAGES[location].replace("_", "-"), ready.EXTRAS.get(location, "rewards")
+        raise ValueError(f"reward {location!r} needs {name}, the extra `{extra}`: pip install -e '.[{extra}]'")
     ready_ones = f", or the name of a ready one: {', '.join(READY)}"
     found = getattr(ready, location) if location in READY else imported(location, "reward", ready_ones)
     return bound(found, "reward", location, options)

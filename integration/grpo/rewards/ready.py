@@ -14,7 +14,7 @@ import regex
 
 from .scoring_process import ScoringProcess
 
-_OTHER = ScoringProcess()  # started with the first completion that a package of the extra `rewards` scores
+_OTHER = ScoringProcess()  # started with the first completion that one of PACKAGES scores
 _LIMIT_S = 1.0  # of one search: a pattern may take exponential time
 
 
@@ -43,30 +43,23 @@ def matches(row: Mapping[str, Any], completion: str, *, pattern: str = "", field
         raise ValueError(f"the pattern {chosen!r} is wrong: {error}") from None
 
 
-def follows_schema(row: Mapping[str, Any], completion: str, *, schema: str = "", field: str = "schema") -> float:
-    """Return 1.0 if the completion is JSON that a JSON schema allows, else 0.0.
+def follows_schema(
+    row: Mapping[str, Any], completion: str, *, schema: str = "", field: str = "schema", limit_s: float = 5.0
+) -> float:
+    """Return 1.0 if the completion is JSON that a JSON schema allows, else 0.0. NaN and Infinity are no JSON.
 
-    schema: of all rows, as JSON text; empty: each row's own, in its field `field`, as JSON text or an object. Needs
-    the package jsonschema. Raises ValueError for a row without a schema, or for a schema that is wrong.
+    schema: of all rows, as JSON text; empty: each row's own, in its field `field`, as JSON text or an object. The
+    package jsonschema compares. A completion that takes it over `limit_s` seconds, or too much memory or depth, has
+    0.0. Raises ValueError for a row without a schema, or for a schema that is wrong or refers to nothing.
     """
-    import jsonschema  # of the extra `train`
-
-    try:
-        value = json.loads(completion)
-    except (ValueError, RecursionError):
-        return 0.0
     given = schema or row.get(field)
-    if isinstance(given, str):
-        given = json.loads(given)
     if given is None:
         raise ValueError(f"the row has no schema in its field {field!r}, and the option schema is empty")
     try:
-        jsonschema.validate(value, given)
-    except jsonschema.ValidationError:
-        return 0.0
-    except jsonschema.SchemaError as error:
-        raise ValueError(f"the schema is wrong: {error.message}") from None
-    return 1.0
+        text = given if isinstance(given, str) else json.dumps(given)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the schema is wrong: {error}") from None
+    return _OTHER.score("follows_schema", (completion, text), limit_s)
 
 
 def short_enough(row: Mapping[str, Any], completion: str, *, target: int = 200, slack: int = 100) -> float:
@@ -109,7 +102,9 @@ def reasoning_gym(
 
 
 SUCCESS_AT = {exact_answer: 1.0, matches: 1.0, follows_schema: 1.0, math_verify: 1.0, reasoning_gym: 1.0}
-PACKAGES = {"math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}  # modules of the extra `rewards`, by reward
+# By reward: the module that scores, and its extra where that is not `rewards`.
+PACKAGES = {"follows_schema": "jsonschema", "math_verify": "math_verify", "reasoning_gym": "reasoning_gym"}
+EXTRAS = {"follows_schema": "train"}
 for _reward, _least in SUCCESS_AT.items():
     _reward.success_at = _least  # type: ignore[attr-defined]
 

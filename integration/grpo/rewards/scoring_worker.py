@@ -44,7 +44,10 @@ def main() -> None:
 def answer_to(kind: str, arguments: tuple[Any, ...], limit_s: float) -> dict[str, object]:
     """Compute one value within a time limit. Called in the main thread; SIGALRM raises OutOfTime there."""
     load, score = _KINDS[kind]
-    load()  # imports take as long as they take
+    try:
+        load()  # imports take as long as they take
+    except ImportError as error:
+        return {"refused": f"{kind} needs a package: {error}"}
     try:
         signal.setitimer(signal.ITIMER_PROF, 2 * limit_s)  # its signal ends the process, also inside a C function
         signal.setitimer(signal.ITIMER_REAL, limit_s)
@@ -114,7 +117,47 @@ def _gym_scorer(name: str) -> Callable[[str, Mapping[str, Any]], float]:
     return scorer
 
 
+def _load_schema() -> None:
+    import jsonschema  # noqa: F401
+
+
+def _schema(completion: str, schema: str) -> float:
+    """Return 1.0 if the completion is JSON that a schema allows, else 0.0."""
+    from referencing.exceptions import Unresolvable
+
+    validator = _validator(schema)
+    try:
+        return float(validator.is_valid(json.loads(completion, parse_constant=_refuse_constant)))
+    except (ValueError, OverflowError):  # it is no JSON, or has a number beyond floating point
+        return 0.0
+    except Unresolvable as error:
+        raise Refused(f"the schema is wrong: {error}") from None
+
+
+@functools.lru_cache(256)
+def _validator(schema: str) -> Any:
+    """Make the validator of a schema. Raises Refused for a schema that is wrong."""
+    import jsonschema
+
+    try:
+        given = json.loads(schema)
+        if not isinstance(given, dict | bool):
+            raise Refused(f"the schema is wrong: an object is needed, not a {type(given).__name__}")
+        kind = jsonschema.validators.validator_for(given)
+        kind.check_schema(given)
+    except json.JSONDecodeError as error:
+        raise Refused(f"the schema is wrong: {error}") from None
+    except jsonschema.SchemaError as error:
+        raise Refused(f"the schema is wrong: {error.message}") from None
+    return kind(given)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is no JSON")
+
+
 _KINDS: dict[str, tuple[Callable[[], None], Callable[..., float]]] = {
+    "follows_schema": (_load_schema, _schema),
     "math_verify": (_load_math, _math),
     "reasoning_gym": (_load_gym, _gym),
 }

@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.integration.grpo.rewards import ready
 from lockstep.integration.grpo.rewards.loading import load_reward
+from lockstep.integration.grpo.rewards.ready import follows_schema
 from lockstep.integration.grpo.rewards.scorer import Scorer
 from lockstep.integration.grpo.rewards.scoring_process import ScoringProcess
 from lockstep.integration.grpo.settings.config import load_config
@@ -116,11 +117,61 @@ def test_both_are_rewards_by_name_with_options_and_successes():
     assert [one.total for one in scores] == [1.5, 0.0] and [one.is_success for one in scores] == [True, False]
 
 
-@pytest.mark.parametrize("name", ["math_verify", "reasoning_gym"])
-def test_a_missing_package_is_named_with_its_extra(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "extra"), [("math_verify", "rewards"), ("reasoning_gym", "rewards"), ("follows_schema", "train")]
+)
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, name, extra):
     monkeypatch.setitem(ready.PACKAGES, name, "no_such_package")
-    with pytest.raises(ValueError, match=rf"reward '{name}' needs no-such-package, the extra `rewards`: pip install"):
+    with pytest.raises(ValueError, match=rf"reward '{name}' needs no-such-package, the extra `{extra}`: pip install"):
         load_reward(name)
+
+
+NESTED = {"type": "array", "items": {"$ref": "#"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "completion", "value"),
+    [
+        (NESTED, "[" * 20 + "]" * 20, 1.0),
+        (NESTED, "[" * 900 + "]" * 900, 0.0),  # deeper than the comparison
+        (NESTED, "[" * 100_000 + "]" * 100_000, 0.0),  # deeper than the parser
+        ({"multipleOf": 0.01}, "1" + "0" * 400, 0.0),  # beyond floating point
+        ({"multipleOf": 0.01}, "1" + "0" * 5000, 0.0),  # beyond Python's limit of digits
+        ({"multipleOf": 1}, "1e400", 0.0),
+        ({"multipleOf": 0.5}, "1.5", 1.0),
+        ({}, "NaN", 0.0),
+        ({"type": "object"}, '{"a": -Infinity}', 0.0),
+        (True, "null", 1.0),
+        (False, "null", 0.0),
+    ],
+)
+def test_no_completion_ends_a_job_by_its_schema_and_only_json_is_json(schema, completion, value):
+    assert follows_schema({"schema": schema}, completion) == value
+    assert follows_schema({}, completion, schema=json.dumps(schema)) == value
+
+
+def test_a_pattern_of_a_schema_that_takes_too_long_gives_0():
+    schema, begins = {"type": "string", "pattern": "^(a+)+$"}, time.perf_counter()
+    scores = [follows_schema({"schema": schema}, json.dumps("a" * num + "b"), limit_s=0.5) for num in (3, 60)]
+    assert scores == [0.0, 0.0] and time.perf_counter() - begins < 60
+    assert follows_schema({"schema": schema}, '"aaa"') == 1.0
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "none"}, "the schema is wrong: 'none' is not valid"),
+        ({"pattern": "("}, "the schema is wrong: "),
+        ({"$ref": "#/nowhere"}, "the schema is wrong: .*nowhere"),
+        ({"const": {1, 2}}, "the schema is wrong: .*not JSON serializable"),
+        ([1], "the schema is wrong: an object is needed, not a list"),
+        ("{", "the schema is wrong: Expecting property name"),
+    ],
+)
+def test_a_schema_that_is_wrong_or_refers_to_nothing_is_refused(schema, message):
+    for completion in ("1", '"text"'):
+        with pytest.raises(ValueError, match=message):
+            follows_schema({"schema": schema}, completion)
 
 
 def config(tmp_path, *overrides):
