@@ -165,7 +165,7 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
 
     # -- answers ----------------------------------------------------------------------------------------------------
 
-    def renew(self, completions: Sequence[Completion]) -> list[Completion]:
+    def renew(self, completions: Completion | Sequence[Completion]) -> list[Completion]:
         """Return the answers that the present weights give to the same requests, see `RequestDesk.renew`."""
         return self.engine.renew(completions)
 

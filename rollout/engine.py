@@ -110,7 +110,7 @@ class Engine(OfOneProcess):
         """
         return self.requests.generate(prompts, sampling_params, options)
 
-    def renew(self, completions: Sequence[Completion]) -> list[Completion]:
+    def renew(self, completions: Completion | Sequence[Completion]) -> list[Completion]:
         """Return the answers that `generate` gives now to the same requests, bit for bit, as `RequestDesk.renew`."""
         return self.requests.renew(completions)
 

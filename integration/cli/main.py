@@ -8,7 +8,9 @@ import logging
 import os
 import select
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, TextIO, cast
 
 from ..failures import FileFailed
 from ..version import version
@@ -35,30 +37,64 @@ COMMANDS = {
 # millisecond. Its own 300,000 take milliseconds: where other processes share the cores, it keeps the very thread that
 # it waits for from running, and a product takes 2 to 3 times as long (BENCHMARKS.md).
 _SPINS = "30000"
+NO_OUTPUT = 74  # exit code, that of sysexits.h: others are verdicts of some commands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 2, after one line on stderr, for a mistake of the user; 1 for a file that
-    cannot be written. It ends quietly once its output has lost its reader."""
-    code = 0
+    cannot be written, and NO_OUTPUT for standard output. It ends quietly once its output has lost its reader."""
+    stdout = sys.stdout
+    if stdout is None:
+        return _run(arguments)
     try:
-        try:
-            code = _run(arguments)
-        finally:
-            if sys.stdout is not None:
+        with redirect_stdout(cast(TextIO, Output(stdout))):
+            try:
+                return _run(arguments)
+            finally:
                 sys.stdout.flush()  # else the interpreter would at its end, and could only complain
-    except BrokenPipeError:
-        if not _reader_is_gone():
-            raise
-        # `| head` has seen enough. The interpreter flushes once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return code
+    except OutputFailed as error:
+        is_read = not (isinstance(error.__cause__, BrokenPipeError) and _reader_is_gone(stdout))
+        if is_read:
+            print(f"lockstep: error: {error}", file=sys.stderr, flush=True)
+        # Else `| head` has seen enough. The interpreter flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+        return NO_OUTPUT if is_read else 0
 
 
-def _reader_is_gone() -> bool:
+class OutputFailed(Exception):
+    """Standard output that cannot be written."""
+
+
+class Output:
+    """Standard output, whose errors can be told from those of other files."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        with _told():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        with _told():
+            self._stream.flush()
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutputFailed(f"standard output cannot be written: {error.strerror or error}") from error
+
+
+def _reader_is_gone(stdout: TextIO) -> bool:
     """Return whether standard output is a pipe without a reader."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
+    poll.register(stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 

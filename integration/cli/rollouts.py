@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,17 +40,13 @@ def run(arguments: Sequence[str]) -> int:
         return _write_page(folder, step, Path(options.html), options.tokenizer)
     rows = read_samples(folder, step)
     chosen = _chosen(rows, options)
-    try:
-        if options.json:
-            for row in chosen:
-                print(json.dumps(row))
-        else:
-            print("\n".join(_head(rows, chosen, step, steps)))
-            for row in chosen:
-                print("\n" + shown(row))
-        sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has seen enough; the interpreter flushes once more at its end
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if options.json:
+        for row in chosen:
+            print(json.dumps(row))
+    else:
+        print("\n".join(_head(rows, chosen, step, steps)))
+        for row in chosen:
+            print("\n" + shown(row))
     return 0
 
 

@@ -152,7 +152,7 @@ class RequestDesk:
         finally:
             self._let_go(ids)
 
-    def renew(self, completions: Sequence[Completion]) -> list[Completion]:
+    def renew(self, completions: Completion | Sequence[Completion]) -> list[Completion]:
         """Return the answers that the present weights give to the same requests, in the order of the given ones.
 
         They are those of `generate` with the same prompts, settings and seeds, bit for bit: tokens that come again cost
@@ -160,6 +160,10 @@ class RequestDesk:
         replica call this together, as `generate`. Raises ValueError naming each answer that does not say what it was
         drawn with, or has tokens outside the vocabulary or more than its max_new_tokens.
         """
+        if isinstance(completions, Completion):
+            completions = [completions]
+        if wrong := [one for one in completions if not isinstance(one, Completion)]:
+            raise ValueError(f"cannot renew {wrong[0]!r:.100}, which is no Completion")
         faults = [f"{one.id}: it does not say what it was drawn with" for one in completions if one.drawn_with is None]
         prompts, params, options = [], [], []
         for one in completions:

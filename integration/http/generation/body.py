@@ -322,7 +322,9 @@ def _spread(name: str, value: Any, count: int, is_batch: bool) -> list[Any]:
     """Return one value per prompt. Raises BadField for a list of another length."""
     if not isinstance(value, list):
         return [value] * count
-    if len(value) != count or not is_batch:
+    if not is_batch:
+        raise BadField(name, "is a list, but the prompt is none: give one value, or a list of prompts")
+    if len(value) != count:
         raise BadField(name, f"has {len(value)} entries for {count} prompts")
     return value
 

@@ -155,6 +155,16 @@ def test_a_command_whose_output_nobody_reads_ends_quietly(command):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+@pytest.mark.parametrize("command", [["--version"], ["--help"], ["train", CONFIG, "--check"]], ids=str)
+def test_output_that_cannot_be_written_is_one_line_and_no_verdict(command):
+    with open("/dev/full", "wb") as full:
+        command = [sys.executable, "-m", "lockstep.integration.cli", *command]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == cli.NO_OUTPUT
+    assert done.stderr == "lockstep: error: standard output cannot be written: No space left on device\n"
+
+
 @pytest.mark.parametrize("settings", [["--engine", "a=1", "b=2"], ["--engine", "a=1", "--engine", "b=2"]], ids=repr)
 def test_warm_takes_engine_settings_as_serve_does(settings, capsys):
     for command in ("warm", "serve"):

@@ -99,3 +99,12 @@ def test_what_an_answer_was_drawn_with_reaches_every_rank(make_engine):
     assert answers[0].drawn_with.params == params and answers[0].drawn_with.seed == 7
     assert completions_from(completions_bytes(answers)) == answers
     engine.close()
+
+
+def test_one_answer_is_renewed_as_a_list_of_one_and_anything_else_is_refused(make_engine):
+    engine = make_engine("qwen3")
+    [answer] = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=6))
+    assert [one.token_ids for one in engine.renew(answer)] == [answer.token_ids]
+    for wrong in ("x", [answer, 5]):
+        with pytest.raises(ValueError, match="cannot renew .*, which is no Completion"):
+            engine.renew(wrong)
