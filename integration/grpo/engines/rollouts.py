@@ -17,7 +17,7 @@ from ...ranks import Ranks
 from ..environments.episode import Episode
 from ..environments.player import EpisodePlayer, Play
 from ..results.samples import sample_row
-from ..results.statistics import SampleNumbers, is_truncated, numbers_of
+from ..results.statistics import SampleNumbers, compared_reward, is_flat, is_truncated, numbers_of
 from ..rewards.score import Score
 from ..rewards.scorer import Scorer
 from ..settings.config import JobConfig
@@ -62,7 +62,9 @@ class StepSamples:
     waited_s: float = 0.0  # for the engine, or while it generated in this process
     num_redrawn: int = 0  # groups that were drawn in the place of others
     num_discarded_tokens: int = 0  # of those others
-    num_flat: int = 0  # groups whose rewards are all equal, of those in `answers`; counted with `rollout.redraw`
+    num_flat: int = (
+        0  # groups whose compared rewards are all equal, of those in `answers`; counted with `rollout.redraw`
+    )
 
     @property
     def completions(self) -> list[Completion]:
@@ -138,16 +140,16 @@ class Rollouts:
     def _totals(self, answers: Sequence[Answer]) -> list[float]:
         """Return the rewards of a group as its advantages compare them."""
         penalty = self._config.train.truncated_penalty
-        return [one.score.total - penalty * is_truncated(one.completion) for one in answers]
+        return [compared_reward(one.completion, one.score, penalty) for one in answers]
 
     def _with_spread(
         self, step: int, problems: Sequence[Problem], answered: list[list[Answer]], into: StepSamples
     ) -> tuple[list[Problem], Iterator[list[Answer]]]:
-        """Replace groups whose rewards are all equal by groups of other problems, drawn from the same weights, up to
+        """Replace groups that teach nothing (`is_flat`) by groups of other problems, drawn from the same weights, up to
         `rollout.redraw` times. Problems and seeds follow from (run.seed, step, index, attempt)."""
         problems, rollout, ranks = list(problems), self._config.rollout, self._ranks
         for attempt in range(1, rollout.redraw + 1):
-            flat = [at for at, answers in enumerate(answered) if len(set(self._totals(answers))) == 1]
+            flat = [at for at, answers in enumerate(answered) if is_flat(self._totals(answers))]
             if not ranks.total(len(flat)):  # of all ranks: those of a replica generate together
                 break
             others, params = self._problems(step, attempt), self._params(step, len(problems), attempt)
@@ -160,7 +162,7 @@ class Rollouts:
                 problems[at] = others[at]
                 answered[at] = new[place * rollout.group_size : (place + 1) * rollout.group_size]
             into.num_redrawn += len(flat)
-        into.num_flat = sum(len(set(self._totals(answers))) == 1 for answers in answered)
+        into.num_flat = sum(is_flat(self._totals(answers)) for answers in answered)
         return problems, iter(answered)
 
     def redrawn(self, samples: StepSamples) -> dict[str, object]:
@@ -199,7 +201,8 @@ class Rollouts:
 
     def numbers(self, samples: StepSamples) -> list[SampleNumbers]:
         """Return the numbers of a step's samples, those of all ranks on the first. All ranks call it together."""
-        own = [numbers_of(*pair) for pair in zip(samples.completions, samples.scores, strict=True)]
+        penalty = self._config.train.truncated_penalty
+        own = [numbers_of(*pair, penalty) for pair in zip(samples.completions, samples.scores, strict=True)]
         return self._of_all_ranks(own)
 
     def rows(self, samples: StepSamples) -> list[dict[str, object]]:

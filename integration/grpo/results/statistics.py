@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ....rollout.completion import Completion
@@ -21,6 +22,7 @@ class SampleNumbers:
     sum_logprobs: float
     is_truncated: bool
     reward: float
+    compared: float  # the reward less `train.truncated_penalty`, as advantages compare it
     components: Mapping[str, float]
     is_success: bool | None
 
@@ -30,7 +32,18 @@ def is_truncated(completion: Completion) -> bool:
     return completion.finish_reason is not None and completion.finish_reason.type == "length"
 
 
-def numbers_of(completion: Completion, score: Score) -> SampleNumbers:
+def compared_reward(completion: Completion, score: Score, truncated_penalty: float) -> float:
+    """Return a sample's reward as the advantages of its group compare it."""
+    return score.total - truncated_penalty * is_truncated(completion)
+
+
+def is_flat(compared: Iterable[float]) -> bool:
+    """Return whether a group teaches nothing: whether its compared rewards are all equal, in the float32 of
+    advantages."""
+    return len(set(array("f", compared))) == 1
+
+
+def numbers_of(completion: Completion, score: Score, truncated_penalty: float = 0.0) -> SampleNumbers:
     """Return the numbers of one sample."""
     sum_logprobs = math.fsum(completion.logprobs)
     return SampleNumbers(
@@ -38,6 +51,7 @@ def numbers_of(completion: Completion, score: Score) -> SampleNumbers:
         sum_logprobs,
         is_truncated(completion),
         score.total,
+        compared_reward(completion, score, truncated_penalty),
         dict(score.components),
         score.is_success,
     )
@@ -47,14 +61,14 @@ def step_statistics(samples: Sequence[SampleNumbers], group_size: int) -> dict[s
     """Return the statistics of one step, as metrics.jsonl names them. samples: of all ranks, group by group.
 
     entropy: mean of -log p of the sampled tokens, in nats: an unbiased estimate of the entropy of what was sampled
-    from. flat_groups: share of the groups whose rewards are all equal, and which teach nothing. pass@k: share of the
-    groups of k with a success, where the reward names successes.
+    from. flat_groups: share of the groups whose rewards, less the penalty of truncated samples, are all equal, so that
+    they teach nothing. pass@k: share of the groups of k with a success, where the reward names successes.
     """
     groups = [samples[at : at + group_size] for at in range(0, len(samples), group_size)]
     lengths, rewards = [one.num_tokens for one in samples], [one.reward for one in samples]
     found: dict[str, object] = {
         "reward_std": statistics.pstdev(rewards),
-        "flat_groups": sum(len({one.reward for one in group}) == 1 for group in groups) / len(groups),
+        "flat_groups": sum(is_flat(one.compared for one in group) for group in groups) / len(groups),
         "length_mean": statistics.fmean(lengths),
         "length_min": min(lengths),
         "length_max": max(lengths),

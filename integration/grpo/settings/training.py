@@ -70,7 +70,7 @@ class TrainSettings(Section):
     # "dapo", 4e-4 of "gspo", 4.0 of "cispo"
     truncated: str = "count"  # samples that max_new_tokens ended: "count" in the loss, or "mask": in their group's mean
     # only
-    truncated_penalty: float = 0.0  # subtracted from their rewards before advantages; metrics leave it out
+    truncated_penalty: float = 0.0  # subtracted from their rewards before advantages; of metrics flat_groups has it
     importance_bound: float = 2.0  # largest weight p / p_behaviour of a token that older weights have drawn
     sequence_bound: float = 0.0  # samples of older weights whose product of ratios is beyond it count nothing; 0: all
     # count

@@ -9,6 +9,7 @@ import torch
 
 from lockstep.integration.grpo.engines.rollouts import Rollouts, StepSamples
 from lockstep.integration.grpo.results.samples import read_samples
+from lockstep.integration.grpo.results.statistics import step_statistics
 from lockstep.integration.grpo.rewards.scorer import Scorer
 from lockstep.integration.grpo.settings.config import JobConfig, load_config
 from lockstep.integration.grpo.settings.sampling import RolloutSettings
@@ -46,6 +47,13 @@ class TwoRanks(Ranks):
         return self
 
 
+class OneRank(Ranks):
+    """The only rank, whose sums need no process group."""
+
+    def total(self, value):
+        return value
+
+
 class CountingEngine:
     """Answers each prompt with texts that its row of `texts` lists, and keeps what it was asked."""
 
@@ -67,7 +75,8 @@ class CountingEngine:
     def _completion(self, prompt, at):
         text = self._texts[prompt][at]
         spans = (WeightSpan("0", None, 0, 2),)
-        return Completion("id", at, (5,), (7, 8), text, (-0.5, -0.25), STOP, 0, 0, "0", None, spans)
+        reason = FinishReason("length") if text.endswith("-") else STOP
+        return Completion("id", at, (5,), (7, 8), text, (-0.5, -0.25), reason, 0, 0, "0", None, spans)
 
 
 def length(prompt, completion, answer):
@@ -82,13 +91,19 @@ def by_attempt(step, num, attempt=0):
 
 def sampled(tmp_path, ranks, texts, redraw=2, **settings):
     """Return one step's samples, what the job notes of them, and what the engine was asked."""
+    rollouts, engine = rollouts_of(tmp_path, ranks, texts, redraw, **settings)
+    noted = StepSamples()
+    return list(rollouts.samples(3, noted)), noted, engine.asked
+
+
+def rollouts_of(tmp_path, ranks, texts, redraw, truncated_penalty=0.0, **settings):
     config = JobConfig(
         RunSettings("x", str(tmp_path), seed=5), rollout=RolloutSettings(4, 2, 2, redraw=redraw),
-        train=TrainSettings(scale_by_std=False), **settings,
+        train=TrainSettings(scale_by_std=False, truncated_penalty=truncated_penalty), **settings,
     )  # fmt: skip
-    engine, noted = CountingEngine(texts), StepSamples()
-    rollouts = Rollouts(config, ranks, engine, Task(by_attempt, PROBLEMS, PROBLEMS), Scorer([f"{__name__}:length"]))
-    return list(rollouts.samples(3, noted)), noted, engine.asked
+    engine = CountingEngine(texts)
+    reward = Scorer([f"{__name__}:length"])
+    return Rollouts(config, ranks, engine, Task(by_attempt, PROBLEMS, PROBLEMS), reward), engine
 
 
 # The groups of p1 and p2 have no spread; of those in their places, p5 has some, p6 none, and p10 has some.
@@ -115,6 +130,19 @@ def test_attempts_end_and_flat_groups_that_are_left_stay(tmp_path):
     assert (noted.num_redrawn, noted.num_flat, noted.num_discarded_tokens) == (2, 1, 8)
     _, noted, asked = sampled(tmp_path, Ranks(0, 1, torch.device("cpu")), TEXTS, redraw=0)  # calls no collective
     assert len(asked) == 1 and (noted.num_redrawn, noted.num_flat) == (0, 0)
+
+
+def test_the_metrics_count_as_flat_what_is_drawn_again_and_has_no_advantage(tmp_path):
+    # Less a penalty of 1 for what was cut off ("-"), p0 has spread, and p1 none.
+    texts = TEXTS | {"p0": ("aa", "a-"), "p1": ("aa", "aa-")} | dict.fromkeys(("p2", "p5"), ("aa", "aa"))
+    for penalty, num_flat, redrawn in ((1.0, 2, ["p5", "p6"]), (0.0, 1, ["p4", "p6"])):
+        rollouts, engine = rollouts_of(tmp_path, OneRank(0, 1, torch.device("cpu")), texts, 1, penalty)
+        noted = StepSamples()
+        list(rollouts.samples(3, noted))
+        assert engine.asked[1][0] == redrawn
+        flat = step_statistics(rollouts.numbers(noted), 2)["flat_groups"]
+        assert 4 * flat == noted.num_flat == sum(not any(noted.advantages[at : at + 2]) for at in (0, 2, 4, 6))
+        assert noted.num_flat == num_flat
 
 
 def test_ranks_draw_what_one_rank_draws_and_sum_together_until_none_has_a_flat_group(tmp_path):

@@ -77,17 +77,20 @@ def test_no_text_of_the_models_controls_the_terminal():
 
 def test_statistics_of_a_step_are_those_computed_by_hand():
     assert numbers_of(ANSWER, Score(0.5, {"short": 1.0}, False)) == SampleNumbers(
-        2, -0.75, True, 0.5, {"short": 1.0}, False
+        2, -0.75, True, 0.5, 0.5, {"short": 1.0}, False
     )
+    assert numbers_of(ANSWER, Score(0.5), 0.75) == SampleNumbers(2, -0.75, True, 0.5, -0.25, {}, None)
     samples = [
-        SampleNumbers(2, -1.0, False, 1.0, {"a": 1.0}, True), SampleNumbers(4, -2.0, True, 0.0, {"a": 0.0}, False),
-        SampleNumbers(6, -3.0, False, 0.0, {"a": 3.0}, False), SampleNumbers(8, -6.0, True, 0.0, {"a": 0.0}, False),
+        SampleNumbers(2, -1.0, False, 1.0, 1.0, {"a": 1.0}, True),
+        SampleNumbers(4, -2.0, True, 0.0, 0.0, {"a": 0.0}, False),
+        SampleNumbers(6, -3.0, False, 0.0, 0.1 + 0.2, {"a": 3.0}, False),
+        SampleNumbers(8, -6.0, True, 0.0, 0.3, {"a": 0.0}, False),  # equal in the float32 of advantages
     ]  # fmt: skip
     assert step_statistics(samples, 2) == {
         "reward_std": math.sqrt(0.1875), "flat_groups": 0.5, "length_mean": 5.0, "length_min": 2, "length_max": 8,
         "truncated_share": 0.5, "entropy": 0.6, "reward/a": 1.0, "success": 0.25, "pass@2": 0.5,
     }  # fmt: skip
-    unnamed = [SampleNumbers(1, -1.0, False, 1.0, {}, None)] * 2
+    unnamed = [SampleNumbers(1, -1.0, False, 1.0, 1.0, {}, None)] * 2
     assert set(step_statistics(unnamed, 2)).isdisjoint({"success", "pass@2"})
 
 
