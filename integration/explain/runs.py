@@ -11,9 +11,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from ...rollout.model.loading import auto_class
+from ...rollout.model.loading import load_whole, read_config
 from ...rollout.model.supported import DTYPES
 from .engine_runs import run_engine
 from .module_runs import run_trainer, run_transformers
@@ -54,9 +54,9 @@ def plain_logprobs(way: Way, sequence: TokenSequence, model: PreTrainedModel | P
 
 def load_module(folder: Path, dtype: str) -> PreTrainedModel:
     """Load a folder as a trainer does. dtype: "" for the folder's."""
-    config = AutoConfig.from_pretrained(folder)
+    config = read_config(folder)
     kept = DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.float32
-    return auto_class(config).from_pretrained(folder, dtype=kept).to("cuda" if torch.cuda.is_available() else "cpu")
+    return load_whole(folder, config, kept, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _run_on_ranks(way: Way, sequence: TokenSequence, model: Path) -> Recording:

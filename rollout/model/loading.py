@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -19,6 +20,11 @@ from transformers import (
 
 from .memory import is_out_of_memory
 
+# What transformers and its libraries raise for files and configurations that they do not understand.
+_OF_FILES = (
+    *(OSError, SafetensorError, StrictDataclassError),
+    *(LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError),
+)
 _MEDIA = ("image", "video", "audio")
 
 
@@ -37,11 +43,26 @@ def read_config(path: Path) -> PretrainedConfig:
         return AutoConfig.from_pretrained(path)
 
 
-def load_whole(path: Path, config: PretrainedConfig, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """Load the model of a folder. Raises ValueError that names what is wrong with its files."""
+def load_whole(path: Path, config: PretrainedConfig, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
+    """Load the model of a folder. Raises ValueError that names what is wrong with its files, also weights that are
+    missing or of another shape, which transformers would give random values."""
     with _named(path):
-        module: PreTrainedModel = auto_class(config).from_pretrained(path, dtype=dtype)
+        # Not refused by transformers, whose error names neither tensor nor shape.
+        module: PreTrainedModel
+        module, info = auto_class(config).from_pretrained(
+            path, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    wrong = [f"it lacks {_some(sorted(info['missing_keys']))}"] if info["missing_keys"] else []
+    other = [f"{name} is {list(found)} and not {list(wanted)}" for name, found, wanted in info["mismatched_keys"]]
+    wrong += [_some(sorted(other))] if other else []
+    wrong += map(str, info["error_msgs"])
+    if wrong:
+        raise ValueError(f"model folder {str(path)!r} cannot be loaded: {'; '.join(wrong)}")
     return module.to(device)  # type: ignore[arg-type]
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 @contextmanager
@@ -49,10 +70,11 @@ def _named(path: Path) -> Iterator[None]:
     """Raise ValueError for what transformers raises in many kinds about a folder's files."""
     try:
         yield
-    except (OSError, SafetensorError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+    except _OF_FILES as error:
         if isinstance(error, RuntimeError) and is_out_of_memory(error):
             raise
-        raise ValueError(f"model folder {str(path)!r} cannot be loaded: {type(error).__name__}: {error}") from error
+        said = str(error).partition("\n\n")[0]  # what follows is advice about other versions of transformers
+        raise ValueError(f"model folder {str(path)!r} cannot be loaded: {type(error).__name__}: {said}") from error
 
 
 def auto_class(config: PretrainedConfig) -> Any:

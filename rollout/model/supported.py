@@ -69,6 +69,8 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
         for kind in sorted(set(types.values()) - _LAYER_TYPES - _STATELESS_TYPES)
         if kind not in _RECURRENT_TYPES or any(types[i] == kind and i not in recurrent for i in layers)
     ]
+    if "chunked_attention" in types.values() and not getattr(config, "attention_chunk_size", None):
+        wrong.append("layers of type chunked_attention without attention_chunk_size")
     if not getattr(module.config, "return_dict", True):
         wrong.append("return_dict=False in its configuration, with which its own forward fails: set it to True")
     if module.base_model is module and not any(map(_has_head, module.modules())):

@@ -106,5 +106,5 @@ def test_one_answer_is_renewed_as_a_list_of_one_and_anything_else_is_refused(mak
     [answer] = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=6))
     assert [one.token_ids for one in engine.renew(answer)] == [answer.token_ids]
     for wrong in ("x", [answer, 5]):
-        with pytest.raises(ValueError, match="cannot renew .*, which is no Completion"):
+        with pytest.raises(ValueError, match=r"cannot renew .*, which is no Completion"):
             engine.renew(wrong)
