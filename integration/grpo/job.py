@@ -41,7 +41,7 @@ from .results.checkpoint import (
     saved_digest,
 )
 from .results.json_files import read_json, write_json
-from .results.run_folder import say
+from .results.run_folder import REMOVED, say
 from .results.run_log import RunLog, drop_lines_after
 from .results.samples import SampleFiles
 from .results.samples_page import samples_data
@@ -318,7 +318,7 @@ class GrpoJob:
                 (partial / name).write_text(text, encoding="utf-8")
             flush_folder(partial)
             if folder.exists():  # an earlier best one; or of a run that had ended and was resumed: the same model
-                old = folder.rename(folder.with_name(f".{folder.name}.removed"))
+                old = folder.rename(folder.with_name(f".{folder.name}{REMOVED}"))
                 partial.rename(folder)
                 shutil.rmtree(old)
             else:

@@ -21,6 +21,7 @@ from ....weight_sync.same_host.segment import remove_stale_segments
 from ...failures import files_of
 
 _SEGMENTS = Path("/dev/shm")
+REMOVED = ".removed"  # end of the hidden name of a folder whose successor gets its name
 SOCKETS = "lockstep-job-"  # begin of the names of folders for sockets, in the folder for temporary files
 
 
@@ -57,7 +58,8 @@ def _read_owner(path: Path) -> str:
 
 
 def prepare_folder(folder: Path, *, resume: bool) -> None:
-    """Make the run's folder, and remove the leftovers of killed runs.
+    """Make the run's folder, and remove the leftovers of killed runs. A model that a killed run was about to replace
+    gets its name back.
 
     An existing folder is used with `resume` and renamed without; it is never overwritten.
     """
@@ -68,8 +70,11 @@ def prepare_folder(folder: Path, *, resume: bool) -> None:
                 number += 1
             shutil.move(folder, aside)
             say(f"an earlier run of this name was moved to {aside}")
+        for old in folder.glob(f".*{REMOVED}"):  # before its successor had the name: the run still has this one
+            if not (named := folder / old.name[1 : -len(REMOVED)]).exists():
+                old.rename(named)
         # Its owner alone writes there: a checkpoint without its name belongs to a process that has ended.
-        for unfinished in (*(folder / "checkpoints").glob(".*"), *folder.glob(".*.removed")):
+        for unfinished in (*(folder / "checkpoints").glob(".*"), *folder.glob(f".*{REMOVED}")):
             if unfinished.is_dir():
                 shutil.rmtree(unfinished)
             else:

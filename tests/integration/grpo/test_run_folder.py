@@ -16,6 +16,7 @@ import torch
 from lockstep.integration.failures import FileFailed, files_of
 from lockstep.integration.grpo.backends.backend import TrainerState
 from lockstep.integration.grpo.main import main
+from lockstep.integration.grpo.results.best_model import BestModel
 from lockstep.integration.grpo.results.checkpoint import (
     load_checkpoint,
     newest_checkpoint,
@@ -88,6 +89,18 @@ def test_the_leftovers_of_killed_runs_go_at_the_next_start(tmp_path, monkeypatch
 
     DiskTransport(folder / "weights")
     assert list((folder / "weights").iterdir()) == []
+
+
+def test_the_best_model_of_a_run_that_was_killed_as_it_was_replaced_is_still_the_best(tmp_path):
+    folder = tmp_path / "run"
+    best = BestModel(folder)
+    for name in (".best.removed", ".model.removed", "model"):  # killed before the second rename, and after it
+        (folder / name).mkdir(parents=True)
+    for file, text in best.described(2, {"eval_reward_mean": 0.5}, "digest").items():
+        (folder / ".best.removed" / file).write_text(text)
+    with owned_folder(folder, resume=True):
+        assert sorted(path.name for path in folder.iterdir()) == ["best", "model"]
+        assert not best.is_beaten_by(0.5) and best.is_beaten_by(0.75)
 
 
 def test_a_checkpoint_that_does_not_fit_leaves_nothing_and_the_older_ones_stand(tmp_path):
