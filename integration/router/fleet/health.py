@@ -109,6 +109,8 @@ class HealthChecks:
     def _note_version(self, worker: Worker, path: str, version: str, values: Mapping[str, object]) -> None:
         if len(version) > _MAX_VERSION:
             raise WorkerFailed(f"GET {path}: its weight version has {len(version)} characters")
+        if not _is_whole(version):
+            raise WorkerFailed(f"GET {path}: its weight version {ascii(version)} has half of a surrogate pair")
         if version != worker.weight_version:  # an update, or another process
             worker.weight_digest, worker.is_suspect = None, True
         worker.weight_version = version
@@ -187,9 +189,18 @@ class HealthChecks:
         return answer.object() if answer.is_success else None
 
 
+def _is_whole(text: str) -> bool:
+    """Return whether a text can be written: JSON may name halves of surrogate pairs, which are no characters."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _digest_of(report: Mapping[str, object]) -> str | None:
     digest = report.get("weight_digest")
-    return digest if isinstance(digest, str) and len(digest) <= _MAX_DIGEST else None
+    return digest if isinstance(digest, str) and len(digest) <= _MAX_DIGEST and _is_whole(digest) else None
 
 
 def _is_draining(ready: Answer) -> bool:

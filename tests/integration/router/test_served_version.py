@@ -396,8 +396,12 @@ def test_a_digest_that_a_probe_reads_wakes_the_streams_that_wait_for_it():
     assert woken == ["d1"]
 
 
-def test_a_version_that_no_disk_would_hold_is_a_failed_probe():
+@pytest.mark.parametrize(
+    ("version", "says"), [("v" * 5000, "5000 characters"), ("v\ud800", r"'v\\ud800' has half of a surrogate pair")]
+)
+def test_a_version_that_no_disk_or_answer_would_hold_is_a_failed_probe(version, says):
+    """Of half a character `GET /workers` was an error for the whole fleet."""
     registry, [worker] = started("1")
-    with pytest.raises(WorkerFailed, match="5000 characters"):
-        read_version(registry, worker, OneAnswer(weight_version="v" * 5000))
+    with pytest.raises(WorkerFailed, match=says):
+        read_version(registry, worker, OneAnswer(weight_version=version))
     assert worker.weight_version == "1"
