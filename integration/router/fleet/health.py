@@ -110,7 +110,7 @@ class HealthChecks:
         if len(version) > _MAX_VERSION:
             raise WorkerFailed(f"GET {path}: its weight version has {len(version)} characters")
         if not _is_whole(version):
-            raise WorkerFailed(f"GET {path}: its weight version {ascii(version)} has half of a surrogate pair")
+            raise WorkerFailed(f"GET {path}: its weight version {version!a} has half of a surrogate pair")
         if version != worker.weight_version:  # an update, or another process
             worker.weight_digest, worker.is_suspect = None, True
         worker.weight_version = version
