@@ -30,6 +30,7 @@ from ...weight_sync.target import TargetError
 logger = logging.getLogger(__name__)
 
 _READY = "ready"
+_RETRY_S = 0.5  # until a connection that could not be accepted is accepted again
 _GRACE_S = 2.0  # beyond a verb's own deadline, because the engine's own error is more precise
 
 
@@ -176,6 +177,7 @@ class VerbServer:
         """Open the socket. run(verb, timeout_s, arguments) returns the report; its exceptions are answered as
         errors."""
         self._run, self._path, self._owner = run, path, os.getpid()
+        self._is_closed = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         path.unlink(missing_ok=True)
         before = os.umask(0o177)  # only this user may connect
@@ -193,6 +195,7 @@ class VerbServer:
         """Take no more connections. In a forked child the parent's socket stays as it is."""
         if os.getpid() != self._owner:
             return
+        self._is_closed.set()  # before the shutdown, whose error `accept` raises
         self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._socket.close()
@@ -202,8 +205,12 @@ class VerbServer:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:  # shut down
-                return
+            except OSError as error:
+                if self._is_closed.is_set():
+                    return
+                logger.warning("a caller has to wait: %s", error)  # as for lack of a file descriptor
+                self._is_closed.wait(_RETRY_S)
+                continue
             threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
 
     def _answer(self, connection: socket.socket) -> None:
