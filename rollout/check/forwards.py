@@ -5,6 +5,7 @@ None of them changes the module: its mode, its gradients, its attention and torc
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ...kernels.attention.step import PagedStep
 from ..model.attention import StepContext
 from ..model.forward_numerics import restored_implementations
 from ..model.hosted_model import HostedModel
+from ..model.memory import is_out_of_memory
 from ..model.operations.fused_layers import observing
 from ..model.operations.indexer import WATCHING
 from ..model.recurrent.states import StepStates
@@ -61,7 +63,25 @@ def own(module: PreTrainedModel, ids: Tensor, rows: Tensor) -> Tensor:
     """Run the module with its own operations and its own, plain attention. Returns logits [len(rows), vocab]."""
     with restored_implementations(module), evaluated(module), torch.no_grad():
         module.set_attn_implementation("eager")
+        _use_own_experts(module)
         return module(ids[None], use_cache=False, logits_to_keep=rows).logits[0]
+
+
+def widened(module: PreTrainedModel, ids: Tensor, rows: Tensor) -> Tensor | None:
+    """Run a copy of the module as `own` does, with numbers of twice the width. None where it takes too much memory."""
+    wide = torch.float64 if module.dtype is torch.float32 else torch.float32
+    try:
+        return own(copy.deepcopy(module).to(wide), ids, rows)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+
+
+def _use_own_experts(module: PreTrainedModel) -> None:
+    """Have experts computed by their class's own code: grouped products need widths of whole vectors."""
+    if module._can_set_experts_implementation():
+        module.set_experts_implementation("eager")
 
 
 class _Reached(Exception):
@@ -86,6 +106,7 @@ def attention_results(hosted: HostedModel, attention: nn.Module, ids: Tensor) ->
             module(ids[None], use_cache=False, logits_to_keep=1)
         with restored_implementations(module), evaluated(module), torch.no_grad(), suppress(_Reached):
             module.set_attn_implementation("sdpa" if getattr(module, "_supports_sdpa", False) else "eager")
+            _use_own_experts(module)
             module(ids[None], use_cache=False, logits_to_keep=1)
     finally:
         hook.remove()
@@ -149,8 +170,8 @@ def _slots(blocks: tuple[int, ...], positions: Tensor) -> Tensor:
 class Choices(TorchFunctionMode):
     """A mode that holds the choices of routers and indexers: rounding may flip one, and then no number can be compared.
 
-    The choices of one forward are recorded and repeated in the next: the indices of every torch.topk and argmax, and
-    the keys that the hosted attention selects for one whole sequence, where the module's own code calls topk.
+    The choices of one forward are recorded and repeated in the next: the indices of every torch.topk, argmax and max
+    along a dimension, and the keys that the hosted attention selects for one whole sequence, where the module's own code calls topk.
     """
 
     def __init__(self) -> None:
@@ -187,6 +208,11 @@ class Choices(TorchFunctionMode):
             return torch.return_types.topk(((args[0] if args else kwargs["input"]).gather(dim, indices), indices))
         if func in (torch.argmax, Tensor.argmax):
             return self._chosen(out)
+        if isinstance(out, torch.return_types.max):
+            indices, scores = self._chosen(out.indices), args[0] if args else kwargs["input"]
+            dim = args[1] if len(args) > 1 else kwargs["dim"]
+            found = scores.gather(dim, indices if indices.dim() == scores.dim() else indices.unsqueeze(dim))
+            return torch.return_types.max((found.view_as(indices), indices))
         return out
 
     def _chosen(self, indices: Tensor) -> Tensor:
