@@ -1,4 +1,4 @@
-"""Modules that the check must not refuse: their own forward rounds as much, or chooses where it is a matter of rounding."""
+"""Modules that the check must not refuse: their own forward rounds as much, or chooses by what is rounding."""
 
 from __future__ import annotations
 
@@ -39,18 +39,16 @@ def made(kind: str, seed: int, factor: float = 1.0, **settings: object) -> trans
 
 def test_a_module_that_rounds_much_itself_is_hosted_and_one_that_does_not_is_measured_by_that(caplog):
     small = {"hidden_size": 48, "intermediate_size": 7, "num_attention_heads": 6, "hidden_act": "mish"}
-    hosted = 0
+    refusals = []
     with caplog.at_level(logging.INFO, logger=module_check.__name__):
         for seed in range(6):
             module_check._known.clear()  # modules of one configuration are checked once
             try:
                 Engine(made("Llama", seed, 5.0, num_hidden_layers=4, **small), EngineConfig(kv_cache="16 blocks"))
             except ValueError as error:
-                assert "of which rounding explains 0.25" in str(error)
-            else:
-                hosted += 1
+                refusals.append(str(error))
     assert "LlamaForCausalLM rounds by" in caplog.text
-    assert hosted >= 4
+    assert len(refusals) <= 2 and all("of which rounding explains 0.25" in why for why in refusals)
 
 
 @pytest.mark.parametrize("seed", [2, 13])
