@@ -71,7 +71,7 @@ def widened(module: PreTrainedModel, ids: Tensor, rows: Tensor) -> Tensor | None
     """Run a copy of the module as `own` does, with numbers of twice the width. None where it takes too much memory."""
     wide = torch.float64 if module.dtype is torch.float32 else torch.float32
     try:
-        return own(copy.deepcopy(module).to(dtype=wide), ids, rows)
+        return own(copy.deepcopy(module).type(wide), ids, rows)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
@@ -171,8 +171,8 @@ class Choices(TorchFunctionMode):
     """A mode that holds the choices of routers and indexers: rounding may flip one, and then no number can be compared.
 
     The choices of one forward are recorded and repeated in the next: the indices of every torch.topk, argmax and max
-    along a dimension, and the keys that the hosted attention selects for one whole sequence, where the module's own code
-    calls topk.
+    along a dimension, and the keys that the hosted attention selects for one whole sequence, where the module's own
+    code calls topk.
     """
 
     def __init__(self) -> None:
