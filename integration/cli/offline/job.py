@@ -35,10 +35,16 @@ _FIRST_BYTES = b'{"index": '  # every answer starts with them
 _MAX_FAULTS = 10  # input lines named in one message
 # Other engine settings change speed and memory, never a result.
 _RESULT_SETTINGS = ("dtype", "invariant", "max_model_len", "seed")
+# Nor do these where they have their defaults: then they are left out of the hash, so that it is that of older answers.
+_MORE_SETTINGS = ("k_blocks",)
+# Likewise of answers that a grammar constrains: those that receipts have, and the mode where the request names none.
+_GRAMMAR_SETTINGS = ("grammar_any_whitespace", "jump_forward_max_rollback", "jump_forward_max_blocks", "block_size")
+_MODE = "jump_forward"
 _MADE_FROM = {  # key of an answer's sources: words for the error when its hash or number differs
     "prompt": "another prompt",
     "sampling": "other --sampling settings",
-    "engine": f"other --engine settings (of {', '.join(_RESULT_SETTINGS)})",
+    "engine": f"other --engine settings (of {', '.join([*_RESULT_SETTINGS, *_MORE_SETTINGS])}; "
+    f"with a grammar also of {', '.join([_MODE, *_GRAMMAR_SETTINGS])})",
     "weights": "other weights, or by another chat template",
     "draws": f"draws by another definition (now {DRAW_DEFINITION})",
 }
@@ -90,6 +96,11 @@ class OfflineJob:
     def hashes(self) -> dict[str, str]:
         """Hashes of the sampling and engine settings and the number of draws, by the keys of an answer's sources."""
         engine = {name: getattr(self.engine, name) for name in _RESULT_SETTINGS}
+        more = list(_MORE_SETTINGS)
+        if self.sampling.is_constrained:
+            more += [*_GRAMMAR_SETTINGS, *([_MODE] if self.sampling.jump_forward is None else [])]
+        usual = EngineConfig()
+        engine |= {name: value for name in more if (value := getattr(self.engine, name)) != getattr(usual, name)}
         sampling = _hash(asdict(replace(self.sampling, n=1)))
         return {"sampling": sampling, "engine": _hash(engine), "draws": str(DRAW_DEFINITION)}
 

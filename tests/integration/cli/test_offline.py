@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -137,6 +138,53 @@ def test_changed_settings_are_refused_by_name(make_job, changes, message):
     generate(make_job(SUMS[:2]))
     with pytest.raises(ValueError, match=message):
         generate(make_job(SUMS[:2], **changes))
+
+
+BOOLEANS = SamplingParams(
+    json_schema={"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "boolean"}}}
+)
+OTHERS = {  # of each grammar setting, a value that is not its default
+    "grammar_any_whitespace": True, "jump_forward_max_rollback": 5, "jump_forward_max_blocks": 5, "block_size": 32,
+}  # fmt: skip
+
+
+def test_engine_settings_that_change_results_are_those_of_the_hash():
+    plain, constrained = OfflineJob("m", sampling=SAMPLING), OfflineJob("m", sampling=BOOLEANS)
+    # As older versions have written it: settings that they did not know are left out at their defaults.
+    old = [None, True, None, 0]
+    assert (
+        plain.hashes["engine"]
+        == constrained.hashes["engine"]
+        == offline._hash(dict(zip(("dtype", "invariant", "max_model_len", "seed"), old, strict=True)))
+    )
+
+    def is_other(job: OfflineJob, **setting: object) -> bool:
+        return replace(job, engine=EngineConfig(**setting)).hashes["engine"] != job.hashes["engine"]
+
+    assert is_other(plain, k_blocks=2) and not is_other(plain, num_scheduler_steps=1)
+    for name, value in {**OTHERS, "jump_forward": "exact"}.items():
+        assert is_other(constrained, **{name: value}) and not is_other(plain, **{name: value}), name
+    named = replace(constrained, sampling=replace(BOOLEANS, jump_forward="text"))
+    assert not is_other(named, jump_forward="exact") and is_other(named, block_size=32)
+
+
+def test_every_setting_that_a_receipt_has_of_a_grammar_is_in_the_hash(model_folder):
+    pytest.importorskip("xgrammar")
+    [answer] = Engine(model_folder, replace(ENGINE, receipts="tokens")).generate(["1+1="], BOOLEANS)
+    assert {*answer.receipt["grammar"]} - {"mode", "jumps"} == {*OTHERS}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "sampling"),
+    [({}, {"k_blocks": 2}, SAMPLING), ({"jump_forward": "exact"}, {"grammar_any_whitespace": True}, BOOLEANS)],
+)
+def test_a_file_is_not_continued_under_settings_that_change_bits_or_texts(make_job, first, second, sampling):
+    if sampling is BOOLEANS:
+        pytest.importorskip("xgrammar")
+    generate(make_job(SUMS[:1], engine=replace(ENGINE, **first), sampling=sampling))
+    with pytest.raises(ValueError, match=r"made from other --engine settings .*k_blocks.*grammar_any_whitespace"):
+        generate(make_job(SUMS[:2], engine=replace(ENGINE, **second), sampling=sampling))
+    assert generate(make_job(SUMS[:2], engine=replace(ENGINE, **first), sampling=sampling)).num_written == 1
 
 
 @pytest.mark.parametrize("number", ["99", None])
