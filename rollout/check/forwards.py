@@ -71,7 +71,9 @@ def widened(module: PreTrainedModel, ids: Tensor, rows: Tensor) -> Tensor | None
     """Run a copy of the module as `own` does, with numbers of twice the width. None where it takes too much memory."""
     wide = torch.float64 if module.dtype is torch.float32 else torch.float32
     try:
-        return own(copy.deepcopy(module).type(wide), ids, rows)
+        other = copy.deepcopy(module)
+        nn.Module.to(other, wide)
+        return own(other, ids, rows)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
