@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from ...rollout.control.drafts import EngineDrafts
-from ...rollout.model.loading import auto_class
+from ...rollout.model.loading import load_whole, named_by_folder, read_config
 from ...rollout.model.operations.indexer import freeze_indexers
 from ...rollout.receipt import guarantee
 from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
@@ -72,10 +72,8 @@ class GrpoJob:
         self.ranks = ranks
         folder = Path(config.model.path) if config.model.path else self._built_model()
         self._model_folder = folder
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.tokenizer, self.model = self._loaded(folder)
         self.task = build_task(config, self.tokenizer)
-        loader = auto_class(AutoConfig.from_pretrained(folder))
-        self.model: PreTrainedModel = loader.from_pretrained(folder, dtype=_DTYPES[config.model.dtype]).to(ranks.device)
         self.adapted = None  # the PeftModel around the model, if adapters are trained
         freeze_indexers(self.model)
         if config.train.lora.rank:
@@ -111,6 +109,18 @@ class GrpoJob:
             if config.parallel.num_ranks == 1:  # else closing would wait for the other ranks
                 self.engine.close()
             raise
+
+    def _loaded(self, folder: Path) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+        """Load the tokenizer and the model of a folder. Raises ValueError naming one that is damaged."""
+        model = self.config.model
+        try:
+            with named_by_folder(folder):
+                tokenizer = AutoTokenizer.from_pretrained(folder)
+            return tokenizer, load_whole(folder, read_config(folder), _DTYPES[model.dtype], self.ranks.device)
+        except ValueError as error:
+            if model.path:
+                raise
+            raise ValueError(f"{error}; remove this folder, and it is made anew") from error
 
     def _player(self) -> EpisodePlayer | None:
         """Return the player of the job's episodes, where it has an environment."""

@@ -6,11 +6,12 @@ import importlib.util
 import math
 import os
 import reprlib
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...rollout.model.loading import auto_class
+from ...rollout.model.loading import auto_class, named_by_folder
 from ...rollout.ranks.mesh import Mesh, MeshPlan
 from ...rollout.sharding.part import Part, build_part
 from ...weight_sync.layout.bucket import ALIGNMENT
@@ -116,8 +117,9 @@ def _tokenizer_and_sizes(config: JobConfig) -> tuple[PreTrainedTokenizerBase, in
         return build_tokenizer(), CONTEXT_TOKENS, VOCAB_SIZE
     if not os.path.isfile(os.path.join(path, "config.json")):
         raise ValueError(f"model.path: {path!r} is no model folder, it holds no config.json")
-    text = AutoConfig.from_pretrained(path).get_text_config(decoder=True)
-    return AutoTokenizer.from_pretrained(path), text.max_position_embeddings, text.vocab_size
+    with named_by_folder(Path(path)):
+        text = AutoConfig.from_pretrained(path).get_text_config(decoder=True)
+        return AutoTokenizer.from_pretrained(path), text.max_position_embeddings, text.vocab_size
 
 
 def describe_plan(config: JobConfig, num_ranks: int) -> str:

@@ -39,14 +39,14 @@ def refuse_missing_folder(path: Path) -> None:
 def read_config(path: Path) -> PretrainedConfig:
     """Return the configuration of a model folder. Raises ValueError that names what is wrong with it."""
     refuse_missing_folder(path)
-    with _named(path):
+    with named_by_folder(path):
         return AutoConfig.from_pretrained(path)
 
 
 def load_whole(path: Path, config: PretrainedConfig, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
     """Load the model of a folder. Raises ValueError that names what is wrong with its files, also weights that are
     missing or of another shape, which transformers would give random values."""
-    with _named(path):
+    with named_by_folder(path):
         # Not refused by transformers, whose error names neither tensor nor shape.
         module: PreTrainedModel
         module, info = auto_class(config).from_pretrained(
@@ -66,7 +66,7 @@ def _some(names: Sequence[str], most: int = 5) -> str:
 
 
 @contextmanager
-def _named(path: Path) -> Iterator[None]:
+def named_by_folder(path: Path) -> Iterator[None]:
     """Raise ValueError for what transformers raises in many kinds about a folder's files."""
     try:
         yield

@@ -7,11 +7,16 @@ from pathlib import Path
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from .loading import named_by_folder
+
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
-    """Load the folder's tokenizer; None if it has none."""
+    """Load the folder's tokenizer; None if it has none. Raises ValueError naming the folder of one that is damaged."""
     has_one = any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
-    return AutoTokenizer.from_pretrained(folder) if has_one else None
+    if not has_one:
+        return None
+    with named_by_folder(folder):
+        return AutoTokenizer.from_pretrained(folder)
 
 
 def find_eos_token_ids(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

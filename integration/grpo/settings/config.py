@@ -66,7 +66,7 @@ class JobConfig:
         if self.warm_start.enabled is None:  # the class is frozen for its users; here the default gets its value, once
             object.__setattr__(self, "warm_start", replace(self.warm_start, enabled=not self.model.path))
         sections = {name: value for name, value in vars(self).items() if isinstance(value, Section)}
-        found = [(f"{name}.{key}", why) for name, section in sections.items() for key, why in section.faults()]
+        found = [(f"{name}.{key}", why) for name, section in sections.items() for key, why in section.all_faults()]
         for name, choices in (("trainer", TRAINERS), ("sync", SYNCS), ("engines", ENGINES)):
             found += not_among(self, name, choices)
         if wrong := [f"{key} {why}" for key, why in found + self._contradictions()]:

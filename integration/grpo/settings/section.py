@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ....rollout.config import parse_kv_size
 
 Fault = tuple[str, str]  # a key, and the reason for which its value is refused
+_BEYOND = 2**63
 
 
 class Section(ABC):
@@ -17,11 +19,38 @@ class Section(ABC):
     def faults(self) -> list[Fault]:
         """List every value that is out of range, by its key in this section."""
 
+    def all_faults(self) -> list[Fault]:
+        """List the faults; of a value that no setting of its kind may have, that alone."""
+        strange = _strange(vars(self))
+        keys = {key for key, _ in strange}
+        return strange + [(key, why) for key, why in self.faults() if key not in keys]
+
+
+def _strange(values: Mapping[str, object]) -> list[Fault]:
+    """List numbers that are not finite or beyond 64 bits, and texts with a NUL, which no file or function takes."""
+    found = []
+    for name, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            found.append((name, f"must be a finite number, not {value}"))
+        elif isinstance(value, int) and not -_BEYOND <= value < _BEYOND:
+            found.append((name, f"must fit into 64 bits, not {value}"))
+        elif isinstance(value, str) and "\0" in value:
+            found.append((name, f"must not have a NUL character, as {value!r} has"))
+        elif isinstance(value, Section):
+            found += [(f"{name}.{key}", why) for key, why in _strange(vars(value))]
+    return found
+
 
 def too_small(settings: object, *names: str) -> list[Fault]:
     """List the named settings that are less than 1."""
     values = {name: getattr(settings, name) for name in names}
     return [(name, f"must be at least 1, not {value}") for name, value in values.items() if value < 1]
+
+
+def negative(settings: object, *names: str) -> list[Fault]:
+    """List the named settings that are less than 0."""
+    values = {name: getattr(settings, name) for name in names}
+    return [(name, f"must not be negative, not {value}") for name, value in values.items() if value < 0]
 
 
 def not_positive(settings: object, *names: str) -> list[Fault]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
-from .section import Fault, Section, bytes_of, not_among, not_positive, too_small
+from .section import Fault, Section, bytes_of, negative, not_among, not_positive, too_small
 
 DTYPES = ("float32", "bfloat16")
+_LONGEST_S = 10**9  # longer than that no timer waits
 UNDOS = ("tensors", "none")
 
 
@@ -32,9 +34,9 @@ class RunSettings(Section):
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         found = too_small(self, "num_steps", "eval_every", "checkpoint_every", "timeout_s")
-        for name in ("num_ranks", "rollouts_every", "rollouts_keep"):
-            if (value := getattr(self, name)) < 0:
-                found.append((name, f"must not be negative, not {value}"))
+        found += negative(self, "num_ranks", "rollouts_every", "rollouts_keep")
+        if self.timeout_s > _LONGEST_S:
+            found.append(("timeout_s", f"must be at most {_LONGEST_S}, not {self.timeout_s}"))
         if not self.name or "/" in self.name:
             found.append(("name", f"must be a folder name, not {self.name!r}"))
         return found
@@ -164,6 +166,8 @@ class EngineSettings(Section):
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         found = too_small(self, "max_num_seqs", "max_num_batched_tokens", "k_blocks", "rank_timeout_s")
+        if not re.fullmatch(r"|cpu|cuda(:\d+)?", self.device):
+            found.append(("device", f'must be "cpu", "cuda" or "cuda:1", say, not {self.device!r}'))
         if self.speculation not in ("auto", "off"):
             found.append(("speculation", f'must be "auto" or "off", not {self.speculation!r}'))
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .section import Fault, Section, bytes_of, not_among, not_positive, too_small
+from .section import Fault, Section, bytes_of, negative, not_among, not_positive, too_small
 
 SCHEDULES = ("constant", "linear", "cosine")
 # The losses by name (`training/surrogates.py`), with the clip bounds, low and high, that each has where none are set.
@@ -89,17 +89,14 @@ class TrainSettings(Section):
         if not 0 <= self.final_share <= 1:
             found.append(("final_share", f"must be from 0 to 1, not {self.final_share}"))
         found += not_positive(self, "learning_rate", "max_grad_norm", "importance_bound")
+        found += negative(self, "weight_decay", "num_warmup_steps", "kl_coefficient")
         if self.sequence_bound and not self.sequence_bound > 1:
             found.append(("sequence_bound", f"must be 0 or more than 1, not {self.sequence_bound}"))
         found += not_among(self, "truncated", TRUNCATED) + self._loss_faults()
         return found + [(f"lora.{key}", why) for key, why in self.lora.faults()]
 
     def _microbatch_faults(self) -> list[Fault]:
-        found = [
-            (name, f"must not be negative, not {getattr(self, name)}")
-            for name in ("microbatch_tokens", "gradient_accumulation_steps")
-            if getattr(self, name) < 0
-        ]
+        found = negative(self, "microbatch_tokens", "gradient_accumulation_steps")
         first, *others = [name for name in MICROBATCH_SIZES if getattr(self, name)] or [""]
         found += [
             (name, f"must not be set with train.{first}: both say how large micro-batches are") for name in others
@@ -113,9 +110,7 @@ class TrainSettings(Section):
 
     def _loss_faults(self) -> list[Fault]:
         found = not_among(self, "loss", tuple(CLIP_BOUNDS))
-        for name in ("clip_low", "clip_high", "truncated_penalty"):
-            if (value := getattr(self, name)) < 0:
-                found.append((name, f"must not be negative, not {value}"))
+        found += negative(self, "clip_low", "clip_high", "truncated_penalty")
         if self.loss == "cispo" and self.clip_low:
             found.append(("clip_low", 'must be 0 with loss="cispo", which bounds its weights from above alone'))
         if self.loss == "dr_grpo" and self.scale_by_std:

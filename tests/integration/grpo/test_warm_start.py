@@ -1,10 +1,13 @@
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lockstep.integration.grpo.job import GrpoJob
+from lockstep.integration.grpo.settings.sections import ModelSettings
 from lockstep.integration.grpo.tasks.arithmetic import (
     ArithmeticSpec,
     arithmetic_problems,
@@ -155,3 +158,19 @@ def test_every_fault_of_a_spec_is_named():
         ModelSpec(hidden_size=48, num_layers=0, num_heads=3)
     with pytest.raises(ValueError, match=r"num_steps.*slip_rate.*learning_rate.*max_grad_norm"):
         WarmStartSpec(num_steps=0, slip_rate=2.0, learning_rate=float("nan"), max_grad_norm=0.0)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_damaged_folder_of_a_job_is_one_line_with_a_remedy(tmp_path, name):
+    """It was a traceback of each rank, or a line without the file."""
+    tokenizer = build_tokenizer()
+    model = build_model(TINY.model, tokenizer)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:40])
+    job = object.__new__(GrpoJob)
+    job.config, job.ranks = SimpleNamespace(model=ModelSettings()), SimpleNamespace(device=torch.device("cpu"))
+    with pytest.raises(
+        ValueError, match=rf"model folder '{tmp_path}' cannot be loaded: .*; remove this folder, and it"
+    ):
+        job._loaded(tmp_path)
