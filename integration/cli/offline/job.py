@@ -186,6 +186,8 @@ class AnswerFile:
         self.answers: dict[tuple[int, int], Mapping[str, str]] = {}  # (index, sample): hashes of the answer's sources
         self._line_numbers: dict[tuple[int, int], int] = {}
         if name == STANDARD:
+            if sys.stdout is None:
+                raise ValueError("standard output is closed: name a file with --output")
             self._file: BinaryIO = sys.stdout.buffer
             return
         try:
@@ -371,6 +373,7 @@ class _OfflineRun:
             "sampling_seed": self._seed(prompt, sample),
             "weight_version": completion.weight_version,
             "weight_digest": completion.weight_digest,
+            **({} if completion.receipt is None else {"receipt": completion.receipt}),
             "made_from": {"prompt": prompt.hash, **self._hashes},
         }
 

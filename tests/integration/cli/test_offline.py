@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 
+from lockstep.integration.cli import main as cli
 from lockstep.integration.cli.offline import job as offline
 from lockstep.integration.cli.offline.job import AnswerFile, OfflineJob, generate, read_prompts
 from lockstep.integration.failures import FileFailed
@@ -359,3 +360,14 @@ def test_answers_that_do_not_fit_on_the_disk_are_one_error_with_the_next_step(tm
             with pytest.raises(FileFailed, match=r"jsonl cannot be written: File too large; .* the same command again"):
                 finish()
     assert AnswerFile(str(tmp_path / "answers.jsonl")).answers == {}
+
+
+def test_answers_have_the_receipts_that_the_engines_settings_ask_for(make_job, model_folder, capsys, monkeypatch):
+    job = make_job(SUMS[:2], engine=replace(ENGINE, receipts="tokens"))
+    generate(job)
+    assert all("receipt" in json.loads(line) for line in Path(job.output).read_text().splitlines())
+    assert cli.main(["replay", job.output, "--weights", model_folder, "--quiet"]) == 0
+    assert "2 of 2 samples proven equal" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "stdout", None)
+    with pytest.raises(ValueError, match="standard output is closed: name a file with --output"):
+        AnswerFile("-")
