@@ -179,8 +179,10 @@ async def _update(
         return record, num_paused, rank_results(service)
 
     record, num_paused, results = await run_update(request, body, work)
-    if body.weight_version is not None:
+    if body.weight_version is not None and body.weight_version == service.engine.weight_version:
         message = f"{message} Weight version updated to {body.weight_version}."
+    elif body.weight_version is not None:
+        message = f"{message} Weight version stays {service.engine.weight_version} until the commit."
     return triple(
         message, record, num_paused_requests=num_paused, weight_version=service.engine.weight_version,
         weight_digest=service.engine.weight_digest, **results,

@@ -105,10 +105,11 @@ def test_buckets_while_paused_become_visible_together_with_continue(client, serv
     tensors = list(trainer.named_parameters())
     _, buckets = client.post("/pause_generation", json={}), [tensors[::2], tensors[1::2]]
     for bucket in buckets:
-        _post(
+        reply = _post(
             client, "update_weights_from_tensor", serialized_named_tensors=[serialize_for_engine(bucket)],
             flush_cache=False, weight_version="2",
         )  # fmt: skip
+        assert reply["message"] == "Success Weight version stays default until the commit."
         assert client.get("/get_weight_version").json() == {"weight_version": "default"}
     client.post("/continue_generation", json={})
     assert client.get("/get_weight_version").json() == {"weight_version": "2"}
