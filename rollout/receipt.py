@@ -28,6 +28,8 @@ from .sampling_params import SamplingParams
 FORMAT = 1
 HASH = "sha256"  # the key of a receipt's own hash, which covers all others
 LISTS = ("prompt", "output", "logprobs")  # the keys of lists of integers, or of their digests
+# The engine's settings that a constrained answer follows from, as its receipt, a proof and a replay name them.
+GRAMMAR_SETTINGS = ("grammar_any_whitespace", "jump_forward_max_rollback", "jump_forward_max_blocks", "block_size")
 
 Guarantee = dict[str, Any]  # plain JSON values, by name
 _NATIVE_BITS = ("layers/", "recurrent/", "sampling/")  # folders of kernels whose bits are not PyTorch's

@@ -19,9 +19,8 @@ from .arguments.parser import PACKAGE, CommandParser
 from .arguments.settings import named, read_settings
 
 Receipts = list[dict[str, Any]]
-# Settings of the engine that change the bits, or the grammars, of the receipts' samples: name of the guarantee's value.
+# Settings of the engine that change the bits of the receipts' samples: name of the guarantee's value.
 _FROM_GUARANTEE = {"dtype": "dtype", "k_blocks": "k_blocks"}
-_FROM_GRAMMAR = ("grammar_any_whitespace", "jump_forward_max_rollback", "jump_forward_max_blocks", "block_size")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -97,13 +96,15 @@ def _proven(
 
 def _settings_of(receipts: Receipts) -> dict[str, Any]:
     """Return the engine's settings that the receipts name. Raises ValueError where they name several."""
+    from ...rollout.receipt import GRAMMAR_SETTINGS  # heavy imports come after the parser
+
     found: dict[str, set[Any]] = {}
     for receipt in receipts:
         guarantee, grammar = receipt.get("guarantee") or {}, receipt.get("grammar") or {}
         for setting, name in _FROM_GUARANTEE.items():
             if name in guarantee:
                 found.setdefault(setting, set()).add(guarantee[name])
-        for name in _FROM_GRAMMAR:
+        for name in GRAMMAR_SETTINGS:
             if name in grammar:
                 found.setdefault(name, set()).add(grammar[name])
     if several := {name: sorted(values, key=str) for name, values in found.items() if len(values) > 1}:

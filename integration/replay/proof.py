@@ -19,6 +19,7 @@ from ...rollout.proving.fields import wrong_fields
 from ...rollout.proving.layout import Task
 from ...rollout.proving.prover import Prover
 from ...rollout.receipt import (
+    GRAMMAR_SETTINGS,
     HASH,
     Guarantee,
     batch_hash,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 Receipt = Mapping[str, Any]
 OnProgress = Callable[[int], object]  # takes a number of samples that are done
-_GRAMMAR_SETTINGS = ("grammar_any_whitespace", "jump_forward_max_rollback", "jump_forward_max_blocks", "block_size")
 
 
 class WeightSource(Protocol):
@@ -166,7 +166,7 @@ class _Replay:
         if self._engine.tokenizer is None:
             return unproven("its grammar needs the model's tokenizer")
         config, given = self._engine.config, claim.grammar
-        other = [name for name in _GRAMMAR_SETTINGS if given.get(name) != getattr(config, name)]
+        other = [name for name in GRAMMAR_SETTINGS if given.get(name) != getattr(config, name)]
         if other and (claim.grammar["mode"] != "off" or "grammar_any_whitespace" in other):
             return unproven(f"its grammar was followed with other settings: {', '.join(other)}")
         return None

@@ -8,14 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from ..completion import Completion, FinishReason
-from ..receipt import Guarantee, guarantee, listed, sealed, settings_json
+from ..receipt import GRAMMAR_SETTINGS, Guarantee, guarantee, listed, sealed, settings_json
 from ..sequences.output_record import KeptKV, OutputRecord
 from ..sequences.request import Request, fresh_ids
 from .parts import Parts
 
 logger = logging.getLogger(__name__)
 _FAULTS = (ValueError, TypeError, OverflowError, OSError, ImportError)  # of values without JSON, and of unread versions
-_GRAMMAR_SETTINGS = ("grammar_any_whitespace", "jump_forward_max_rollback", "jump_forward_max_blocks", "block_size")
 
 
 class Receipts:
@@ -77,7 +76,7 @@ class Receipts:
     def _grammar(self, request: Request) -> dict[str, Any]:
         """Return what a constrained answer follows from besides its settings, and its jumps in the mode `text`."""
         assert request.grammar is not None
-        settings = {name: getattr(self._parts.config, name) for name in _GRAMMAR_SETTINGS}
+        settings = {name: getattr(self._parts.config, name) for name in GRAMMAR_SETTINGS}
         jumps = [[at, list(removed), list(inserted)] for at, removed, inserted in request.record.jumps]
         return {"mode": request.grammar.mode, **settings, "jumps": jumps}
 

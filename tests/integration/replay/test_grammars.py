@@ -12,7 +12,7 @@ from lockstep.integration.replay.cut_answers import before_jumps
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.receipt import sealed
+from lockstep.rollout.receipt import GRAMMAR_SETTINGS, sealed
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 
@@ -87,6 +87,15 @@ def test_another_engine_that_follows_grammars_otherwise_says_so(make_service):
     report = make_service(jump_forward_max_rollback=3, grammar_any_whitespace=True).replay(receipts)
     assert report.num("unproven") == 6
     assert "grammar_any_whitespace, jump_forward_max_rollback" in report.verdicts[0].what
+
+
+def test_each_setting_that_a_receipt_has_of_its_grammar_is_compared(make_service):
+    service = make_service()
+    receipt = receipts_of(service, "text")[0]
+    assert set(receipt["grammar"]) == {"mode", "jumps", *GRAMMAR_SETTINGS}
+    other = [sealed({**receipt, "grammar": {**receipt["grammar"], name: 99}}) for name in GRAMMAR_SETTINGS]
+    for name, verdict in zip(GRAMMAR_SETTINGS, service.replay(other).verdicts, strict=True):
+        assert verdict.status == "unproven" and verdict.what.endswith(f"with other settings: {name}")
 
 
 def test_answers_aborted_before_a_jump_that_replaces_their_last_draws_are_proven(make_service):
