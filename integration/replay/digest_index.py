@@ -45,12 +45,13 @@ def read_index(folder: Path) -> list[IndexedWeights]:
 
 
 def add_to_index(folder: Path, entries: Iterable[IndexedWeights]) -> None:
-    """Add entries to the index of a folder, in the place of those of the same folder, dtype and version. Raises OSError
-    where it cannot be written, and ValueError as `read_index`."""
-    known = {(entry.folder, entry.dtype, entry.version): entry for entry in read_index(folder)}
-    known |= {(entry.folder, entry.dtype, entry.version): entry for entry in entries}
+    """Add entries at the end of the index of a folder, and remove those of the same folder, dtype and version: so the
+    last one of a folder says what it holds. Raises OSError where it cannot be written, and ValueError as
+    `read_index`."""
+    added = {(entry.folder, entry.dtype, entry.version): entry for entry in entries}
+    kept = [one for one in read_index(folder) if (one.folder, one.dtype, one.version) not in added]
     path, partial = folder / FILE, folder / f".{FILE}.partial"
-    values: Mapping[str, Any] = {"format": FORMAT, "weights": [asdict(entry) for entry in known.values()]}
+    values: Mapping[str, Any] = {"format": FORMAT, "weights": [asdict(entry) for entry in (*kept, *added.values())]}
     try:
         partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, path)

@@ -119,17 +119,19 @@ class FolderWeights:
         self._dtype = str(service.engine.model.dtype).removeprefix("torch.")
         self._by_digest: dict[str, Path] = {}
         self._versions: dict[str, set[str]] = {}
-        self._gone: dict[str, str] = {}
+        self._gone: dict[str, str] = {}  # why no folder has weights of this digest any more
         present = PresentWeights(service)
         self._present = present.digest
         roots = [Path(path).resolve() for path in paths]
         unknown: list[WeightFolder] = []
         for root in roots:
             entries = [entry for entry in read_index(root) if entry.dtype == self._dtype]
+            newest = {
+                entry.folder: entry.digest for entry in entries
+            }  # a folder whose weights were replaced has several
             for entry in entries:
-                self._know(entry, (root / entry.folder).resolve())
-            named = {entry.folder for entry in entries}
-            unknown += [folder for folder in weight_folders(root) if folder.name not in named]
+                self._know(entry, (root / entry.folder).resolve(), newest[entry.folder])
+            unknown += [folder for folder in weight_folders(root) if folder.name not in newest]
         missing = set(wanted) - {self._present} - set(self._by_digest)
         for folder in unknown:
             if not missing:
@@ -141,20 +143,23 @@ class FolderWeights:
                 logger.warning("%s is passed over: %s", folder.path, error)
                 continue
             entry = IndexedWeights(folder.name, self._present, self._dtype, folder.version)
-            self._know(entry, folder.path)
+            self._know(entry, folder.path, entry.digest)
             missing.discard(self._present)
             try:
                 add_to_index(folder.index, [entry])
             except OSError as error:
                 logger.info("%s keeps no index of digests: %s", folder.index, error)
 
-    def _know(self, entry: IndexedWeights, path: Path) -> None:
+    def _know(self, entry: IndexedWeights, path: Path, newest: str) -> None:
+        """Note an entry of the index. newest: the digest of the weights that its folder was given last."""
         if entry.version is not None:
             self._versions.setdefault(entry.digest, set()).add(entry.version)
-        if path.is_dir():
+        if not path.is_dir():
+            self._gone[entry.digest] = f"{path} had them, and is there no more"
+        elif entry.digest == newest:
             self._by_digest.setdefault(entry.digest, path)
         else:
-            self._gone[entry.digest] = str(path)
+            self._gone.setdefault(entry.digest, f"{path} had them, and holds others now")
 
     def has(self, digest: str) -> bool:
         """See `WeightSource.has`."""
@@ -167,7 +172,7 @@ class FolderWeights:
     def hint(self, digest: str) -> str:
         """See `WeightSource.hint`."""
         if digest in self._gone:
-            return f": {self._gone[digest]} had them, and is there no more"
+            return f": {self._gone[digest]}"
         versions = sorted(
             {version for known in self._by_digest for version in self._versions.get(known, ())}, key=_order
         )

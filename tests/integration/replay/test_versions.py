@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lockstep.integration.replay.digest_index import FILE, read_index
+from lockstep.integration.replay.digest_index import FILE, IndexedWeights, add_to_index, read_index
 from lockstep.integration.replay.folders import FolderWeights, model_folder, weight_folders
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
@@ -173,6 +173,32 @@ def test_digests_are_kept_beside_the_folders_and_checked_when_they_are_used(trai
     (trainer.folder / FILE).write_text("{}")
     with pytest.raises(ValueError, match="is no index of digests"):
         report_of("v2")
+
+
+def test_a_folder_whose_weights_were_replaced_is_not_taken_for_what_it_held_before(trainer):
+    [first] = trainer.service.engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=6), options=ASKED)
+    trainer.commit()
+    [second] = trainer.service.engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=6), options=ASKED)
+    receipts = [first.receipt, second.receipt]
+    digests = [receipt["spans"][0]["digest"] for receipt in receipts]
+    for version, digest in enumerate(digests, start=1):  # as a run does: its best model first, then a checkpoint
+        shutil.copytree(trainer.folder / f"v{version}", trainer.folder / "best", dirs_exist_ok=True)
+        names = ["best", f"v{version}"]
+        add_to_index(trainer.folder, [IndexedWeights(name, digest, "float32", str(version)) for name in names])
+    report = proven(trainer, receipts)
+    assert report.num("equal") == 2, list(report.lines())
+    shutil.rmtree(trainer.folder / "v1")
+    service = prover_of(trainer.folder / "v2")
+    verdicts = service.replay(receipts, weights=FolderWeights(service, [trainer.folder], digests)).verdicts
+    assert [v.status for v in verdicts] == ["unproven", "equal"]
+    assert verdicts[0].what.endswith("v1 had them, and is there no more")
+
+
+def test_the_last_entry_of_a_folder_in_the_index_is_the_one_that_was_added_last(tmp_path):
+    one, two = (IndexedWeights("best", digest, "float32", version) for digest, version in (("a", "1"), ("b", "2")))
+    for entry in (one, two, one):
+        add_to_index(tmp_path, [entry])
+    assert read_index(tmp_path) == [two, one]
 
 
 def test_folders_of_weights_are_found(trainer, tmp_path):
