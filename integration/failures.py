@@ -1,4 +1,5 @@
-"""Failures that a program reports in one line: files that cannot be written or read, and failures of other ranks."""
+"""Failures that a program reports in one line: files that cannot be written or read, lost engines, failures of other
+ranks."""
 
 from __future__ import annotations
 
@@ -14,10 +15,15 @@ from safetensors import SafetensorError
 from .one_line import in_one_line
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+RESUME = "start the same job with --resume, which continues from the newest checkpoint"
 
 
 class FileFailed(OSError):
     """A file that cannot be written or read. The message names it, the reason, and what to do next."""
+
+
+class EngineFailed(Exception):
+    """The loss of an engine's process. The message names it, the reason, and what to do next."""
 
 
 class OtherRankFailed(Exception):
@@ -44,8 +50,7 @@ def file_failure(error: OSError | SafetensorError, path: Path, verb: str = "writ
     if isinstance(error, OSError) and error.filename is not None and Path(str(error.filename)) != path:
         reason = f"{error.filename}: {reason}"
     remedy = "make room there" if number in _FULL else "mend that"
-    resume = "start the same job with --resume, which continues from the newest checkpoint"
-    return FileFailed(f"{path} cannot be {verb}: {reason}; {advice or f'{remedy}, then {resume}'}")
+    return FileFailed(f"{path} cannot be {verb}: {reason}; {advice or f'{remedy}, then {RESUME}'}")
 
 
 def _number_of(error: OSError | SafetensorError) -> int | None:

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(config: JobConfig, rank: str, *, resume: bool) -> int:
     """Run the job on this rank. Returns the exit code. Of a failure that concerns all ranks one rank reports."""
-    from ..failures import FileFailed, OtherRankFailed
+    from ..failures import EngineFailed, FileFailed
     from .results.run_folder import owned_folder
 
     try:
@@ -72,19 +72,22 @@ def _run(config: JobConfig, rank: str, *, resume: bool) -> int:
         if rank != "0" and _is_ended_by_launcher():  # rank 0 has most likely failed at the same file
             return 1
         return _report(error, 1)
+    except EngineFailed as error:
+        return _report(error, 1)
     except Exception as error:  # a boundary of processes
         # Longer than a rank waits that has a failure of its own to report.
-        is_symptom = isinstance(error, OtherRankFailed) or _is_of_a_group(error)
-        if is_symptom and "TORCHELASTIC_RUN_ID" in os.environ and _is_ended_by_launcher(2 * REFUSAL_S):
+        if _is_symptom(error) and "TORCHELASTIC_RUN_ID" in os.environ and _is_ended_by_launcher(2 * REFUSAL_S):
             return 1
         raise
     return 0
 
 
-def _is_of_a_group(error: Exception) -> bool:
+def _is_symptom(error: Exception) -> bool:
+    """Return whether another rank has caused an error, or this rank's engine may have."""
     from ...rollout.ranks.remote_errors import is_of_a_group
+    from ..failures import OtherRankFailed
 
-    return is_of_a_group(error)
+    return isinstance(error, OtherRankFailed) or is_of_a_group(error)
 
 
 def _is_ended_by_launcher(timeout_s: float | None = None) -> bool:
@@ -123,7 +126,7 @@ def run(config: JobConfig, *, resume: bool) -> None:
 
 
 def _train(config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
-    from ..failures import FileFailed
+    from ..failures import RESUME, EngineFailed, FileFailed
     from ..lost_ranks import leave, loss_of
     from .job import GrpoJob
     from .results.run_folder import say
@@ -135,6 +138,9 @@ def _train(config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
         job.run()
     except Exception as error:  # a boundary between processes: closing would wait for ranks without this error
         if config.parallel.num_ranks == 1 or isinstance(error, ValueError):
+            # The other ranks may have waited for this one, which waited for its engine.
+            if job is not None and _is_symptom(error) and (lost := job.engine.loss()):
+                raise EngineFailed(f"{lost}; {RESUME}") from error
             raise
         where = f"in training step {job.step}" if job else "before training"
         cause = loss_of(error, job.engine.ranks if job else None) or error

@@ -2,20 +2,25 @@
 
     python -m lockstep.integration.push.remote_engine --model FOLDER --socket PATH [setting=value ...]
 
-It ends when its standard input does, so it always ends with the process that started it. A request is {"verb",
-"timeout_s", "arguments"}, the answer {"result"} or {"error": {"kind", "message"}}; each uses its own connection.
+It ends when its standard input does, so it always ends with the process that started it, also where it is stopped. A
+request is {"verb", "timeout_s", "arguments"}, the answer {"result"} or {"error": {"kind", "message"}}; each uses its
+own connection.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import logging
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -25,13 +30,23 @@ from ...rollout.ahead.group import Spans
 from ...rollout.ahead.rollouts import AheadCounts, RolloutsAhead
 from ...rollout.completion import Completion
 from ...rollout.replica.calls import completions_bytes, completions_from
+from ...weight_sync.same_host.segment import remove_stale_segments
 from ...weight_sync.target import TargetError
 
 logger = logging.getLogger(__name__)
 
 _READY = "ready"
+_SEGMENTS = Path("/dev/shm")
+_PR_SET_PDEATHSIG = 1
+_SIGTERM_S = 5.0  # from a SIGTERM to the end
+_CLOSE_S = 10.0  # from the end of standard input to that of the process
 _RETRY_S = 0.5  # until a connection that could not be accepted is accepted again
+_LOOK_S = 5.0  # between looks at the process, while its answer is waited for
 _GRACE_S = 2.0  # beyond a verb's own deadline, because the engine's own error is more precise
+
+
+class ProcessLost(TargetError):
+    """The error of a call to an engine whose process has ended or is stopped. Its text is one line."""
 
 
 class RemoteTarget:
@@ -53,6 +68,7 @@ class RemoteTarget:
                 connection.settimeout(timeout_s + _GRACE_S)
                 connection.connect(str(self._path))
                 connection.sendall(request.encode())
+                self._await(connection, timeout_s + _GRACE_S)
                 with connection.makefile("r", encoding="utf-8") as lines:
                     line = lines.readline()
         except OSError as error:
@@ -66,6 +82,19 @@ class RemoteTarget:
 
     def close(self) -> None:
         """Do nothing: each call has a connection of its own."""
+
+    def _await(self, connection: socket.socket, timeout_s: float) -> None:
+        """Wait for the first byte of an answer. Raises TimeoutError, at once where the process stays stopped."""
+        readable, deadline, num_stopped = select.poll(), time.monotonic() + timeout_s, 0
+        readable.register(connection, select.POLLIN)
+        while not readable.poll(1000 * min(_LOOK_S, max(deadline - time.monotonic(), 0.0))):
+            num_stopped = num_stopped + 1 if self._is_stopped() else 0
+            if num_stopped == 2 or time.monotonic() >= deadline:  # once: the whole job may have been stopped until now
+                raise TimeoutError("timed out")
+
+    def _is_stopped(self) -> bool:
+        """Return whether a signal has stopped the process; False where that is not known."""
+        return False
 
 
 class RemoteEngine(RemoteTarget):
@@ -84,7 +113,8 @@ class RemoteEngine(RemoteTarget):
         """Start the process on a model folder and wait until it answers. folder: of its socket and its log; options:
         of its command line.
 
-        Raises TargetError, with the end of its log, when it is not ready within `timeout_s`.
+        Raises TargetError, with the end of its log, when it is not ready within `timeout_s`, and ProcessLost when it
+        was killed before.
         """
         super().__init__(folder / f"{name}.sock", name)
         self._owner = os.getpid()
@@ -98,6 +128,29 @@ class RemoteEngine(RemoteTarget):
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=_environment()
             )
         self._wait_until_ready(timeout_s)
+
+    def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
+        """Call a verb; see `Target.call`. Raises ProcessLost, a TargetError, if the process has ended or is stopped."""
+        try:
+            return super().call(verb, timeout_s=timeout_s, **arguments)
+        except TargetError as error:
+            lost = None if error.kind else self.loss()
+            if lost is None:
+                raise
+            raise ProcessLost(self.name, verb, lost) from error
+
+    def loss(self) -> str | None:
+        """Say how the process was lost, by its end or because it is stopped; None while it runs. Waits a moment for its
+        end, which comes after that of its connections."""
+        try:
+            code = self.process.wait(_GRACE_S)
+        except subprocess.TimeoutExpired:
+            return f"its process {self.process.pid} is stopped, as by SIGSTOP" if self._is_stopped() else None
+        if code == -signal.SIGKILL:
+            return f"its process {self.process.pid} was killed by SIGKILL, as the kernel does where memory runs out"
+        return f"its process {self.process.pid} has ended with " + (
+            f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        )
 
     def generate(
         self, prompts: Sequence[object], sampling_params: Sequence[Mapping[str, object]], timeout_s: float
@@ -132,18 +185,24 @@ class RemoteEngine(RemoteTarget):
         return AheadCounts(**self.call("ahead_counts", timeout_s=timeout_s))  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """End the process by closing its standard input; kill it where that does not help within 10 s. Does nothing in
-        a fork of the process that started it."""
+        """End the process by closing its standard input, also where it is stopped; kill it where that does not help
+        within 10 s. Does nothing in a fork of the process that started it."""
         if os.getpid() != self._owner:
             return
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
+        self.process.send_signal(signal.SIGCONT)  # a stopped process would not notice
         try:
-            self.process.wait(10)
+            self.process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
         self.process.stdout.close()
+
+    def _is_stopped(self) -> bool:
+        """See `RemoteTarget._is_stopped`."""
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        return self.process.poll() is None and stat.read_text().rpartition(")")[2].split()[0] == "T"
 
     def _wait_until_ready(self, timeout_s: float) -> None:
         stdout = self.process.stdout
@@ -154,8 +213,11 @@ class RemoteEngine(RemoteTarget):
         reader.join(timeout_s)
         if not lines or lines[0].strip() != _READY:
             why = f"not ready within {timeout_s:g} s" if not lines else "it ended before it was ready"
+            lost, code = self.loss(), self.process.returncode
             self.process.kill()
             self.process.communicate()
+            if lost is not None and (code is None or code < 0):  # its log does not know
+                raise ProcessLost(self.name, "start", f"{why}: {lost}")
             tail = "".join(self._log.read_text().splitlines(keepends=True)[-40:])
             raise TargetError(self.name, "start", f"{why}; its log ends:\n{tail}")
 
@@ -244,6 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("settings", nargs="*", metavar="setting=value", help="of the engine, values as JSON")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
+    _end_with_the_parent()
     import torch
 
     from ...rollout.config import EngineConfig
@@ -276,9 +339,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     server.start()
     print(_READY, flush=True)
     sys.stdin.read()
+    _end_within(_CLOSE_S, 1)
     server.close()
     service.close()
+    if _SEGMENTS.is_dir():  # a process that was killed, such as the one that started this, leaves its own
+        remove_stale_segments(_SEGMENTS)
     return 0
+
+
+def _end_with_the_parent() -> None:
+    """Let this process end by the end of its standard input, after the process that started it. Main thread only.
+
+    A launcher sends SIGTERM to both at once, which therefore ends this one only after a few seconds. Where it is
+    stopped, the kernel continues it as soon as the thread that started it ends.
+    """
+
+    signal.signal(signal.SIGTERM, lambda signum, _frame: _end_within(_SIGTERM_S, 128 + signum))
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+
+
+def _end_within(seconds: float, code: int) -> None:
+    """End this process after so many seconds, unless it has ended before."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
 
 
 def _setting(text: str) -> tuple[str, object]:

@@ -75,6 +75,10 @@ class JobEngine(ABC):
     def weight_digest(self) -> str | None:
         """Return the model digest of the engine's weights."""
 
+    def loss(self) -> str | None:
+        """Say how this rank's engine was lost, where it has a process of its own; None while it runs."""
+        return None
+
     def announce_step(self) -> AbstractContextManager[None]:
         """Enclose the optimizer's step."""
         return nullcontext()

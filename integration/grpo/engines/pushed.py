@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,15 +19,24 @@ from ....weight_sync.transports.disk import DiskTransport
 from ....weight_sync.transports.group import DistributedTransport
 from ....weight_sync.transports.same_host import TensorTransport
 from ....weight_sync.transports.transport import Transport
-from ...failures import OtherRankFailed, file_failure, files_of
+from ...failures import RESUME, EngineFailed, OtherRankFailed, file_failure, files_of
 from ...push.local_target import LocalTarget, run_verb
 from ...push.pusher import PushFailed, WeightPusher
-from ...push.remote_engine import RemoteEngine, RemoteTarget, VerbServer
+from ...push.remote_engine import ProcessLost, RemoteEngine, RemoteTarget, VerbServer
 from ...ranks import Ranks
 from ..backends.backend import TrainerBackend
 from ..results.run_folder import SOCKETS
 from ..settings.config import JobConfig
 from .engine import LocalEngine, OtherModelEngine, copied_service
+
+
+@contextmanager
+def reported_losses() -> Iterator[None]:
+    """Turn the loss of an engine's process into EngineFailed, in a block or a function."""
+    try:
+        yield
+    except ProcessLost as error:
+        raise EngineFailed(f"{error}; {RESUME}") from error
 
 
 class PushedEngine(OtherModelEngine):
@@ -63,12 +72,14 @@ class PushedEngine(OtherModelEngine):
         )  # fmt: skip
 
     def sync(self, version: str) -> int:
-        """See `JobEngine.sync`. Raises FileFailed on rank 0 where there is no room for the weights on their way."""
+        """See `JobEngine.sync`. Raises FileFailed on rank 0 where there is no room for the weights on their way, and
+        EngineFailed on the rank whose engine's process is lost."""
         try:
             pushed = self._pusher.push_tensors(
                 self._backend.named_tensors(), self._specs, version, in_flight=self._config.in_flight
             )
         except PushFailed as error:
+            self._report_loss(error)
             if isinstance(error.__cause__, OSError):
                 raise file_failure(error.__cause__, self._config.folder, f"synced to version {version}") from error
             if not self._ranks.is_first:
@@ -76,6 +87,11 @@ class PushedEngine(OtherModelEngine):
             raise
         return pushed.sent.num_bytes if pushed is not None else 0
 
+    def _report_loss(self, error: PushFailed) -> None:
+        """Raise EngineFailed on the rank whose engine's process is lost, and OtherRankFailed on the others. Does
+        nothing where there is none. All ranks call it together."""
+
+    @reported_losses()
     def weight_digest(self) -> str | None:
         """See `JobEngine.weight_digest`."""
         return self._target.call("finish_digest", timeout_s=self._config.weights.timeout_s)["result"]  # type: ignore[return-value]

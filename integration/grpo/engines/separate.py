@@ -9,9 +9,11 @@ from pathlib import Path
 from ....rollout.ahead.rollouts import AheadCounts
 from ....rollout.completion import Completion
 from ....rollout.sampling_params import SamplingParams
+from ...failures import RESUME, EngineFailed, OtherRankFailed
+from ...push.pusher import PushFailed
 from ...push.remote_engine import RemoteEngine
 from .engine import StepPrompts, by_prompt
-from .pushed import PushedEngine
+from .pushed import PushedEngine, reported_losses
 
 _TIMEOUT_S = 3600.0  # of calls that wait for samples
 
@@ -21,6 +23,7 @@ class SeparateEngine(PushedEngine):
 
     _target: RemoteEngine
 
+    @reported_losses()
     def _open(self, folder: Path, socket: Path) -> None:
         config = self._config
         settings = {k: v for k, v in asdict(config.engine_config()).items() if v is not None}
@@ -31,6 +34,7 @@ class SeparateEngine(PushedEngine):
         self._target = RemoteEngine(folder, socket.parent, socket.stem, settings, options)
         self._exit.callback(self._target.close)
 
+    @reported_losses()
     def generate(
         self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams] | SamplingParams
     ) -> list[Completion]:
@@ -38,10 +42,12 @@ class SeparateEngine(PushedEngine):
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
         return self._target.generate(list(prompts), [asdict(p) for p in each], _TIMEOUT_S)
 
+    @reported_losses()
     def begin(self, step: int, asked: StepPrompts) -> None:
         """See `JobEngine.begin`."""
         self._target.begin(step, asked.prompts, [asdict(p) for p in asked.params], asked.schedule, _TIMEOUT_S)
 
+    @reported_losses()
     def settle(self) -> None:
         """See `JobEngine.settle`."""
         self._target.settle(_TIMEOUT_S)
@@ -50,10 +56,28 @@ class SeparateEngine(PushedEngine):
         """See `JobEngine.groups`. Those that are there come in one call, which waits for a step of the engine."""
         index = 0
         while index < num_groups:
-            for group in by_prompt(self._target.finish_groups(step, index, _TIMEOUT_S)):
+            with reported_losses():
+                found = self._target.finish_groups(step, index, _TIMEOUT_S)
+            for group in by_prompt(found):
                 yield group
                 index += 1
 
+    @reported_losses()
     def counts(self) -> AheadCounts:
         """See `JobEngine.counts`."""
         return self._target.counts(self._config.weights.timeout_s)
+
+    def loss(self) -> str | None:
+        """See `JobEngine.loss`."""
+        lost = self._target.loss()
+        return None if lost is None else f"{self._target.name}: {lost}"
+
+    def _report_loss(self, error: PushFailed) -> None:
+        """See `PushedEngine._report_loss`."""
+        ranks, lost = self._ranks, self.loss()
+        first = ranks.num_ranks - int(ranks.largest(0 if lost is None else ranks.num_ranks - ranks.rank))
+        if first == ranks.num_ranks:
+            return
+        if first == ranks.rank:
+            raise EngineFailed(f"{lost}; {RESUME}") from error
+        raise OtherRankFailed(str(error)) from error
