@@ -37,7 +37,8 @@ _MAX_FAULTS = 10  # input lines named in one message
 _RESULT_SETTINGS = ("dtype", "invariant", "max_model_len", "seed")
 # Nor do these where they have their defaults: then they are left out of the hash, so that it is that of older answers.
 _MORE_SETTINGS = ("k_blocks",)
-# Likewise of answers that a grammar constrains: those that receipts have, and the mode where the request names none.
+# Likewise of answers that a grammar constrains: those of rollout/receipt.py, whose import is heavy (a test compares
+# them), and the mode where the request names none.
 _GRAMMAR_SETTINGS = ("grammar_any_whitespace", "jump_forward_max_rollback", "jump_forward_max_blocks", "block_size")
 _MODE = "jump_forward"
 _MADE_FROM = {  # key of an answer's sources: words for the error when its hash or number differs

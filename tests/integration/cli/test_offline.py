@@ -24,6 +24,7 @@ from lockstep.integration.failures import FileFailed
 from lockstep.integration.grpo.tasks.warm_start import ModelSpec, build_model
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.receipt import GRAMMAR_SETTINGS
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support import prepared_python
 from lockstep.tests.support.full_disks import no_file_above
@@ -172,7 +173,8 @@ def test_engine_settings_that_change_results_are_those_of_the_hash():
 def test_every_setting_that_a_receipt_has_of_a_grammar_is_in_the_hash(model_folder):
     pytest.importorskip("xgrammar")
     [answer] = Engine(model_folder, replace(ENGINE, receipts="tokens")).generate(["1+1="], BOOLEANS)
-    assert {*answer.receipt["grammar"]} - {"mode", "jumps"} == {*OTHERS}
+    assert {*answer.receipt["grammar"]} - {"mode", "jumps"} == {*OTHERS} == {*offline._GRAMMAR_SETTINGS}
+    assert offline._GRAMMAR_SETTINGS == GRAMMAR_SETTINGS
 
 
 @pytest.mark.parametrize(
