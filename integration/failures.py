@@ -26,6 +26,10 @@ class EngineFailed(Exception):
     """The loss of an engine's process. The message names it, the reason, and what to do next."""
 
 
+class PolicyDiverged(Exception):
+    """Weights that give no numbers any more. The message names the step, and what to do next."""
+
+
 class OtherRankFailed(Exception):
     """A failure of another rank, which reports it."""
 

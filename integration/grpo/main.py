@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(config: JobConfig, rank: str, *, resume: bool) -> int:
     """Run the job on this rank. Returns the exit code. Of a failure that concerns all ranks one rank reports."""
-    from ..failures import EngineFailed, FileFailed
+    from ..failures import EngineFailed, FileFailed, PolicyDiverged
     from .results.run_folder import owned_folder
 
     try:
@@ -68,8 +68,8 @@ def _run(config: JobConfig, rank: str, *, resume: bool) -> int:
             run(config, resume=resume)
     except ValueError as error:
         return _report(error)
-    except FileFailed as error:
-        if rank != "0" and _is_ended_by_launcher():  # rank 0 has most likely failed at the same file
+    except (FileFailed, PolicyDiverged) as error:
+        if rank != "0" and _is_ended_by_launcher():  # rank 0 has most likely failed at the same
             return 1
         return _report(error, 1)
     except EngineFailed as error:
@@ -80,6 +80,18 @@ def _run(config: JobConfig, rank: str, *, resume: bool) -> int:
             return 1
         raise
     return 0
+
+
+def _diverged(step: int, error: Exception) -> Exception:
+    """Return the one line of logits that are not finite."""
+    from ..failures import RESUME, PolicyDiverged
+
+    found = PolicyDiverged(
+        f"training step {step}: {error}: the policy has diverged; change what made its steps so large "
+        f"(train.learning_rate, say), then {RESUME}"
+    )
+    found.__cause__ = error
+    return found
 
 
 def _is_symptom(error: Exception) -> bool:
@@ -126,7 +138,8 @@ def run(config: JobConfig, *, resume: bool) -> None:
 
 
 def _train(config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
-    from ..failures import RESUME, EngineFailed, FileFailed
+    from ...rollout.errors import BrokenLogits
+    from ..failures import RESUME, EngineFailed, FileFailed, PolicyDiverged
     from ..lost_ranks import leave, loss_of
     from .job import GrpoJob
     from .results.run_folder import say
@@ -137,14 +150,16 @@ def _train(config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
         job = GrpoJob(config, ranks, resume=resume)
         job.run()
     except Exception as error:  # a boundary between processes: closing would wait for ranks without this error
+        if job is not None and isinstance(error, BrokenLogits):
+            error = _diverged(job.step, error)
         if config.parallel.num_ranks == 1 or isinstance(error, ValueError):
             # The other ranks may have waited for this one, which waited for its engine.
             if job is not None and _is_symptom(error) and (lost := job.engine.loss()):
                 raise EngineFailed(f"{lost}; {RESUME}") from error
-            raise
+            raise error
         where = f"in training step {job.step}" if job else "before training"
         cause = loss_of(error, job.engine.ranks if job else None) or error
-        leave(cause, ranks.rank, where, is_known=isinstance(cause, FileFailed))
+        leave(cause, ranks.rank, where, is_known=isinstance(cause, FileFailed | PolicyDiverged))
     finally:
         if job is not None:
             job.close()

@@ -194,6 +194,17 @@ def test_a_checkpoint_with_other_weights_than_its_digest_says_is_not_resumed(str
 
 
 @pytest.mark.slow
+def test_a_policy_that_diverges_ends_the_job_in_one_line_with_the_step(straight_run, tmp_path):
+    os.symlink(straight_run / ".cache", tmp_path / ".cache")
+    settings = ["train.learning_rate=1e30", "train.num_warmup_steps=0", "run.num_steps=4"]
+    assert finish(torchrun(tmp_path, str(CONFIG), *SHRUNK, *settings)) != 0
+    log = (tmp_path / "log").read_text()
+    said = [line for line in log.splitlines() if line.startswith("lockstep: error: ")]
+    assert len(said) == 1 and "training step 2: the model's logits are NaN" in said[0] and "--resume" in said[0], log
+    assert "BrokenLogits" not in log
+
+
+@pytest.mark.slow
 def test_a_job_without_drafts_has_the_same_rewards_and_digests(straight_run, tmp_path):
     os.symlink(straight_run / ".cache", tmp_path / ".cache")
     more = ["rollout.max_new_tokens=40", "run.num_steps=6"]  # answers run on in circles: there is much to repeat
