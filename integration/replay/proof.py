@@ -125,6 +125,8 @@ class _Replay:
             return unproven(why)
         if (position := claim.wrong_end) is not None:
             return Verdict("differs", "end", position)
+        if why := claim.unproven_end:
+            return unproven(why)
         return self._without_weights(claim) or self._without_grammar(claim) or claim
 
     def _other_guarantee(self, claimed: object) -> str:
@@ -305,6 +307,8 @@ def _compared(claim: Claim, answer: Completion) -> Verdict:
         if claimed and found is not None and found[: len(claimed)] != claimed:
             first = next(i for i, jump in enumerate(claimed) if found[i : i + 1] != [jump])
             return Verdict("differs", f"jumps: number {first} is claimed as {claimed[first]}, and is another one")
+        if claim.ends_with_grammar and len(answer.token_ids) > num:
+            return Verdict("differs", "end", num - 1, num_tokens=num)
         return Verdict("equal", num_tokens=num)
     claimed_bits = claim.logprob_bits[position : position + 1]
     was = Drawn(int(claim.token_ids[position]), float(claimed_bits.view(np.float32)[0]), int(claimed_bits[0]))

@@ -64,7 +64,7 @@ class Receipts:
                 "seed": request.seed,
                 **listed(completion.prompt_ids, completion.token_ids, completion.logprobs, in_full=in_full),
                 "settings": settings_json(params),
-                "finish": {"type": reason.type, "matched": reason.matched},
+                "finish": _finish(reason),
                 "eos": sorted(parts.eos_token_ids),
                 "max_model_len": parts.max_model_len,
                 "spans": spans_of(request.record),
@@ -85,6 +85,12 @@ class Receipts:
         if self._known is None or self._known[0] is not numerics:  # an adapter brings others
             self._known = (numerics, guarantee(self._parts.model))
         return self._known[1]
+
+
+def _finish(reason: FinishReason) -> dict[str, Any]:
+    """Return the end of an output as a receipt has it: a "length" that the pool forced says so."""
+    forced = {"message": reason.message} if reason.type == "length" and reason.message else {}
+    return {"type": reason.type, "matched": reason.matched, **forced}
 
 
 def spans_of(record: OutputRecord) -> list[dict[str, Any]]:

@@ -45,8 +45,9 @@ class Claim:
     index: int
     params: SamplingParams
     spans: tuple[ClaimedSpan, ...]
-    finish: Mapping[str, Any]  # type, and the stop token or string that matched
+    finish: Mapping[str, Any]  # type, the stop token or string that matched, and the message of a full pool
     eos: frozenset[int]
+    max_model_len: int
     grammar: Mapping[str, Any] | None = None
 
     @property
@@ -64,10 +65,39 @@ class Claim:
         stops = np.isin(self.token_ids, list(self.stops))
         if len(early := np.flatnonzero(stops[:-1])):
             return int(early[0]) + 1
-        matched = self.finish.get("matched")
-        is_by_token = self.finish["type"] == "stop" and type(matched) is int
-        wrong = is_by_token and (not len(stops) or self.token_ids[-1] != matched or not stops[-1])
-        return len(stops) - 1 if wrong else None
+        if len(stops) > self.most_tokens:
+            return max(self.most_tokens, 0)
+        if self.finish["type"] != "stop":
+            return None
+        matched, params = self.finish.get("matched"), self.params
+        if matched is None:
+            is_wrong = not params.is_constrained or not len(stops)
+        elif isinstance(matched, str):
+            is_wrong = not params.needs_text
+        else:
+            is_wrong = not len(stops) or self.token_ids[-1] != matched or not stops[-1]
+        return max(len(stops) - 1, 0) if is_wrong else None
+
+    @property
+    def unproven_end(self) -> str:
+        """The reason why the end of the output cannot be told from a cut; "": it can, or is taken as said."""
+        num = len(self.token_ids)
+        if self.finish["type"] != "length" or num == self.most_tokens or self.finish.get("message"):
+            return ""
+        return (
+            f"it ends by its length after {num} of {self.most_tokens} tokens, and does not say that the pool was full: "
+            "it was cut, or an older version made it"
+        )
+
+    @property
+    def most_tokens(self) -> int:
+        """The most output tokens that the settings and the engine's context leave room for."""
+        return min(self.params.max_new_tokens, self.max_model_len - self.num_prompt_tokens)
+
+    @property
+    def ends_with_grammar(self) -> bool:
+        """Whether it claims that its grammar allows no token after the output."""
+        return self.finish["type"] == "stop" and self.finish.get("matched") is None
 
 
 @dataclass(frozen=True)
@@ -121,7 +151,7 @@ def claim_of(receipt: Mapping[str, Any], vocab_size: int) -> Claim:
     claim = Claim(
         receipt["id"], tuple(receipt["prompt"]), np.array(output, np.int64), np.array(bits, np.uint32), receipt["seed"],
         receipt["index"], params, tuple(map(_span, receipt["spans"])), receipt["finish"], frozenset(receipt["eos"]),
-        receipt.get("grammar"),
+        receipt["max_model_len"], receipt.get("grammar"),
     )  # fmt: skip
     _check_spans(claim)
     return claim

@@ -67,8 +67,8 @@ def _is_span(value: Any) -> bool:
 def _is_finish(value: Any) -> bool:
     if not _is_object(value) or value.get("type") not in ("stop", "length", "abort"):
         return False
-    matched = value.get("matched")
-    return matched is None or _is_text(matched) or _is_count(matched)
+    matched, message = value.get("matched"), value.get("message")
+    return (matched is None or _is_text(matched) or _is_count(matched)) and (message is None or _is_text(message))
 
 
 def _is_guarantee(value: Any) -> bool:
@@ -95,6 +95,7 @@ _FIELDS: dict[str, tuple[_Check, str]] = {
     "seed": (_is_seed, "int64"),
     "settings": (_is_object, "object"),
     "finish": (_is_finish, "object with a type (stop, length or abort) and what matched"),
+    "max_model_len": (_is_count, "number of 0 or more"),
     "eos": (_are_ids, "list of token ids"),
     "spans": (_is_list_of(_is_span), "list of objects with version, digest, start, end and kept_kv"),
     "guarantee": (_is_guarantee, "object with values by name, and versions by library"),

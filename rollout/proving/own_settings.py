@@ -32,6 +32,7 @@ class OwnSettings:
         self._samplers: dict[frozenset[int], Sampler] = {}
         self._requests: dict[Task, Request] = {}
         self._masks: dict[Task, list[bytes | None]] = {}
+        self.open: set[Task] = set()  # whose grammar allows a token after an output that is said to end with it
 
     def drawn(self, task: Task, first: int, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Draw output tokens `first`, first + 1, ... of a task from logits [R, V]; returns ids and
@@ -44,12 +45,15 @@ class OwnSettings:
                 sequence, claim.params, RequestOptions(), claim.index, claim.seed, 0.0, 0, None
             )
             if claim.params.is_constrained:
-                self._masks[task] = masks_of(claim, self._state(claim))
+                state = self._state(claim)
+                masks = self._masks[task] = masks_of(claim, state)
+                if claim.ends_with_grammar and _goes_on(claim, state, masks[-1]):
+                    self.open.add(task)
         output = tuple(claim.token_ids.tolist())
         places = range(first, first + len(logits))
         rows = [SampledRow(request, output[:place]) for place in places]
-        masks = self._masks.get(task)
-        allowed = [masks[place] for place in places] if masks else ()
+        its_masks = self._masks.get(task)
+        allowed = [its_masks[place] for place in places] if its_masks else ()
         sampler = self._samplers.setdefault(claim.eos, Sampler(claim.eos))
         choices = sampler.sample(logits, rows, allowed)
         if places.stop >= task.span.end:  # the last rows of the task
@@ -75,6 +79,19 @@ def masks_of(claim: Claim, state: GrammarState) -> list[bytes | None]:
         state.follow(output[:place])
         mask = state.mask()
         masks.append(mask.tobytes())
-        if not mask[token_id >> 3] >> (token_id & 7) & 1:
+        if not _allows(masks[-1], token_id):
             break
     return masks + [None] * (len(output) - len(masks))
+
+
+def _goes_on(claim: Claim, state: GrammarState, last_mask: bytes | None) -> bool:
+    """Return whether a grammar allows a token after a claimed output, or does not allow all of it. Moves the state."""
+    output = claim.token_ids.tolist()
+    if not _allows(last_mask, output[-1]):
+        return True
+    state.follow(output)
+    return not state.is_over
+
+
+def _allows(mask: bytes | None, token_id: int) -> bool:
+    return mask is not None and bool(mask[token_id >> 3] >> (token_id & 7) & 1)

@@ -145,7 +145,10 @@ class _Proof:
         """Return what came out of a task."""
         claim, span = task.claim, task.span
         if (wrong := self._wrong.get(task)) is None:
-            return Verdict("equal", num_tokens=span.end - span.start)
+            num_tokens = span.end - span.start
+            if task in self._own.open and span.end == len(claim.token_ids):
+                return Verdict("differs", "end", span.end - 1, num_tokens=num_tokens)
+            return Verdict("equal", num_tokens=num_tokens)
         position, token_id, logprob = wrong
         bits = claim.logprob_bits[position : position + 1]
         claimed = Drawn(int(claim.token_ids[position]), float(bits.view(np.float32)[0]), int(bits[0]))

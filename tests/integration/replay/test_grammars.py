@@ -68,6 +68,34 @@ def test_constrained_samples_are_proven_in_every_mode(make_service, mode):
     assert (verdict.status, verdict.what, verdict.position) == ("differs", "token", 5)
 
 
+@pytest.mark.parametrize("mode", ["off", "exact", "text"])
+def test_an_output_does_not_end_with_its_grammar_before_the_grammar_does(make_service, mode):
+    service = make_service()
+    whole = next(receipt for receipt in receipts_of(service, mode) if receipt["finish"]["type"] == "stop")
+    by_grammar = {"type": "stop", "matched": None}
+    num = 12
+    cut = {name: whole[name][:num] for name in ("output", "logprobs")}
+    jumps = [jump for jump in whole["grammar"]["jumps"] if jump[0] + len(jump[2]) <= num]
+    spans = [{**whole["spans"][0], "end": num}]
+    early = sealed(
+        {**whole, **cut, "spans": spans, "grammar": {**whole["grammar"], "jumps": jumps}, "finish": by_grammar}
+    )
+    [verdict] = service.replay([early]).verdicts
+    assert (verdict.status, verdict.what, verdict.position) == ("differs", "end", num - 1)
+
+
+def test_an_output_whose_grammar_leaves_no_token_is_proven_to_its_end(make_service):
+    service = make_service()
+    for mode in ("off", "exact", "text"):
+        params = SamplingParams(
+            regex="a[bc]{3}d", jump_forward=mode, max_new_tokens=30, sampling_seed=5, ignore_eos=True
+        )
+        options = RequestOptions(return_receipt=True)
+        [receipt] = [c.receipt for c in service.engine.generate(["x"], params, options=options)]
+        assert receipt["finish"] == {"type": "stop", "matched": None}
+        assert service.replay([receipt]).num("equal") == 1
+
+
 def test_draws_and_jumps_are_in_the_receipt_in_their_order(make_service):
     service = make_service()
     receipts = receipts_of(service, "text")

@@ -236,3 +236,45 @@ def test_an_output_goes_on_after_no_stop_and_ends_with_the_one_that_it_names(mak
         ("end", len(receipt["output"])),
         ("end", len(receipt["output"]) - 1),
     ]
+
+
+def cut_to(receipt: dict, num: int, **finish: object) -> dict:
+    """Return a receipt whose output was cut to its first tokens, with a hash that was made anew."""
+    spans = [{**span, "end": min(span["end"], num)} for span in receipt["spans"] if span["start"] < num]
+    lists = {name: receipt[name][:num] for name in ("output", "logprobs")}
+    return changed(receipt, **lists, spans=spans, finish=finish)
+
+
+def test_an_output_that_was_cut_is_not_proven_by_another_end(make_service):
+    service = make_service(max_model_len=48)
+    receipts = receipts_of(service, SamplingParams(max_new_tokens=20, sampling_seed=3), [PROMPTS[0], PROMPTS[3]])
+    assert [len(receipt["output"]) for receipt in receipts] == [20, 16], "the context ends the second one"
+    assert service.replay(receipts).num("equal") == 2
+    ends = [
+        {"type": "length", "matched": None},
+        {"type": "length"},
+        {"type": "stop", "matched": None},
+        {"type": "stop", "matched": "a text"},
+    ]
+    for receipt in receipts:
+        verdicts = service.replay([cut_to(receipt, 3, **end) for end in ends]).verdicts
+        assert [v.status for v in verdicts] == ["unproven", "unproven", "differs", "differs"]
+        assert f"by its length after 3 of {len(receipt['output'])} tokens" in verdicts[0].what
+        assert [(v.what, v.position) for v in verdicts[2:]] == [("end", 2), ("end", 2)]
+
+
+def test_an_output_that_is_longer_than_its_settings_allow_differs_at_its_end(make_service):
+    service = make_service()
+    [receipt] = receipts_of(service, SamplingParams(max_new_tokens=9, sampling_seed=3), [PROMPTS[0]])
+    shorter = changed(receipt, settings={**receipt["settings"], "max_new_tokens": 5})
+    narrower = changed(receipt, max_model_len=len(PROMPTS[0]) + 7)
+    assert [(v.what, v.position) for v in service.replay([shorter, narrower]).verdicts] == [("end", 5), ("end", 7)]
+
+
+def test_an_answer_that_a_full_pool_ended_says_so_and_is_proven(make_service):
+    service = make_service(kv_cache="4 blocks")
+    [receipt] = receipts_of(service, SamplingParams(max_new_tokens=200, sampling_seed=3), [PROMPTS[0]])
+    assert receipt["finish"]["type"] == "length" and len(receipt["output"]) < 200
+    assert "is full with this sequence alone" in receipt["finish"]["message"]
+    older = changed(receipt, finish={"type": "length", "matched": None})
+    assert [v.status for v in make_service().replay([receipt, older]).verdicts] == ["equal", "unproven"]
