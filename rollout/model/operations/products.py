@@ -26,16 +26,20 @@ def replaced_products(linear: Linear) -> dict[Callable[..., object], Callable[..
             return torch.matmul(left, right) if out is None else torch.matmul(left, right, out=out)
         return invariant_matmul(left, right, linear)
 
-    def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        if not _serves(left, right) or beta != 1 or alpha != 1 or bias.dtype is not left.dtype:
-            return torch.addmm(bias, left, right, beta=beta, alpha=alpha)
-        if bias.dim() == 1:
+    def addmm(
+        bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
+    ) -> Tensor:
+        if not _serves(left, right) or beta != 1 or alpha != 1 or bias.dtype is not left.dtype or out is not None:
+            return torch.addmm(bias, left, right, beta=beta, alpha=alpha, out=out)
+        if bias.shape == right.shape[1:]:
             return linear(left, right.t(), bias)
         return invariant_matmul(left, right, linear) + bias
 
-    def baddbmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        if not _serves(left, right) or beta != 1 or alpha != 1:
-            return torch.baddbmm(bias, left, right, beta=beta, alpha=alpha)
+    def baddbmm(
+        bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
+    ) -> Tensor:
+        if not _serves(left, right) or beta != 1 or alpha != 1 or out is not None:
+            return torch.baddbmm(bias, left, right, beta=beta, alpha=alpha, out=out)
         return invariant_matmul(left, right, linear) + bias
 
     def einsum(equation: str, *operands: Tensor) -> Tensor:
@@ -58,7 +62,7 @@ def replaced_products(linear: Linear) -> dict[Callable[..., object], Callable[..
 def invariant_matmul(left: Tensor, right: Tensor, linear: Linear) -> Tensor:
     """Compute torch.matmul(left, right), differentiable; the bits of a row depend on the row and on `right` alone."""
     if left.dim() == 1:
-        return invariant_matmul(left[None], right, linear).squeeze(-2)
+        return invariant_matmul(left[None], right, linear).squeeze(-1 if right.dim() == 1 else -2)
     if right.dim() == 1:
         return linear(left, right[None]).squeeze(-1)
     if right.dim() == 2:

@@ -92,6 +92,28 @@ def test_a_row_has_its_own_bits_in_any_batch_and_torchs_numbers_and_gradients(fu
     torch.testing.assert_close(x.grad, x_plain.grad, atol=1e-4, rtol=1e-4)
 
 
+BY_SHAPE = {  # of operands that few modules have
+    "vector with vector": lambda x: torch.matmul(x[0], WEIGHT[:, 0]),
+    "vector with matrix": lambda x: x[0] @ WEIGHT,
+    "vector with matrices": lambda x: x[0] @ WEIGHT.expand(2, 48, 40),
+    "addmm, one number": lambda x: torch.addmm(BIAS[:1], x, WEIGHT),
+    "addmm, one scalar": lambda x: torch.addmm(BIAS[0], x, WEIGHT),
+    "addmm, one column": lambda x: torch.addmm(x[:, :1], x, WEIGHT),
+    "addmm into a tensor": lambda x: torch.addmm(BIAS, x, WEIGHT, out=torch.empty(9, 40)),
+    "baddbmm into a tensor": lambda x: torch.baddbmm(BIAS, x[None], WEIGHT[None], out=torch.empty(1, 9, 40)),
+}
+
+
+@pytest.mark.parametrize("name", BY_SHAPE)
+def test_products_of_every_shape_that_torch_takes_give_torchs_numbers(functions, name):
+    product = BY_SHAPE[name]
+    x = torch.randn(9, 48)
+    with functions:
+        found = product(x)
+    assert found.shape == product(x).shape
+    torch.testing.assert_close(found, product(x), atol=1e-5, rtol=1e-5)
+
+
 def test_products_of_a_small_matrix_for_each_row_are_added_in_order(functions):
     x = torch.randn(9, 3, 4)
     with functions:
