@@ -19,6 +19,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.model.layer_probe import KVShape, LayerProbe
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.optional_packages import needs_transformers
 from lockstep.tests.rollout.speculation.drafting import Case, Oracle, counts, draft_always, outputs_of, play
 from lockstep.tests.support.covering import covering
 
@@ -210,6 +211,7 @@ def test_a_pool_has_room_for_the_indexers_keys(make_model):
 def test_indexers_that_score_otherwise_are_refused_by_name(model_type, says):
     from lockstep.tests.families.configs import tiny_config
 
+    needs_transformers(5, 23)  # earlier ones have other indexers
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
     kind = transformers.AutoModelForImageTextToText if model_type == "glm5_next" else transformers.AutoModelForCausalLM

@@ -45,6 +45,7 @@ _OPERANDS: Mapping[object, tuple[str, ...]] = {  # names of operands in their or
     **dict.fromkeys((torch.addmm, Tensor.addmm), ("input", "mat1", "mat2")),
     **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), ("input", "batch1", "batch2")),
     torch.einsum: (),
+    torch.polar: ("abs", "angle"),
 }
 _DROPOUTS = (
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
@@ -143,6 +144,8 @@ def invariant_functions(
             F.mish: lambda x, inplace=False: mish(x),
             F.elu: lambda x, alpha=1.0, inplace=False: elu(x, alpha),
             F.softplus: softplus,
+            # Rotations, by which queries are multiplied: complex products of strided numbers have other bits.
+            torch.polar: lambda size, angle: torch.polar(size, angle).contiguous(),
             **{function: _refusing(function, is_training) for function in _RANDOM},
             **{function: _unless_off(function, is_training) for function in _DROPOUTS},
         },

@@ -275,3 +275,19 @@ def test_an_engine_without_invariant_mode_generates_inside_autocast(make_model):
     expected = engine.generate([[1, 2, 3]], settings)[0]
     with torch.autocast("cpu", torch.bfloat16):
         assert engine.generate([[1, 2, 3]], settings)[0].logprobs == expected.logprobs
+
+
+def test_rotations_by_complex_numbers_have_the_same_bits_for_one_row_and_for_many(functions) -> None:
+    """Angles that a product has laid down column by column: those of one row lie side by side."""
+    generator = torch.Generator().manual_seed(0)
+    angles = torch.randn(16, 40, generator=generator, dtype=torch.float32) * 100  # [D / 2, T]
+    query = torch.view_as_complex(torch.randn(40, 4, 16, 2, generator=generator, dtype=torch.float32))
+
+    def rotated(first: int, end: int) -> torch.Tensor:
+        its = angles[:, first:end].contiguous().t()
+        return torch.view_as_real(query[first:end] * torch.polar(torch.ones_like(its), its)[:, None])
+
+    with functions:
+        whole = rotated(0, 40)
+        assert all(torch.equal(rotated(row, row + 1), whole[row : row + 1]) for row in range(40))
+        assert torch.equal(torch.polar(abs=torch.ones(3), angle=torch.zeros(3)), torch.ones(3, dtype=torch.complex64))
