@@ -117,7 +117,9 @@ def test_readme_and_the_page_of_limits_name_the_same_tested_families():
         re.search(r"Tested families: (.+?), in float32", " ".join(TEXTS[page].split()))
         for page in ("README.md", "docs/limits.md")
     ]
-    between = re.compile(r",(?: and with (?:recurrent layers|sparse attention))? | and (?:with sparse attention |, in chunks, )?")
+    between = re.compile(
+        r",(?: and with (?:recurrent layers|sparse attention))? | and (?:with sparse attention |, in chunks, )?"
+    )
     readme, limits = (between.split(match[1]) for match in lists if match)
     assert len(readme) > 15
     assert readme == limits
