@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from ....rollout.errors import LockstepError
-from ....weight_sync.errors import WeightSyncError
+from ....weight_sync.errors import SessionError, WeightSyncError
 from ...service import RolloutService
 from ..admin.operations import UpdateGate
 from ..edge.errors import Busy
@@ -27,6 +27,7 @@ class UpdateWatch:
         between two calls."""
         self._service, self._gate, self._idle_s = service, gate, idle_s
         self._opened_at: float | None = None  # of the watched session
+        self._why_lost = ""  # why it is taken back at the next turn of the weights
         self._timer: threading.Timer | None = None
 
     @property
@@ -35,19 +36,28 @@ class UpdateWatch:
         return self._opened_at is not None and self._service.sessions.opened_at == self._opened_at
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """Stop the clock during a call of an update, and start it again where the update is open afterwards. The caller
-        holds the gate."""
-        self._stop()
-        try:
+    def call(self, what: str) -> Iterator[None]:
+        """Hold the gate and stop the clock during a call of an update. Raises Busy while another one runs.
+
+        Where the update is open afterwards the clock starts again, once the gate is free: it may strike at once.
+        """
+        with ExitStack() as afterwards, self._gate.enter(what):
+            self._stop()
+            afterwards.callback(self._start)
             yield
-        finally:
-            if self.is_open:
-                self._start()
 
     def begin(self) -> None:
         """Watch the session that was opened last, in a `call`."""
-        self._opened_at = self._service.sessions.opened_at
+        self._opened_at, self._why_lost = self._service.sessions.opened_at, ""
+
+    def lose(self, why: str) -> None:
+        """Have the watched update taken back at the next turn of the weights, in a `call`. Until then it is refused."""
+        self._why_lost = why
+
+    def check(self) -> None:
+        """Raise SessionError where the watched update was lost, and is not taken back yet."""
+        if self._why_lost and self.is_open:
+            raise SessionError(f"the weight update is taken back: {self._why_lost}")
 
     def take_back(self, why: str) -> None:
         """Roll back the watched update, where it is open. The caller holds the gate and has a turn of the weights."""
@@ -55,7 +65,9 @@ class UpdateWatch:
             self._service.lose_weight_update(why)
 
     def _start(self) -> None:
-        self._timer = threading.Timer(self._idle_s, self._expire)
+        if not self.is_open:
+            return
+        self._timer = threading.Timer(0 if self._why_lost else self._idle_s, self._expire)
         self._timer.daemon, self._timer.name = True, "lockstep-update-watch"
         self._timer.start()
 
@@ -69,9 +81,10 @@ class UpdateWatch:
             with self._gate.enter("an update without calls"), self._service.weights_turn("abort_weight_update"):
                 if threading.current_thread() is not self._timer:
                     return  # a call came
+                why = self._why_lost or f"its client made no call for {self._idle_s:g} s (update_idle_s)"
                 if self.is_open:
-                    logger.warning("an update is taken back: its client made no call for %g s", self._idle_s)
-                self.take_back(f"its client made no call for {self._idle_s:g} s (update_idle_s)")
+                    logger.warning("an update is taken back: %s", why)
+                self.take_back(why)
         except Busy:
             return  # a call came, and starts the clock again
         except (LockstepError, WeightSyncError, ValueError) as error:

@@ -22,10 +22,11 @@ from typing import TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from ....rollout.errors import DeadlineExceeded
 from ....weight_sync.errors import SessionError
 from ....weight_sync.group.vllm_protocol import GROUP_NAME
 from ...service import RolloutService
-from ..admin.common import json_response, run, run_update, service_of
+from ..admin.common import json_response, run, service_of
 from ..edge.bodies import AdminBody, body_of, describe, read_as
 from ..edge.errors import BadField, Busy, HttpError
 from .transfers import Broadcasts, InitBody, Update, UpdateBody, Way, read_update, way_of
@@ -34,6 +35,7 @@ from .update_watch import UpdateWatch
 router = APIRouter(tags=["weights"])
 
 T = TypeVar("T")
+_SOON_S = 1.0  # that an answer to wrong fields waits for a turn of the weights
 
 
 class StartBody(AdminBody):
@@ -147,15 +149,19 @@ async def receive(request: Request, update: Update) -> None:
         if update.info is None:
             _read_folder(request, service, update.body, seconds_left)
             return
+        check(service)
         try:
-            if not service.sessions.is_open:
-                raise SessionError("no weight update is under way: call /start_weight_update first")
             way.receive(service, update, seconds_left)
         except BaseException:
             _give_up(request)
             raise
 
-    await _write(request, update.body, work)
+    def check(service: RolloutService) -> None:
+        if update.info is not None and not service.sessions.is_open:
+            _give_up(request)
+            _check_open(service)
+
+    await _write(request, update.body, work, check)
 
 
 async def finish(request: Request, body: FinishBody) -> None:
@@ -166,7 +172,7 @@ async def finish(request: Request, body: FinishBody) -> None:
         if not body.keep_undo:
             service.release_weight_undo()
 
-    await _write(request, body, commit)
+    await _write(request, body, commit, _check_open)
 
 
 def watch_of(request: Request) -> UpdateWatch:
@@ -183,28 +189,43 @@ def _read_folder(request: Request, service: RolloutService, body: UpdateBody, se
     request.app.state.updated_from = body.weight_dir
 
 
+def _check_open(service: RolloutService) -> None:
+    """Check that an update is open. Raises SessionError naming the call that begins one."""
+    if not service.sessions.is_open:
+        raise SessionError("no weight update is under way: call /start_weight_update first")
+
+
 def _give_up(request: Request) -> None:
     """Break the group after an update that failed, and take the update back. The trainer's broadcasts, which may be
     under way, fail now instead of waiting for this engine, and none of them is taken for a tensor of a later update."""
-    service_of(request).groups.break_off(GROUP_NAME, "an update over it failed: join again")
+    _break_off(request)
     watch_of(request).take_back("receiving it failed")
 
 
+def _break_off(request: Request) -> None:
+    service_of(request).groups.break_off(GROUP_NAME, "an update over it failed: join again")
+
+
 def _refused(request: Request, seconds_left: float | None) -> None:
-    """Give up an update whose fields are wrong, unless another call of an update is under way."""
+    """Give up an update whose fields are wrong, unless another call of an update is under way. Where a trainer keeps
+    the weights it is taken back at their next turn, after the answer."""
     service, watch, verb = service_of(request), watch_of(request), "update_weights"
-    with contextlib.suppress(Busy), request.app.state.updates.enter(verb), watch.call():
-        if watch.is_open:
-            with service.weights_turn(verb, seconds_left):
-                _give_up(request)
-        else:
+    with contextlib.suppress(Busy), watch.call(verb):
+        if not watch.is_open:
             _give_up(request)
+            return
+        try:
+            with service.weights_turn(verb, min(seconds_left or _SOON_S, _SOON_S)):
+                _give_up(request)
+        except DeadlineExceeded:
+            _break_off(request)
+            watch.lose("receiving it failed")
 
 
 def _leave(request: Request, seconds_left: float | None) -> None:
     """Take back an update whose trainer joins anew, and leave the group before it."""
     service, watch, verb = service_of(request), watch_of(request), "init_weight_transfer_engine"
-    with request.app.state.updates.enter(verb), watch.call():
+    with watch.call(verb):
         if watch.is_open:
             with service.weights_turn(verb, seconds_left):
                 watch.take_back("its trainer has joined anew")
@@ -212,11 +233,20 @@ def _leave(request: Request, seconds_left: float | None) -> None:
             service.destroy_weights_update_group(GROUP_NAME)
 
 
-async def _write(request: Request, body: AdminBody, call: Callable[[RolloutService, float | None], T]) -> T:
-    service = service_of(request)
+async def _write(
+    request: Request,
+    body: AdminBody,
+    call: Callable[[RolloutService, float | None], T],
+    check: Callable[[RolloutService], None] = lambda service: None,
+) -> T:
+    """Run a call of an update at its turn of the weights. check: refuses it before it waits for one."""
+    service, watch, verb = service_of(request), watch_of(request), request.scope["path"].lstrip("/")
 
     def work(seconds_left: float | None) -> T:
-        with watch_of(request).call():
-            return call(service, seconds_left)
+        with watch.call(verb):
+            check(service)
+            watch.check()
+            with service.weights_turn(verb, seconds_left) as still_left:
+                return call(service, still_left)
 
-    return await run_update(request, body, work)
+    return await run(request, body, work)

@@ -92,6 +92,31 @@ def test_handles_of_shared_memory_bring_the_weights(client, service, kind):
     assert (service.engine.weight_version, service.engine.weight_digest) == ("3", model_digest(tensors))
 
 
+def test_wrong_calls_are_answered_while_a_trainer_keeps_the_weights(make_model, restore_threads, until):
+    torch.set_num_threads(1)
+    module = make_model("qwen3")
+    service = RolloutService(Engine(module, EngineConfig(kv_cache="64 blocks")))
+    service.commit_in_place("1", source=module.named_parameters())
+    info = info_of(model_of(3)[:1]) | {"ipc_handles_pickled": handles_of(model_of(3)[:1])}
+    with (
+        serve_in_background(service, HttpConfig(port=0, admin_api_key="admin")) as server,
+        httpx.Client(base_url=server.url, timeout=30, headers=KEY) as client,
+    ):  # outside of a rollout phase, for which the calls would wait weight_timeout_s
+        for path, body in (("/finish_weight_update", {}), ("/update_weights", {"update_info": info})):
+            assert "call /start_weight_update first" in post(client, path, body, 400)["error"]["message"]
+        post(client, "/init_weight_transfer_engine", {"init_info": {}})
+        with service.rollout():
+            post(client, "/start_weight_update")
+        assert service.sessions.is_open
+        post(client, "/update_weights", {"update_info": {**info, "shapes": []}}, 400)
+        late = client.post("/finish_weight_update", json={"weight_version": "2"})
+        assert late.status_code in (400, 409), "the update is taken back, or waits for a phase to be"
+        with service.rollout():
+            until(lambda: not service.sessions.is_open)
+        assert service.engine.weight_version == "1"
+    service.close()
+
+
 class _Evil:
     def __reduce__(self):
         return (print, ("run",))
