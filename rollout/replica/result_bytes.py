@@ -21,7 +21,7 @@ def results_bytes(results: Sequence[SequenceResult]) -> bytes:
     tokens = array("i", (-1 if r.token_id is None else r.token_id for r in results))
     logprobs = array("d", (0.0 if r.logprob is None else r.logprob for r in results))
     found = ((i, [getattr(r, name) for name in _EXTRAS]) for i, r in enumerate(results))
-    extras = {i: values for i, values in found if any(values)}
+    extras = {i: values for i, values in found if any(map(_is_given, values))}
     text = json.dumps(extras, separators=(",", ":")).encode() if extras else b""
     return _HEADER.pack(len(results), len(text)) + tokens.tobytes() + logprobs.tobytes() + text
 
@@ -42,6 +42,11 @@ def results_from(data: bytes, items: Sequence[ScheduledSequence]) -> list[Sequen
         more["accepted"] = tuple(NewToken(*token) for token in more.get("accepted", ()))
         results.append(SequenceResult(item.id, item.incarnation, item.num_tokens, **sampled, **more))
     return results
+
+
+def _is_given(value: object) -> bool:
+    """Return whether an extra is not its default: None, False or (). The probability 0.0 is none of these."""
+    return value is not None and value is not False and value != ()
 
 
 def as_tuples(value: Any) -> Any:

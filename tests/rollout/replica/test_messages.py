@@ -320,10 +320,11 @@ def test_results_come_back_bit_for_bit() -> None:
         SequenceResult("a", 0, 5, prompt_logprobs=(-0.1, -1e-300), prompt_top_logprobs=(((-0.1, 3), (-2.0, 4)), ())),
         SequenceResult("b", 2, 1, 0, -0.12345678901234567, ((-0.1, 1),), listed_logprobs=((float("-inf"), 9),)),
         SequenceResult("c", 0, 1, 7, -3.0),
+        SequenceResult("d", 0, 1, 9, -700.0, masked_prob=0.0),  # too small for a number
     ]
     items = [ScheduledSequence(r.id, r.incarnation, 0, r.num_tokens, (), None) for r in results]
     assert results_of_bytes(results_bytes(results), items) == results
-    assert len(results_bytes(results[2:])) == 8 + 12
+    assert len(results_bytes(results[2:3])) == 8 + 12
 
 
 def test_completions_come_back_as_they_were() -> None:
