@@ -1,4 +1,4 @@
-"""Buckets of tensor bytes: planned by a pure function, filled and emptied by thin ones.
+"""Buckets of tensor bytes, planned by a pure function.
 
     bucket 0            | bucket 1                      | bucket 2
     | a | b | c first   | c, the middle of a big tensor | c last | d | e |
@@ -9,7 +9,7 @@ of any dtype and can be viewed without a copy.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -104,16 +104,3 @@ def word_view(tensor: Tensor) -> Tensor:
     """
     word = _WORDS.get(tensor.itemsize)
     return tensor if word is None or tensor.is_conj() or tensor.is_neg() else tensor.view(word)
-
-
-def pack(plan: BucketPlan, sources: dict[str, Tensor], bucket: Tensor) -> None:
-    """Fill `bucket` (uint8, at least plan.num_bytes) with the plan's pieces of `sources`, uint8 views by name."""
-    for piece in plan.pieces:
-        part = sources[piece.name][piece.tensor_offset : piece.tensor_offset + piece.num_bytes]
-        bucket[piece.bucket_offset : piece.bucket_offset + piece.num_bytes].copy_(part)
-
-
-def unpack(plan: BucketPlan, bucket: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """Yield each piece with its bytes, uint8 views of `bucket`."""
-    for piece in plan.pieces:
-        yield piece, bucket[piece.bucket_offset : piece.bucket_offset + piece.num_bytes]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lockstep.weight_sync.digests.checker import byte_chunks
 from lockstep.weight_sync.digests.model_digest import tensor_leaves
-from lockstep.weight_sync.layout.bucket import ALIGNMENT, byte_view, pack, plan_buckets, unpack, word_view
+from lockstep.weight_sync.layout.bucket import ALIGNMENT, byte_view, plan_buckets, word_view
 from lockstep.weight_sync.layout.flat_bytes import FlatBytes
 from lockstep.weight_sync.manifest import TensorSpec, specs_of
 
@@ -69,21 +69,6 @@ def test_a_tensor_that_fits_into_a_bucket_is_not_cut(specs, bucket_bytes):
     cut = [p.name for plan in plan_buckets(specs, bucket_bytes) for p in plan.pieces if p.tensor_offset]
     fits = bucket_bytes // ALIGNMENT * ALIGNMENT
     assert all(spec.num_bytes > fits for spec in specs if spec.name in cut)
-
-
-@given(SPECS.filter(bool), st.integers(ALIGNMENT, 2048))
-@settings(max_examples=60, deadline=None)
-def test_what_is_packed_is_unpacked_byte_for_byte(specs, bucket_bytes):
-    tensors = {spec.name: tensor_of(spec.dtype, spec.shape, seed) for seed, spec in enumerate(specs)}
-    arrived = {name: torch.empty(tensor.nbytes, dtype=torch.uint8) for name, tensor in tensors.items()}
-    bucket = torch.empty(bucket_bytes, dtype=torch.uint8)
-    sources = {name: byte_view(tensor) for name, tensor in tensors.items()}
-    for plan in plan_buckets(specs, bucket_bytes):
-        bucket.fill_(0xAB)
-        pack(plan, sources, bucket)
-        for piece, data in unpack(plan, bucket):
-            arrived[piece.name][piece.tensor_offset : piece.tensor_offset + piece.num_bytes] = data
-    assert all(torch.equal(arrived[name], sources[name]) for name in tensors)
 
 
 def test_small_tensors_share_a_bucket_and_a_large_one_spans_several():
