@@ -131,14 +131,10 @@ class RolloutsAhead:
         """
         return self._engine.requests.together(lambda: self._take(key, 0, len(self._batches[key])))
 
-    def finish_group(self, key: int, index: int) -> list[Completion]:
-        """Return the samples of one prompt of a batch, while further ones of it still run. The batch is over with its
-        last prompt. Raises as `finish`, and IndexError."""
-        return self._engine.requests.together(lambda: self._take(key, index, index + 1))
-
     def finish_groups(self, key: int, first: int) -> list[Completion]:
-        """Return the samples of the prompt `first` of a batch, and those of the prompts behind it that are there
-        already: a caller in another process waits for the engine once. Raises as `finish_group`."""
+        """Return the samples of the prompt `first` of a batch, while further ones of it still run, and those of the
+        prompts behind it that are there already: a caller in another process waits for the engine once. The batch is
+        over with its last prompt. Raises as `finish`, and IndexError."""
         return self._engine.requests.together(lambda: self._take(key, first, first + 1, and_ready=True))
 
     def settle(self) -> None:
