@@ -126,11 +126,6 @@ def float_bits(values: Iterable[float]) -> list[int]:
     return array("I", array("f", values).tobytes()).tolist()
 
 
-def floats_of(bits: Iterable[int]) -> list[float]:
-    """Return the float32 numbers of these bits."""
-    return array("f", array("I", bits).tobytes()).tolist()
-
-
 # -- receipts ---------------------------------------------------------------------------------------------------------
 
 _NO_BITS = ("n", "sampling_seed", "stream_interval", "custom_params", "max_new_tokens")  # the last is always written

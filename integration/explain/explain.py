@@ -15,8 +15,6 @@ from .scores import Scores, TokenGap, gaps
 from .sequence import TokenSequence
 from .ways import Way, with_equal_blocks
 
-DEFAULT_WAYS = ("decode", "trainer")
-
 
 def explain(
     model: PreTrainedModel | Path,

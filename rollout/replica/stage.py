@@ -56,7 +56,7 @@ class Stage:
         self._state_pool, self._block_size, self._trace = state_pool, block_size, trace
         self.workers = WorkerSequenceManager(self.mesh.pp)
         self.num_forwards = 0
-        self.num_divided_draws = 0  # steps whose tokens were drawn without the whole logits
+        self.num_divided_draws = 0  # read by tests: steps whose tokens were drawn without the whole logits
         self._draws_parts = self._agree_on_parts()
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()  # to the next stage: kept until received
 

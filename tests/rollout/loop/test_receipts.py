@@ -17,7 +17,6 @@ from lockstep.rollout.receipt import (
     batch_hash,
     breaks_in_chain,
     digest_of,
-    floats_of,
     guarantee,
     is_in_full,
     seal_is_whole,
@@ -73,7 +72,8 @@ def test_a_receipt_says_what_the_answer_follows_from(make_engine):
         assert json.loads(json.dumps(receipt)) == receipt
         assert (receipt["format"], receipt["index"], receipt["seed"]) == (1, index, derive_seed(3, index))
         assert (receipt["prompt"], receipt["output"]) == (PROMPT, list(answer.token_ids))
-        assert floats_of(receipt["logprobs"]) == list(answer.logprobs)
+        bits = torch.tensor(receipt["logprobs"], dtype=torch.uint32)
+        assert bits.view(torch.float32).tolist() == list(answer.logprobs)
         assert receipt["guarantee"] == guarantee(engine.model)
         assert receipt["spans"] == [{"version": "7", "digest": "d7", "start": 0, "end": 6, "kept_kv": []}]
         assert settings_of(receipt["settings"]) == replace(params, n=1, sampling_seed=None)
