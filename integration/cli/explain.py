@@ -55,10 +55,12 @@ def run(arguments: Sequence[str]) -> int:
 
 def _sequence(options: argparse.Namespace, model: Path, scores: Scores | None) -> TokenSequence:
     """Return the sequence that the options name. Raises ValueError if there is none, or more than one."""
+    from ..explain.checkpoint_folder import model_folder
     from ..explain.sequence import TokenSequence, read_sequence, sample_of, text_sequence
 
     if options.text is not None:
-        return text_sequence(options.text, model, options.temperature)
+        with model_folder(model) as folder:
+            return text_sequence(options.text, folder, options.temperature)
     if options.source:
         source = Path(options.source)
         if source.is_dir():
@@ -87,7 +89,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="JSON with prompt_ids and token_ids; the folder of a run, with --step and --sample; or the folder that a "
         "run has written at a gap, which has the model and the ways too",
     )
-    parser.add_argument("--model", metavar="FOLDER", help="a causal LM in Hugging Face format")
+    parser.add_argument(
+        "--model", metavar="FOLDER", help="a causal LM in Hugging Face format, or a checkpoint of a run"
+    )
     parser.add_argument("--way", action="append", metavar="WAY", help="twice; default: decode and trainer")
     parser.add_argument("--text", metavar="TEXT", help="in place of SOURCE: a text, scored from its second token on")
     parser.add_argument("--step", type=int, metavar="N", help="step of a run; default: the newest with samples")

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ...rollout.model.loading import load_whole, read_config
 from ...rollout.model.supported import DTYPES
+from .checkpoint_folder import model_folder
 from .engine_runs import run_engine
 from .module_runs import run_trainer, run_transformers
 from .recording import Recording, of_ranks
@@ -31,17 +34,18 @@ def run_way(way: Way, sequence: TokenSequence, model: PreTrainedModel | Path) ->
 
     Raises ValueError for a way that the model does not support, RunFailed if its ranks fail.
     """
-    model = Path(way.model) if way.model else model
-    if isinstance(model, Path) and not (model / "config.json").is_file():
-        raise ValueError(f"model folder {str(model)!r} holds no config.json")
-    if way.num_ranks > 1:
-        if not isinstance(model, Path):
-            raise ValueError(f"{way.describe()} starts ranks, which need a model folder")
-        return _run_on_ranks(way, sequence, model)
-    if way.is_engine:
-        return run_engine(model, way, sequence)
-    module = load_module(model, way.dtype) if isinstance(model, Path) else model
-    return run_trainer(module, way, sequence) if way.runner == "trainer" else run_transformers(module, way, sequence)
+    with _model_of(way, model) as found:
+        if isinstance(found, Path) and not (found / "config.json").is_file():
+            raise ValueError(f"model folder {str(found)!r} holds no config.json")
+        if way.num_ranks > 1:
+            if not isinstance(found, Path):
+                raise ValueError(f"{way.describe()} starts ranks, which need a model folder")
+            return _run_on_ranks(way, sequence, found)
+        if way.is_engine:
+            return run_engine(found, way, sequence)
+        module = load_module(found, way.dtype) if isinstance(found, Path) else found
+        run = run_trainer if way.runner == "trainer" else run_transformers
+        return run(module, way, sequence)
 
 
 def plain_logprobs(way: Way, sequence: TokenSequence, model: PreTrainedModel | Path) -> dict[int, float]:
@@ -49,7 +53,19 @@ def plain_logprobs(way: Way, sequence: TokenSequence, model: PreTrainedModel | P
     ways."""
     if not way.is_engine or way.num_ranks > 1:
         return {}
-    return run_engine(Path(way.model) if way.model else model, way, sequence, records=False).logprobs
+    with _model_of(way, model) as found:
+        return run_engine(found, way, sequence, records=False).logprobs
+
+
+@contextmanager
+def _model_of(way: Way, model: PreTrainedModel | Path) -> Iterator[PreTrainedModel | Path]:
+    """Yield the model of a way: a module, or a folder that has a checkpoint's configuration too."""
+    given = Path(way.model) if way.model else model
+    if not isinstance(given, Path):
+        yield given
+        return
+    with model_folder(given) as folder:
+        yield folder
 
 
 def load_module(folder: Path, dtype: str) -> PreTrainedModel:

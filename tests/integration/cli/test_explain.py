@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,30 @@ def test_tokens_beyond_the_vocabulary_are_refused(way, model, tmp_path, capsys):
     code, _, err = explained(capsys, tmp_path / "x", "--model", model, "--way", way, "--way", "decode")
     assert code == 2
     assert "256" in err.splitlines()[-1]
+
+
+@pytest.fixture
+def checkpoint(model, tmp_path) -> Path:
+    """Return a checkpoint of a run that began with the model's folder: weights without a configuration."""
+    folder = tmp_path / "run" / "checkpoints" / "step-000002"
+    folder.mkdir(parents=True)
+    shutil.copy(model / "model.safetensors", folder)
+    (folder / "state.json").write_text("{}")
+    (tmp_path / "run" / "engine.json").write_text(json.dumps({"format": 1, "model": str(model)}))
+    return folder
+
+
+@pytest.mark.parametrize("other", ["trainer", "decode,tp=2"])
+def test_a_checkpoint_of_a_run_has_the_configuration_of_its_model(model, checkpoint, file, capsys, other):
+    ways = ("--way", f"decode,model={model}", "--way", other)
+    code, out, err = explained(capsys, file, "--model", checkpoint, *ways)
+    assert (code, "lockstep-explain" in out + err) == (0, False), err
+
+
+def test_a_checkpoint_whose_run_names_no_model_is_refused(checkpoint, file, capsys):
+    (checkpoint.parent.parent / "engine.json").unlink()
+    code, _, err = explained(capsys, file, "--model", checkpoint)
+    assert code == 2 and f"model folder {str(checkpoint)!r} holds no config.json" in err
+    (checkpoint.parent.parent / "engine.json").write_text("{}")
+    code, _, err = explained(capsys, file, "--model", checkpoint)
+    assert code == 2 and "engine.json does not say what the run's engines are" in err

@@ -36,5 +36,8 @@ def test_steps_of_a_run_are_proven_with_the_weights_that_it_has_kept(tmp_path, m
         assert cli.main(["replay", str(run), "--step", str(step), "--json", "--quiet"]) == 0
         report = json.loads(capsys.readouterr().out)
         assert (report["equal"], report["samples"], report["chain"]) == (16, 16, [])
+    checkpoint = run / "checkpoints" / "step-000002"  # without a configuration of its own
+    assert cli.main(["explain", str(run), "--step", "3", "--model", str(checkpoint)]) == 0
+    assert "log-probabilities are the first way's, bit for bit" in capsys.readouterr().out
     assert cli.main(["replay", str(run), "--step", "2", "--quiet"]) == 3
     assert "(version 1) are at hand; those of versions 0, 2, 4 are" in capsys.readouterr().out
