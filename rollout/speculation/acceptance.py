@@ -14,7 +14,7 @@ PRIOR = 0.5  # chance of a token before any was tried, without a vote
 PRIOR_WEIGHT = 2.0  # tokens that the prior counts for
 MEMORY = 0.97  # share of a count that each further draft keeps: a change shows after some tens of drafts
 FORGETTING = 64  # drafts of a source after which counts by depth are halved: one that is tried no more gets its prior
-MAX_DEPTH = 4  # depths from here on are counted together
+NUM_DEPTHS = 4  # that are counted: the last of them with all behind it
 
 Class = Vote | tuple[int, int]  # of a token: a vote; or the class of its proposal, and its depth
 
@@ -75,7 +75,7 @@ class Acceptance:
 
 def _classes(confidence: Confidence, num_tokens: int) -> Iterator[Class]:
     if isinstance(confidence, int):
-        return ((confidence, min(depth, MAX_DEPTH - 1)) for depth in range(num_tokens))
+        return ((confidence, min(depth, NUM_DEPTHS - 1)) for depth in range(num_tokens))
     return iter(confidence[:num_tokens])
 
 

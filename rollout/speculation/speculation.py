@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from ..config import DRAFT_SOURCES as SOURCES
-from ..config import MAX_DRAFT as MAX_DEPTH
-from ..config import EngineConfig
+from ..config import MAX_DRAFT, EngineConfig
 from ..sequences.request import Request
 from ..sequences.step import Confidence
 from .acceptance import Acceptance
@@ -125,8 +124,8 @@ class Speculation:
         """Ask a further source. Raises ValueError for a name that another has, or a depth out of range."""
         if source.name in self._hearers:
             raise ValueError(f"a source of drafts named {source.name!r} is there already")
-        if not 1 <= depth <= MAX_DEPTH:
-            raise ValueError(f"the depth of drafts must be from 1 to {MAX_DEPTH}, not {depth}")
+        if not 1 <= depth <= MAX_DRAFT:
+            raise ValueError(f"the depth of drafts must be from 1 to {MAX_DRAFT}, not {depth}")
         self._sources[source.name] = self._hearers[source.name] = source
         self._depths[source.name] = depth
         self.counts[source.name] = SourceCounts()
@@ -176,7 +175,7 @@ class Speculation:
         names = sorted(self._sources, key=self._acceptance.of_source, reverse=True)
         self.num_asked = len(wanted)
         of_size = size.num_tokens.bit_length()
-        reach = self._reach.get(of_size, float(MAX_DEPTH))
+        reach = self._reach.get(of_size, float(MAX_DRAFT))
         found = [self._ask(names, one, int(reach) + SPARE) for one in wanted]
         chances = [one.chances for one in found]
         lengths = self.lengths.choose(size, chances, budget)

@@ -25,7 +25,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Piece:
+class BucketPiece:
     """A byte range of one tensor, and its place in the bucket."""
 
     name: str
@@ -40,7 +40,7 @@ class BucketPlan:
 
     index: int
     num_bytes: int  # up to the end of the last piece
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BucketPiece, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -56,7 +56,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET
         raise ValueError(f"bucket_bytes must be at least {ALIGNMENT}, not {bucket_bytes}")
     capacity = bucket_bytes // ALIGNMENT * ALIGNMENT
     plans: list[BucketPlan] = []
-    pieces: list[Piece] = []
+    pieces: list[BucketPiece] = []
     end = 0
 
     def close() -> None:
@@ -74,7 +74,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int = DEFAULT_BUCKET
                 close()
                 continue
             size = min(left, capacity - start)
-            pieces.append(Piece(spec.name, done, start, size))
+            pieces.append(BucketPiece(spec.name, done, start, size))
             end, done = start + size, done + size
             if done == spec.num_bytes:
                 break

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..layout.bucket import BucketPlan, Piece
+from ..layout.bucket import BucketPiece, BucketPlan
 from .handover import copy_bytes
 
 HEADER_BYTES = 4096  # a page, so that the bucket starts on one
@@ -46,7 +46,7 @@ class Packed:
     half: int
     sequence: int
     names: tuple[str, ...]
-    pieces: tuple[Piece, ...]  # their bucket offsets count from the end of the header
+    pieces: tuple[BucketPiece, ...]  # their bucket offsets count from the end of the header
 
 
 class Segment:

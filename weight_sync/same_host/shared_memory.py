@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SessionError, TransferFailed
-from ..layout.bucket import ALIGNMENT, DEFAULT_BUCKET_BYTES, Piece, byte_view, plan_buckets
+from ..layout.bucket import ALIGNMENT, DEFAULT_BUCKET_BYTES, BucketPiece, byte_view, plan_buckets
 from ..layout.json_values import is_count
 from ..layout.sink import Sink
 from ..manifest import Manifest, NamedTensors, TensorSpec
@@ -143,7 +143,7 @@ class SharedBucket:
     half: int  # of the sequence number
     sequence: int
     specs: tuple[TensorSpec, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[BucketPiece, ...]
     manifest: Manifest | None  # with the first bucket of an update
 
 
@@ -163,7 +163,7 @@ def read_description(description: Mapping[str, object], folder: Path = DEFAULT_F
     if not is_count(sequence) or sequence % 2:
         problems.append(f"sequence {shown(sequence)} is not an even count")
     ranges = description.get("pieces")
-    pieces: list[Piece] = []
+    pieces: list[BucketPiece] = []
     if not isinstance(ranges, list) or len(ranges) != len(specs):
         problems.append(f"pieces must be a list of {len(specs)}, one for each tensor")
     else:
@@ -171,7 +171,7 @@ def read_description(description: Mapping[str, object], folder: Path = DEFAULT_F
             if not isinstance(values, list) or len(values) != 3 or not all(is_count(value) for value in values):
                 problems.append(f"{spec.name}: a piece is three counts")
                 continue
-            pieces.append(Piece(spec.name, *values))
+            pieces.append(BucketPiece(spec.name, *values))
             problems += _piece_problems(spec, pieces[-1], size - HEADER_BYTES)
     problems += _overlaps(pieces)
     raise_if_any(problems, "description of a shared-memory bucket")
@@ -179,7 +179,7 @@ def read_description(description: Mapping[str, object], folder: Path = DEFAULT_F
     return SharedBucket(name, size, half, sequence, specs, tuple(pieces), manifest)
 
 
-def _piece_problems(spec: TensorSpec, piece: Piece, bucket_bytes: int) -> list[str]:
+def _piece_problems(spec: TensorSpec, piece: BucketPiece, bucket_bytes: int) -> list[str]:
     problems = []
     end = piece.tensor_offset + piece.num_bytes
     where = f"{spec.name}: bytes {piece.tensor_offset} to {end}"
@@ -197,7 +197,7 @@ def _piece_problems(spec: TensorSpec, piece: Piece, bucket_bytes: int) -> list[s
     return problems
 
 
-def _overlaps(pieces: list[Piece]) -> list[str]:
+def _overlaps(pieces: list[BucketPiece]) -> list[str]:
     placed = sorted((piece for piece in pieces if piece.num_bytes), key=lambda piece: piece.bucket_offset)
     return [
         f"{one.name} and {other.name} overlap in the bucket"

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-NamedTensors = Iterable[tuple[str, Tensor]]
+from ..manifest import NamedTensors
+
 _MAX_NAMED = 5  # in one message
 
 

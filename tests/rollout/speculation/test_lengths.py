@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.step import Vote
-from lockstep.rollout.speculation.acceptance import FORGETTING, MAX_DEPTH, Acceptance
+from lockstep.rollout.speculation.acceptance import FORGETTING, NUM_DEPTHS, Acceptance
 from lockstep.rollout.speculation.lengths import MIN_GAIN, BestRate, StepSize, WholeDrafts
 from lockstep.rollout.speculation.proposer import Proposal
 from lockstep.rollout.speculation.rests import FIRST, LONGEST, LONGEST_WITHOUT, MOST_AT_FIRST, Rests
@@ -186,7 +186,7 @@ def test_tokens_behind_a_rejected_one_say_nothing_and_old_drafts_are_forgotten()
     assert one > 0.9 and two / one < 0.1 and three / two == 0.5  # the third was never tried
     for _ in range(200):
         acceptance.learn("a", 0, 6, 6)
-    assert min(acceptance.chances("a", 0, MAX_DEPTH)) > 0.7
+    assert min(acceptance.chances("a", 0, NUM_DEPTHS)) > 0.7
     for _ in range(200):
         acceptance.learn("a", 0, 6, 0)
     assert acceptance.of_source("a") < 0.1
