@@ -53,7 +53,7 @@ class Engine(OfOneProcess):
 
     Commands run between two steps, with no step in flight, and their effect holds when they return. A command repeated
     under its `op_id` runs once (OpIdTaken for an id that names another call); `timeout_s` limits its wait to begin
-    (DeadlineExceeded). `drafts` has their sources and history. A service also uses `requests`, `driver` and `weights`,
+    (DeadlineExceeded). `drafts` has draft sources and history. A service also uses `requests`, `driver` and `weights`,
     metrics and benchmarks `parts`. `gate` and `mailboxes` are internal.
     """
 
