@@ -56,7 +56,7 @@ class LayerProbe:
         """
         window = None if window is None or window >= self.longest else window
         is_plain = function is None or _is_plain(function, window, self.longest)
-        is_chunked = function is not None and window is not None and _is_plain(function, window, self.longest, True)
+        is_chunked = function is not None and bool(window) and _is_plain(function, window, self.longest, True)
         self._masks.append(_Mask(window, is_plain, is_chunked))
         return torch.full((1, 1, 1, 1), float(len(self._masks) - 1), dtype=torch.float32)
 
