@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -60,3 +61,11 @@ def held_between_steps(engine: Engine) -> Iterator[None]:
     finally:
         release.set()
     soon(holder)
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended, also where its parent has not asked for that."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True

@@ -27,6 +27,7 @@ from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.tests.support import prepared_python
+from lockstep.tests.support.callers import has_ended
 from lockstep.weight_sync.digests.model_digest import model_digest
 
 ROOT = Path(__file__).parents[3]
@@ -96,13 +97,6 @@ def children_of(launcher: subprocess.Popen) -> list[int]:
 def ranks_of(launcher: subprocess.Popen) -> list[int]:
     ranks = {prepared_python.rank_of(pid): pid for pid in children_of(launcher)}
     return [ranks[rank] for rank in range(len(ranks) - (None in ranks))]
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
-        return True
 
 
 def lines_of(folder: Path) -> list[dict[str, object]]:

@@ -22,6 +22,7 @@ import pytest
 
 from lockstep.integration.push.remote_engine import ProcessLost, RemoteEngine, RemoteTarget, VerbServer
 from lockstep.tests.support import prepared_python
+from lockstep.tests.support.callers import has_ended
 
 PATIENCE = 30.0  # seconds; far more than any wait here takes
 SETTINGS = {"kv_cache": "16 blocks", "max_num_seqs": 4}
@@ -93,13 +94,6 @@ def test_a_server_without_a_free_descriptor_answers_as_soon_as_there_is_one(fold
     finally:
         logging.getLogger("lockstep.integration.push.remote_engine").removeHandler(heard)
         server.close()
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
-        return True
 
 
 @pytest.mark.slow

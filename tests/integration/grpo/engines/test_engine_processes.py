@@ -12,6 +12,7 @@ import pytest
 from lockstep.integration.failures import EngineFailed
 from lockstep.integration.grpo.main import main
 from lockstep.tests.support import prepared_python
+from lockstep.tests.support.callers import has_ended
 from lockstep.tests.support.job_launcher import CONFIG, SHRUNK
 
 SEPARATE = ["sync=tensor", "engines=separate", "weights.timeout_s=4"]
@@ -34,13 +35,6 @@ def by_text(prompt, completion, answer):
             os.kill(engine(), getattr(signal, os.environ["SENDS"]))
     return float(sum(map(ord, completion)) % 3)
 """
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
-        return True
 
 
 @pytest.mark.slow
