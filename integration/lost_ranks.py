@@ -17,6 +17,7 @@ from typing import NoReturn
 from ..rollout.errors import DeadlineExceeded, RankFailure
 from ..rollout.ranks.channel import RankChannel
 from ..rollout.ranks.remote_errors import is_of_a_group
+from ..weight_sync.same_host.segment import unlink_own_segments
 from ..weight_sync.transaction.peers import PeerFailed
 
 _LAST_WORDS_S = 5.0
@@ -27,7 +28,7 @@ def outlive_sigterm() -> None:
     this process finds and reports the lost rank and its phase. Main thread only."""
 
     def end_soon(signum: int, _frame: object) -> None:
-        timer = threading.Timer(_LAST_WORDS_S, os._exit, (128 + signum,))
+        timer = threading.Timer(_LAST_WORDS_S, _end, (128 + signum,))
         timer.daemon = True
         timer.start()
 
@@ -49,8 +50,8 @@ def loss_of(error: Exception, ranks: RankChannel | None) -> RankFailure | None:
 def leave(error: Exception, rank: int, where: str, *, is_known: bool = False) -> NoReturn:
     """Report the lost rank, or the failure, in one line on stderr and in torchrun's error file, and end this process.
 
-    Nothing is closed, because closing would wait for other ranks. where: the place in the job; is_known: the error's
-    text says everything.
+    Nothing is closed, because closing would wait for other ranks; segments of shared memory are unlinked. where: the
+    place in the job; is_known: the error's text says everything.
     """
     what = str(error)
     if not is_known and not isinstance(error, RankFailure):
@@ -66,4 +67,10 @@ def leave(error: Exception, rank: int, where: str, *, is_known: bool = False) ->
             Path(error_file).write_text(json.dumps({"message": {"message": line, "extraInfo": extra}}))
     with suppress(OSError):
         sys.stdout.flush()
-    os._exit(1)
+    _end(1)
+
+
+def _end(code: int) -> NoReturn:
+    """End this process at once, without its segments of shared memory."""
+    unlink_own_segments()
+    os._exit(code)

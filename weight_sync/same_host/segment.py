@@ -26,6 +26,7 @@ MAGIC = b"lockstep-shm-1\0\0"
 _SEQUENCE = struct.Struct("=Q")
 _NOTHING = 1  # odd: no description has it
 FILE_NAME = re.compile(r"lockstep-[0-9]+-[0-9a-f]{16}\.shm")
+_own: weakref.WeakSet[Segment] = weakref.WeakSet()  # of this process, unlinked ones among them
 
 
 def _sequence_offset(half: int) -> int:
@@ -66,6 +67,7 @@ class Segment:
         self._map[: len(MAGIC)] = MAGIC
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)[HEADER_BYTES:]
         self.unlink = weakref.finalize(self, _unlink, self.path, file, os.getpid())
+        _own.add(self)
 
     def pack(self, plan: BucketPlan, sources: list[Tensor], half_bytes: int, sequence: int) -> Packed:
         """Copy a bucket's pieces into the half for its index; `sequence` marks them complete."""
@@ -103,6 +105,12 @@ def _unlink(path: Path, file: int, owner: int) -> None:
     if os.getpid() == owner:  # a forked child inherits the finalizer, but not the segment
         path.unlink(missing_ok=True)
     os.close(file)
+
+
+def unlink_own_segments() -> None:
+    """Unlink this process's segments, before an end that runs no finalizer (`os._exit`)."""
+    for segment in list(_own):
+        segment.unlink()
 
 
 def remove_stale_segments(folder: Path) -> list[Path]:
