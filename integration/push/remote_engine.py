@@ -10,7 +10,6 @@ own connection.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import logging
 import os
@@ -22,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -32,13 +32,13 @@ from ...rollout.completion import Completion
 from ...rollout.replica.calls import completions_bytes, completions_from
 from ...weight_sync.same_host.segment import remove_stale_segments
 from ...weight_sync.target import TargetError
+from .starter import Starter, end_with_the_starter, end_within
 
 logger = logging.getLogger(__name__)
 
 _READY = "ready"
 _SEGMENTS = Path("/dev/shm")
-_PR_SET_PDEATHSIG = 1
-_SIGTERM_S = 5.0  # from a SIGTERM to the end
+_CLOSE = "close"  # on standard input: its end alone may be that of a process that was killed
 _CLOSE_S = 10.0  # from the end of standard input to that of the process
 _RETRY_S = 0.5  # until a connection that could not be accepted is accepted again
 _LOOK_S = 5.0  # between looks at the process, while its answer is waited for
@@ -121,7 +121,7 @@ class RemoteEngine(RemoteTarget):
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / f"{name}.log"
         command = [sys.executable, "-m", "lockstep.integration.push.remote_engine", "--model", str(model)]
-        command += ["--socket", str(folder / f"{name}.sock"), *options]
+        command += ["--socket", str(folder / f"{name}.sock"), "--starter", str(self._owner), *options]
         command += [f"{key}={json.dumps(value)}" for key, value in settings.items()]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
@@ -190,7 +190,9 @@ class RemoteEngine(RemoteTarget):
         if os.getpid() != self._owner:
             return
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):  # it has ended
+            self.process.stdin.write(_CLOSE)
+            self.process.stdin.close()
         self.process.send_signal(signal.SIGCONT)  # a stopped process would not notice
         try:
             self.process.wait(_CLOSE_S)
@@ -300,13 +302,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="lockstep.integration.push.remote_engine", description=__doc__)
     parser.add_argument("--model", required=True, help="a model folder")
     parser.add_argument("--socket", required=True, type=Path, help="where to listen")
+    parser.add_argument("--starter", type=int, help="the process whose end closes standard input")
     parser.add_argument("--threads", type=int, default=1, help="of torch")
     parser.add_argument("--on-commit", choices=("verify", "keep", "drop"), default="verify", help="of batches ahead")
     parser.add_argument("--max-lag", type=int, help="with drop: commits that a batch may have seen")
     parser.add_argument("settings", nargs="*", metavar="setting=value", help="of the engine, values as JSON")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(name)s: %(message)s")
-    _end_with_the_parent()
+    end_with_the_starter()
+    starter = Starter(options.starter)
     import torch
 
     from ...rollout.config import EngineConfig
@@ -338,34 +342,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     server = VerbServer(options.socket, run)
     server.start()
     print(_READY, flush=True)
-    sys.stdin.read()
-    _end_within(_CLOSE_S, 1)
+    was_killed = sys.stdin.read() != _CLOSE
+    end_within(_CLOSE_S, 1)
     server.close()
     service.close()
-    if _SEGMENTS.is_dir():  # a process that was killed, such as the one that started this, leaves its own
+    if _SEGMENTS.is_dir():
+        if was_killed:  # it leaves its segments, and holds their locks a little longer than the pipe
+            starter.wait()
         remove_stale_segments(_SEGMENTS)
     return 0
-
-
-def _end_with_the_parent() -> None:
-    """Let this process end by the end of its standard input, after the process that started it. Main thread only.
-
-    A launcher sends SIGTERM to both at once, which therefore ends this one only after a few seconds. Where it is
-    stopped, the kernel continues it as soon as the thread that started it ends.
-    """
-
-    signal.signal(signal.SIGTERM, lambda signum, _frame: _end_within(_SIGTERM_S, 128 + signum))
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0) != 0:
-        error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))
-
-
-def _end_within(seconds: float, code: int) -> None:
-    """End this process after so many seconds, unless it has ended before."""
-    timer = threading.Timer(seconds, os._exit, (code,))
-    timer.daemon = True
-    timer.start()
 
 
 def _setting(text: str) -> tuple[str, object]:

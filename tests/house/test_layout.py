@@ -138,7 +138,7 @@ PLACES = {
         "router.metrics router.proxy router.wire"
     ),
     "integration.http.admin": "http.edge plain_values push.local_target service weights",
-    "integration.push.remote_engine": "push.local_target service",
+    "integration.push.remote_engine": "push.local_target push.starter service",
     "integration.router.metrics": "router.changes router.counters router.fleet",
     "integration.router.proxy": (
         "http.edge router.calls router.choosing router.config router.counters router.course router.fleet router.moving "
@@ -187,6 +187,7 @@ PLACES = {
     "integration.one_line": "",
     "integration.plain_values": "",
     "integration.push.adapters": "",
+    "integration.push.starter": "",
     "integration.ranks": "",
     "integration.router.wire": "http.edge router.calls",
     "integration.router.budget": "",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -225,3 +227,37 @@ def test_an_engine_that_is_not_ready_in_time_is_ended(folder, make_model):
     make_model("qwen2").save_pretrained(folder / "model")
     with pytest.raises(TargetError, match="not ready within"):
         RemoteEngine(folder / "model", folder, "late", SETTINGS, timeout_s=0.05)
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from lockstep.weight_sync.same_host.segment import Segment
+segment = Segment(Path("/dev/shm"), 4096)
+print(segment.path, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_whose_starter_was_killed_removes_its_segments_though_the_pipe_ends_before_their_locks(
+    folder, make_model
+):
+    make_model("qwen2").save_pretrained(folder / "model")
+    command = [sys.executable, "-c", HOLDER]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as starter:
+        segment = Path(starter.stdout.readline().strip())
+        given = ["--starter", str(starter.pid)]
+        remote = RemoteEngine(folder / "model", folder, "orphan", SETTINGS, given, timeout_s=START_S)
+        try:
+            remote.process.stdin.close()
+            with pytest.raises(subprocess.TimeoutExpired):
+                remote.process.wait(1)
+            starter.kill()
+            assert remote.process.wait(PATIENCE) == 0
+        finally:
+            remote.process.kill()
+            starter.kill()
+            segment_is_left = segment.exists()
+            segment.unlink(missing_ok=True)
+    assert not segment_is_left
