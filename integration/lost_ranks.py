@@ -55,10 +55,11 @@ def leave(error: Exception, rank: int, where: str, *, is_known: bool = False) ->
     """
     what = str(error)
     if not is_known and not isinstance(error, RankFailure):
-        traceback.print_exception(error)
+        with suppress(OSError):  # here and below: on a full disk the exit code has to do
+            traceback.print_exception(error)
         what = f"{type(error).__name__}: {error}"
     line = f"lockstep: error: rank {rank} stops {where}: {' '.join(what.split())}"
-    with suppress(OSError):  # here and below: on a full disk the exit code has to do
+    with suppress(OSError):
         sys.stderr.write(f"{line}\n")  # one write even where stderr has no buffer: other ranks write there too
         sys.stderr.flush()
     if error_file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -72,5 +73,7 @@ def leave(error: Exception, rank: int, where: str, *, is_known: bool = False) ->
 
 def _end(code: int) -> NoReturn:
     """End this process at once, without its segments of shared memory."""
-    unlink_own_segments()
-    os._exit(code)
+    try:
+        unlink_own_segments()
+    finally:
+        os._exit(code)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -28,3 +29,14 @@ def test_a_rank_that_ends_at_once_leaves_no_segment(tmp_path, end, code):
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (code, "ready\n"), ended.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_whose_log_is_on_a_full_disk_leaves_too_and_writes_its_error_file(tmp_path):
+    command = [sys.executable, "-c", SENDER + ENDS["leaves"] + "\nprint('stayed')", str(tmp_path)]
+    error_file = tmp_path / "error.json"
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file)}
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60, env=environment)
+    assert (ended.returncode, ended.stdout) == (1, "ready\n")
+    assert "rank 0 stops here: ValueError: lost" in error_file.read_text()
+    assert list(tmp_path.iterdir()) == [error_file]
