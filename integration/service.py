@@ -323,7 +323,7 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
         verb does this."""
         if self.replica.asks_followers:
             try:
-                self.abort_weight_update("it expired")
+                self.lose_weight_update("it expired")
                 self.sessions.on_expired()
             except (SessionError, PeerFailed) as ended:  # another call was faster
                 logger.info("the expired weight-update session: %s", ended)

@@ -337,14 +337,18 @@ def test_a_session_whose_client_died_ends_on_all_ranks(
             return [(rank["weight_update"]["state"], rank["refusal"]) for rank in service.state()["ranks"]]
 
         until(lambda: states() == [("rolled_back", None)] * 2)
+        # A client that was only slow hears of it, and opens no session of half its weights.
+        late = error_of(lambda: service.update_weights_from_tensor(descriptions=[next(buckets)]))
         buckets.close()
         sender.close()
-        found = states(), service.model_digest() == model_digest(old.named_parameters()), said(service)
+        found = late, states(), service.model_digest() == model_digest(old.named_parameters()), said(service)
         service.close()
         return found
 
     found, ended = run_world(2, rank)
-    assert found == ([("rolled_back", None)] * 2, True, greedy(old)) and ended == "closed"
+    late, *others = found
+    assert "it expired" in late, late
+    assert others == [[("rolled_back", None)] * 2, True, greedy(old)] and ended == "closed"
 
 
 # -- trainers in the same ranks ---------------------------------------------------------------------------------------
