@@ -190,9 +190,10 @@ class RemoteEngine(RemoteTarget):
         if os.getpid() != self._owner:
             return
         assert self.process.stdin is not None and self.process.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended
-            self.process.stdin.write(_CLOSE)
-            self.process.stdin.close()
+        if not self.process.stdin.closed:
+            with suppress(BrokenPipeError):  # it has ended
+                self.process.stdin.write(_CLOSE)
+                self.process.stdin.close()
         self.process.send_signal(signal.SIGCONT)  # a stopped process would not notice
         try:
             self.process.wait(_CLOSE_S)
@@ -345,11 +346,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     was_killed = sys.stdin.read() != _CLOSE
     end_within(_CLOSE_S, 1)
     server.close()
-    service.close()
-    if _SEGMENTS.is_dir():
+    if _SEGMENTS.is_dir():  # before the service, which may wait for a verb that is under way
         if was_killed:  # it leaves its segments, and holds their locks a little longer than the pipe
             starter.wait()
         remove_stale_segments(_SEGMENTS)
+    service.close()
     return 0
 
 

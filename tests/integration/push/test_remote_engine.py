@@ -211,6 +211,7 @@ def test_pushes_over_every_transport_reach_a_separate_process_and_one_in_this(ma
     finally:
         remote.close()
         service.close()
+    remote.close()  # once more does nothing
     assert remote.process.returncode == 0  # its standard input ended
     assert not (folder / "remote.sock").exists()
 
