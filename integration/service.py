@@ -31,6 +31,7 @@ from .weights.host import Commit
 from .weights.lora import LoraVerbs
 from .weights.memory import MemoryVerbs
 from .weights.options import DigestTime, check_required_version
+from .weights.pauses import PauseLease, PauseVerbs
 from .weights.sessions import WeightSessions
 from .weights.sources import SharedMemory
 
@@ -40,7 +41,7 @@ _AGREE = "give every rank the same weights, and commit"
 _MEND = "complete one, or restore a checkpoint (weights_restored), and commit"
 
 
-class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
+class RolloutService(MemoryVerbs, LoraVerbs, PauseVerbs, OfOneProcess):
     """Connect an engine and the weight verbs. Methods with an HTTP verb have its name.
 
     Example, in a training rank whose `model` the engine was made from:
@@ -65,6 +66,7 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
             commit_before_sampling=self.commit_implicit_update,
             on_lease_over=self._give_up_session,
         )
+        self.pause_lease = PauseLease(self)
         self._receiver = TensorReceiver(self.config.shared_memory_folder)
         self._shared_memory = SharedMemory(self._receiver)
         self._checks = WeightChecks(engine, self.sessions, self.replica)
@@ -313,6 +315,7 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
         """Leave every group, roll back an open session, and close the engine. Does nothing in a forked child."""
         if self.engine.driver.process.is_forked:
             return
+        self.pause_lease.cancel()
         self.groups.close()
         self._receiver.close()
         self.sessions.close()
@@ -323,7 +326,7 @@ class RolloutService(MemoryVerbs, LoraVerbs, OfOneProcess):
         verb does this."""
         if self.replica.asks_followers:
             try:
-                self.lose_weight_update("it expired")
+                self.lose_weight_update("it expired", only_expired=True)
                 self.sessions.on_expired()
             except (SessionError, PeerFailed) as ended:  # another call was faster
                 logger.info("the expired weight-update session: %s", ended)

@@ -10,7 +10,6 @@ from .admin import cache, control, lora, profile, unsupported, updates, verbs, w
 from .admin.common import DOCUMENTED
 from .admin.flushes import Flushes
 from .admin.operations import Operations, UpdateGate
-from .admin.pause_lease import PauseLease
 from .admin.recorder import Profiler
 from .conversations import verbs as conversation_verbs
 from .conversations.pins import SessionPins
@@ -70,7 +69,7 @@ def create_app(
     kept_samples: those of the run of the job that the engine belongs to, by step, as their page shows them.
 
     Handlers find in `app.state`: service, config, reads and operations (they run blocking calls), updates (the gate),
-    flushes, conversations (their sessions), pause_lease, profiler, scrapes, traffic, plain_paths (paths without
+    flushes, conversations (their sessions), profiler, scrapes, traffic, plain_paths (paths without
     parameters), is_draining (the server takes no new requests), is_closing (it is about to end), is_asleep (vLLM's
     /sleep was called), weight_way and update_watch (of vLLM's updates), rollouts (`kept_samples`). A server adds its
     `connections`.
@@ -82,7 +81,6 @@ def create_app(
     app.state.reads = Threads(config.max_admin_calls)  # separate: reports are answered while all operations wait
     app.state.operations = Operations(Threads(config.max_admin_calls), service.engine.driver.once_per_id)
     app.state.updates = UpdateGate()
-    app.state.pause_lease = PauseLease(service)
     app.state.profiler = Profiler(service.engine)
     app.state.traffic = Traffic()
     app.state.flushes = Flushes(service.engine, app.state.reads)

@@ -182,7 +182,7 @@ class BackgroundServer:
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join()
-        self.app.state.pause_lease.cancel()
+        self._service.pause_lease.cancel()
         if not self._was_driven:
             self._service.engine.stop()
 
@@ -241,7 +241,7 @@ def serve(service: RolloutService, config: HttpConfig, on_listening: Callable[[s
     try:
         server.run(sockets=[listening])
     finally:
-        app.state.pause_lease.cancel()
+        service.pause_lease.cancel()
         service.engine.ranks.check()
         service.close()
         server.has_ended()

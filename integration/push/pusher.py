@@ -172,7 +172,9 @@ class WeightPusher:
         def prepare(target: Target) -> None:
             was_paused[target.name] = bool(self._call(target, "state")["paused"])
             # Paused first: no request may be admitted between the flush and the session.
-            self._call(target, "pause_generation", mode=self._pause_mode)
+            self._call(
+                target, "pause_generation", mode=self._pause_mode, ttl=2 * self._timeout_s, keeps_other=True
+            )  # fmt: skip
             self._call(target, "flush_cache")
             begun.append(target)
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from urllib.parse import urlencode
 
 _PAUSE_MODES = {"retract": "keep", "abort": "abort"}
 
@@ -50,7 +51,8 @@ def _pause(wire: VllmWire, arguments: Mapping[str, object]) -> list[VllmCall]:
         raise ValueError(
             f"vLLM's wire has no pause {arguments['mode']!r}; pause_mode is one of {', '.join(_PAUSE_MODES)}"
         )
-    return [VllmCall("POST", f"/pause?mode={mode}&clear_cache=false")]
+    own = {name: arguments[name] for name in ("ttl", "keeps_other") if arguments.get(name) is not None}
+    return [VllmCall("POST", f"/pause?{urlencode({'mode': mode, 'clear_cache': 'false', **own})}")]
 
 
 def _begin(wire: VllmWire, arguments: Mapping[str, object]) -> list[VllmCall]:

@@ -102,10 +102,10 @@ class WeightSessions:
         assert self._host.last_commit is not None
         return self._host.last_commit
 
-    def abort(self, why: str, is_lost: bool = False) -> None:
+    def abort(self, why: str, *, is_lost: bool = False, only_expired: bool = False) -> None:
         """Roll back the open session and restore every byte. is_lost: without its client, whose own call may follow.
-        Raises SessionError where none is open."""
-        self._manager.rollback(why, is_lost=is_lost)
+        only_expired: only where its lease is over. Raises SessionError where none is open."""
+        self._manager.rollback(why, is_lost=is_lost, only_expired=only_expired)
 
     def on_expired(self) -> None:
         """Continue generation that the lost client of the last session had paused; see `SessionHost`."""

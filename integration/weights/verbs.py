@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 
 from ...rollout.engine import Engine
-from ...rollout.errors import MemoryReleased, SamplingRefused
-from ...rollout.loop.commands import ContinueReport, HoldReport, OnCommit, check_in_flight
+from ...rollout.errors import MemoryReleased
+from ...rollout.loop.commands import HoldReport, OnCommit, check_in_flight
 from ...weight_sync.delta.apply import Check
 from ...weight_sync.delta.pull import PullRecord, pull_weights
 from ...weight_sync.errors import SessionError
@@ -24,6 +24,7 @@ from ..service_config import ServiceConfig
 from .all_ranks import Replica, on_all_ranks
 from .host import Commit
 from .options import DigestTime, UpdateOptions, check_required_version
+from .pauses import PauseLease
 from .sessions import WeightSessions
 from .sources import SharedMemory, from_folder, from_group, from_ipc, from_named_tensors, from_payload
 from .vllm_group import VllmGroupVerbs
@@ -50,6 +51,7 @@ class WeightVerbs(VllmGroupVerbs):
     engine: Engine
     config: ServiceConfig
     sessions: WeightSessions
+    pause_lease: PauseLease
     groups: GroupRegistry
     replica: Replica
     _shared_memory: SharedMemory
@@ -70,9 +72,9 @@ class WeightVerbs(VllmGroupVerbs):
         continue_on_expiry: bool = False,
         timeout_s: float | None = None,
     ) -> HoldReport:
-        """Open a session; nothing is sampled until it ends. A session that does not end within `lease_s` is rolled
-        back, so that a lost client leaves none open. continue_on_expiry: the client has paused generation for it, so
-        that is continued then.
+        """Open a session; nothing is sampled until it ends. A session whose client is silent for `lease_s` is rolled
+        back, so that a lost client leaves none open; each update and verify starts that time anew. continue_on_expiry:
+        the client has paused generation for it, so that is continued then.
 
         coverage "full": every parameter has to be written before the session can end. undo "none": no old bytes are
         kept, and a failure poisons the weights. digest: compute the model digest at the end, or later by
@@ -86,7 +88,9 @@ class WeightVerbs(VllmGroupVerbs):
             keep_running=keep_running,
             continue_on_expiry=continue_on_expiry,
         )
-        return self.sessions.begin(coverage, undo, digest, lease_s, options)
+        report = self.sessions.begin(coverage, undo, digest, lease_s, options)
+        self.pause_lease.renew()
+        return report
 
     @on_all_ranks
     def verify_weight_update(self, digests: Mapping[str, str]) -> None:
@@ -105,7 +109,9 @@ class WeightVerbs(VllmGroupVerbs):
         open.
         """
         check_in_flight(in_flight, abort_all=False, keep_running=False)
-        return self.sessions.end(weight_version, in_flight)
+        commit = self.sessions.end(weight_version, in_flight)
+        self.pause_lease.renew()  # its client may have other engines to end before it continues
+        return commit
 
     @on_all_ranks
     def abort_weight_update(self, why: str = "asked for") -> None:
@@ -113,9 +119,10 @@ class WeightVerbs(VllmGroupVerbs):
         self.sessions.abort(why)
 
     @on_all_ranks
-    def lose_weight_update(self, why: str) -> None:
-        """Roll back the open session of a client that is gone, or that made a mistake; its own abort may follow."""
-        self.sessions.abort(why, is_lost=True)
+    def lose_weight_update(self, why: str, only_expired: bool = False) -> None:
+        """Roll back the open session of a client that is gone, or that made a mistake; its own abort may follow.
+        only_expired: raises SessionError where its lease is not over on any rank."""
+        self.sessions.abort(why, is_lost=True, only_expired=only_expired)
 
     @on_all_ranks
     def revert_weight_update(self) -> str:
@@ -127,20 +134,6 @@ class WeightVerbs(VllmGroupVerbs):
     def release_weight_undo(self) -> None:
         """Free the undo data of the last commit, which then cannot be reverted."""
         self.replica.peers.together("release_weight_undo", self.sessions.release_undo)
-
-    def continue_generation(self, *, op_id: str | None = None, timeout_s: float | None = None) -> ContinueReport:
-        """Commit an implicit session, then end the pause.
-
-        Raises SessionError while an explicit session is open, SamplingRefused where the weights cannot be sampled from.
-        """
-        if self.sessions.is_open:
-            raise SessionError("a weight-update session is open: end it or give it up before generation continues")
-        self.commit_implicit_update()
-        if not self.engine.is_controller:  # on the other ranks the controller's generation continues
-            return ContinueReport(False, 0, 0)
-        if (why := self.engine.refusal) is not None:
-            raise SamplingRefused(f"generation cannot continue: {why}")
-        return self.engine.continue_generation(op_id=op_id, timeout_s=timeout_s)
 
     @on_all_ranks
     def commit_implicit_update(self) -> None:

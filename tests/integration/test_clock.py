@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from lockstep.integration.http.admin.pause_lease import PauseLease
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
@@ -31,14 +30,11 @@ def test_a_clock_that_jumps_by_years_moves_no_deadline(make_model, monkeypatch, 
         engine.start()
         pinned = engine.pin_prefix(PROMPT, owner="a", ttl_s=LONG_S).num_pinned
         assert pinned > 0
-        lease = PauseLease(service)
-        with lease.changing(LONG_S):
-            engine.pause_generation("retract", timeout_s=LONG_S)
+        service.pause_generation("retract", ttl=LONG_S, timeout_s=LONG_S)
         service.begin_weight_update(weight_version="5", lease_s=LONG_S)
         assert service.state()["weight_update"]["state"] == "open" and engine.is_paused
         service.abort_weight_update()
-        assert 0 < lease.seconds_left <= LONG_S
-        lease.cancel()
+        assert 0 < service.pause_lease.seconds_left <= LONG_S
         service.continue_generation()
         [after] = engine.generate([PROMPT], PARAMS)
         assert (after.token_ids, after.logprobs) == (expected.token_ids, expected.logprobs)

@@ -57,6 +57,11 @@ class WeightSession:
     def is_expired(self) -> bool:
         return self.lease is not None and self.lease.is_over
 
+    def is_heard(self) -> None:
+        """Note that the session's client has called: its lease starts again."""
+        if self.lease is not None:
+            self.lease.renew()
+
     def unverified(self) -> list[str]:
         return [name for name in self.transaction.written_units() if name not in self.verified]
 

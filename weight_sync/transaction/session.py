@@ -61,7 +61,8 @@ class SessionManager:
         lease_s: float | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open an explicit session. It is rolled back if it does not end within `lease_s`.
+        """Open an explicit session. It is rolled back where nothing of it is called for `lease_s`: its begin, and each
+        update and verify that ends well, start that time.
 
         prepare: a callback right before the session opens; its exception is raised, and nothing has changed. Undo data
         of the last commit is released. Raises SessionError where a session is open, ValueError for unknown options, and
@@ -127,6 +128,7 @@ class SessionManager:
                     self._session = None
                     self._host.on_dropped()
                 raise
+            session.is_heard()
             if receiving.differing:
                 raise DigestMismatch(receiving.differing, REPAIR_NOW)
             return record
@@ -158,6 +160,7 @@ class SessionManager:
                 if not self._peers.is_alone or transaction.state == "poisoned":
                     self._roll_back(session, f"verify: {error}")
                 raise
+            session.is_heard()
             if differing:
                 mismatch = DigestMismatch(differing, REPAIR_NOW if session.explicit else REPAIR_IN_A_SESSION)
                 if not session.explicit:
@@ -188,10 +191,25 @@ class SessionManager:
                 return None
             return self._commit(None)
 
-    def rollback(self, why: str = "asked for", timeout_s: float | None = None, is_lost: bool = False) -> None:
+    def rollback(
+        self,
+        why: str = "asked for",
+        timeout_s: float | None = None,
+        *,
+        is_lost: bool = False,
+        only_expired: bool = False,
+    ) -> None:
         """Roll back the open session, or accept that it already ended by itself. Raises SessionError where there was
-        none. is_lost: its client did not ask for it, and may do so later."""
+        none. is_lost: its client did not ask for it, and may do so later. only_expired: raise SessionError unless its
+        lease is over on some rank, as where another session has begun meanwhile.
+        """
         with self._locked("rollback", timeout_s):
+            if only_expired:
+                is_expired = self._session is not None and self._session.is_expired
+                tally = self._peers.vote("rollback", expired=is_expired)
+                tally.raise_if_any(None)
+                if not tally.expired:
+                    raise SessionError("no session has expired")
 
             def give_up() -> None:
                 if self._session is None and self._history.lost is None:
@@ -383,7 +401,7 @@ class SessionManager:
 
     def _expire(self, session: WeightSession) -> None:
         assert session.lease is not None
-        self._roll_back(session, f"it expired: it was not ended within {session.lease.seconds:g} s")
+        self._roll_back(session, f"it expired: its client was silent for {session.lease.seconds:g} s")
         self._host.on_expired()
 
     def _on_lease_over(self, session: WeightSession) -> None:
@@ -394,5 +412,5 @@ class SessionManager:
             return
         with self._lock:
             self._busy = "lease"
-            if self._session is session:
+            if self._session is session and session.is_expired:  # it may have been renewed since
                 self._expire(session)

@@ -18,7 +18,6 @@ from ..edge.disconnect import unless_gone
 from ..edge.early_aborts import note_abort
 from ..edge.errors import BadField
 from .common import endpoint, json_response, run, service_of, skipped
-from .pause_lease import end_pause
 
 router = APIRouter(tags=["control"])
 
@@ -58,13 +57,12 @@ async def pause_generation(request: Request, body: PauseBody) -> Response:
         raise BadField("mode", str(error)) from None
     if (skip := skipped(request, body)) is not None:
         return skip
-    engine, lease = service_of(request).engine, request.app.state.pause_lease
+    service = service_of(request)
     if body.mode == "abort":
         note_abort(request.app, None)
 
     def pause(seconds_left: float | None) -> PauseReport:
-        with lease.changing(body.ttl, seconds_left) as still_left:
-            return engine.pause_generation(body.mode, timeout_s=still_left)  # type: ignore[arg-type]
+        return service.pause_generation(body.mode, ttl=body.ttl, timeout_s=seconds_left)  # type: ignore[arg-type]
 
     report = await run(request, body, pause)
     return json_response(
@@ -86,12 +84,12 @@ async def continue_generation(request: Request, body: ContinueBody) -> Response:
     """End a pause, and commit the weights of an update without a session; allowed also when nothing is paused."""
     if (skip := skipped(request, body)) is not None:
         return skip
-    service, lease = service_of(request), request.app.state.pause_lease
+    service = service_of(request)
 
     def resume(seconds_left: float | None) -> ContinueReport:
         if body.torch_empty_cache and service.engine.model.device.type == "cuda":
             torch.cuda.empty_cache()
-        return end_pause(service, lease, seconds_left)
+        return service.continue_in_turn(seconds_left)
 
     report = await run(request, body, resume)
     return json_response(

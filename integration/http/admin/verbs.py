@@ -7,7 +7,6 @@ report. `local_target.VERBS` lists the verbs; their signatures name the argument
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from starlette.datastructures import State
 
 from ....rollout.engine import Engine
+from ....weight_sync.deadline import Deadline
 from ...plain_values import plain
 from ...push.local_target import VERBS, run_verb
 from ...service import RolloutService
@@ -73,10 +73,10 @@ async def call_verb(verb: str, request: Request) -> JSONResponse:
 
 @contextmanager
 def _in_turn(state: State, verb: str, arguments: Mapping[str, object], timeout_s: float) -> Iterator[float]:
-    """Hold the server's own state for a verb: the gate of updates, a trainer's rollout phase, or the lease of a pause.
-    Yields the seconds left."""
+    """Hold the server's own state for a verb: the gate of updates, or a trainer's rollout phase. Yields the seconds
+    left."""
     service: RolloutService = state.service
-    deadline = time.monotonic() + timeout_s
+    deadline = Deadline.within(timeout_s)
     if verb in _UPDATES or (verb == "weights_checker" and arguments.get("action") == "reset_tensors"):
         with state.updates.enter(verb), service.weights_turn(verb, timeout_s) as seconds_left:
             yield seconds_left
@@ -85,16 +85,10 @@ def _in_turn(state: State, verb: str, arguments: Mapping[str, object], timeout_s
             yield seconds_left
     elif verb == "continue_generation":
         with service.turn_to_commit(verb, timeout_s):
-            if not service.sessions.is_open:
-                service.commit_implicit_update()  # waits for an update: before the lease is held
-            with state.pause_lease.changing(timeout_s=deadline - time.monotonic()) as still_left:
-                yield still_left
+            yield deadline.left_s
     elif verb == "resume_memory_occupation":
         with service.turn_to_commit(verb, timeout_s):
             yield timeout_s
-    elif verb == "pause_generation":
-        with state.pause_lease.changing(timeout_s=timeout_s) as still_left:
-            yield still_left
     else:
         yield timeout_s
 

@@ -20,12 +20,11 @@ async def read_state(request: Request) -> dict[str, Any]:
 @router.get("/state")
 async def get_state(request: Request) -> Response:
     """Report the whole state: sequences, blocks, weights, groups, a pause's lease, whether it has a run's samples."""
-    lease, updates = request.app.state.pause_lease, request.app.state.updates
-    state = await read_state(request)
+    state, updates = await read_state(request), request.app.state.updates
     return json_response(
         {
             **state,
-            "pause_seconds_left": lease.seconds_left,
+            "pause_seconds_left": service_of(request).pause_lease.seconds_left,
             "update_age_s": updates.age_s,
             "conversations": request.app.state.conversations.report(),
             "draining": request.app.state.is_draining,

@@ -13,9 +13,9 @@ the weights' as well.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from ....rollout.completion import FinishReason
@@ -23,8 +23,7 @@ from ....rollout.engine import Engine
 from ....rollout.loop.commands import PauseMode
 from ...service_config import MEMORY_TAGS
 from ..admin.common import json_response, service_of
-from ..admin.pause_lease import end_pause
-from ..edge.bodies import Body, describe, fields_of, read_as
+from ..edge.bodies import MAX_TIMEOUT_S, Body, describe, fields_of, read_as
 from ..edge.early_aborts import note_abort
 from ..edge.errors import BadField
 
@@ -48,18 +47,25 @@ class ResetBody(Body):
 
 
 @router.post("/pause", response_class=Response)
-async def pause(request: Request, mode: str = "abort", clear_cache: bool = True) -> Response:
+async def pause(
+    request: Request,
+    mode: str = "abort",
+    clear_cache: bool = True,
+    ttl: Annotated[float | None, Query(gt=0, le=MAX_TIMEOUT_S)] = None,
+    keeps_other: bool = False,
+) -> Response:
     """Run no more steps until /resume; the body is not read. clear_cache changes nothing: a commit of new weights
-    starts the cache anew."""
-    engine_mode = await _pause(request, mode)
+    starts the cache anew. ttl and keeps_other are Lockstep's own: seconds after which generation continues by itself,
+    and whether a pause that there is already keeps its own."""
+    engine_mode = await _pause(request, mode, ttl, keeps_other)
     return json_response({"status": "paused", "mode": mode, "engine_mode": engine_mode})
 
 
 @router.post("/resume", response_class=Response)
 async def resume(request: Request) -> Response:
     """End a pause."""
-    service, lease = service_of(request), request.app.state.pause_lease
-    await _run(request, lambda: end_pause(service, lease, None))
+    service = service_of(request)
+    await _run(request, service.continue_in_turn)
     return json_response({"status": "resumed"})
 
 
@@ -134,7 +140,7 @@ async def release_kv_cache_memory(request: Request) -> Response:
 async def wake_up(request: Request) -> Response:
     """Allocate the memory behind the given tags, all by default. Once all of it is there the pause ends; where the
     weights hold nothing since, requests wait until an update has written them."""
-    service, lease = service_of(request), request.app.state.pause_lease
+    service = service_of(request)
     tags = request.query_params.getlist("tags") or None
 
     def wake() -> bool:
@@ -142,9 +148,9 @@ async def wake_up(request: Request) -> Response:
         engine = service.engine
         is_awake = bool(engine.kv_bytes) and engine.model.holds_weights
         if is_awake and service.sessions.loss is None:
-            end_pause(service, lease, None)
+            service.continue_in_turn()
         elif is_awake:  # what holds requests until the weights are written is not the pause
-            with lease.changing():
+            with service.pause_lease.changing():
                 engine.continue_generation()
         return is_awake
 
@@ -160,19 +166,20 @@ async def is_sleeping(request: Request) -> Response:
     return json_response({"is_sleeping": request.app.state.is_asleep})
 
 
-async def _pause(request: Request, mode: str) -> PauseMode:
+async def _pause(
+    request: Request, mode: str, ttl: float | None = None, keeps_other: bool = False
+) -> PauseMode:
     """Pause in one of vLLM's modes; returns the engine's. Raises BadField for another mode."""
     if mode not in _MODES:
         raise BadField("mode", f"must be one of {', '.join(_MODES)}, not {mode[:100]!r}")
-    engine, lease = service_of(request).engine, request.app.state.pause_lease
+    service = service_of(request)
     if _MODES[mode] == "abort":
         note_abort(request.app, None)
 
     def begin() -> None:
-        if mode == "wait" and not engine.is_paused:
-            _wait_for_running(engine)
-        with lease.changing():
-            engine.pause_generation(_MODES[mode])
+        if mode == "wait" and not service.engine.is_paused:
+            _wait_for_running(service.engine)
+        service.pause_generation(_MODES[mode], ttl=ttl, keeps_other=keeps_other)
 
     await _run(request, begin)
     return _MODES[mode]

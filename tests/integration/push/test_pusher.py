@@ -202,6 +202,34 @@ def test_a_pause_ends_with_the_lease_of_a_pusher_that_is_lost(make_pusher, servi
     assert "the client of a weight update is lost" in caplog.text
 
 
+@pytest.mark.parametrize("last", ["pause_generation", "end_weight_update"])
+def test_an_engine_goes_on_by_itself_where_its_pusher_is_killed_after(make_pusher, services, model, last):
+    """Killed right after its pause, before a session has begun, or after its commit; one engine was paused by
+    another client."""
+    services[1].pause_generation("in_place")
+    killed: set[str] = set()
+
+    class Watched(LocalTarget):
+        def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
+            if self.name in killed:
+                raise TargetError(self.name, verb, "the pusher is killed")
+            given = {**arguments, "ttl": 0.05} if "ttl" in arguments else arguments
+            answer = super().call(verb, timeout_s=timeout_s, **given)
+            if verb == last:
+                killed.add(self.name)
+            return answer
+
+    targets = [Watched(service, f"e{index}") for index, service in enumerate(services)]
+    if last == "pause_generation":
+        with pytest.raises(PushFailed, match="the pusher is killed"):
+            make_pusher("tensor", targets).push(model, "1")
+    else:
+        make_pusher("tensor", targets).push(model, "1")
+        assert [service.engine.weight_version for service in services] == ["1", "1"]
+    wait_until(lambda: not services[0].engine.is_paused)
+    assert services[1].engine.is_paused
+
+
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_running_requests_go_on_with_the_new_version(make_pusher, services, model, mode):
     service = services[0]

@@ -14,7 +14,7 @@ from lockstep.weight_sync.layout.bucket import byte_view, plan_buckets
 from lockstep.weight_sync.layout.sink import Sink
 from lockstep.weight_sync.manifest import TensorSpec, specs_of
 from lockstep.weight_sync.transaction.host import SessionHost
-from lockstep.weight_sync.transaction.lease import LEASE_THREAD
+from lockstep.weight_sync.transaction.lease import LEASE_THREAD, Lease
 from lockstep.weight_sync.transaction.records import SessionRecord
 from lockstep.weight_sync.transaction.session import SessionManager
 from lockstep.weight_sync.transaction.transaction import WeightTransaction
@@ -107,7 +107,8 @@ def sending(
 
 
 def lease_thread() -> threading.Thread:
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == LEASE_THREAD]
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    (thread,) = [timer for timer in timers if timer.name == LEASE_THREAD and not timer.finished.is_set()]
     return thread
 
 
@@ -475,7 +476,7 @@ def test_a_session_that_is_not_ended_in_time_is_taken_back_without_its_client():
     replica.manager.update("disk", sending(filled(1.0)))
     assert replica.rolled_back.wait(WAIT_S)
     for act in (replica.manager.commit, lambda: replica.manager.update("disk", sending(filled(2.0)))):
-        with pytest.raises(SessionError, match=r"it expired: it was not ended within 0\.5 s.*begin_weight_update"):
+        with pytest.raises(SessionError, match=r"it expired: its client was silent for 0\.5 s.*begin_weight_update"):
             act()
     assert replica.values == OLD and replica.state["state"] == "rolled_back" and len(replica.whys) == 1
     replica.manager.begin("2")
@@ -484,7 +485,7 @@ def test_a_session_that_is_not_ended_in_time_is_taken_back_without_its_client():
     replica.manager.commit()
 
 
-def test_a_lease_ends_after_the_update_that_is_receiving_not_in_it():
+def test_an_update_that_outlasts_the_lease_renews_it_and_silence_afterwards_ends_it():
     replica = Replica()
     receiving, go_on = threading.Event(), threading.Event()
     inner = sending(filled(1.0))
@@ -505,21 +506,49 @@ def test_a_lease_ends_after_the_update_that_is_receiving_not_in_it():
     assert lease.is_alive()
     assert replica.state["state"] == "open" and replica.state["seconds_left"] == 0 and replica.values == NEW
     go_on.set()
-    assert replica.rolled_back.wait(WAIT_S)
     thread.join(WAIT_S)
-    assert len(done) == 1 and replica.values == OLD
+    lease.join(WAIT_S)
+    assert len(done) == 1 and not lease.is_alive()
+    assert replica.rolled_back.wait(WAIT_S)  # the renewed one
+    assert replica.values == OLD and len(replica.whys) == 1
 
 
-def test_a_commit_that_comes_with_the_end_of_the_lease_is_too_late_however_fast_it_is():
+@pytest.mark.parametrize("call", ["update", "verify"])
+def test_each_call_of_a_sessions_client_starts_its_lease_anew(call):
     replica = Replica()
-    inner = sending(filled(1.0))
+    replica.manager.begin("1", "partial", lease_s=WAIT_S)
+    replica.manager.update("disk", sending(filled(1.0)))
+    lease_thread().join(0.2)  # so much of its time passes
+    before = replica.state["seconds_left"]
+    if call == "update":
+        replica.manager.update("disk", sending(filled(1.0)))
+    else:
+        replica.manager.verify({})
+    assert before < replica.state["seconds_left"] <= WAIT_S
+    replica.manager.commit()
+    assert replica.values == NEW
 
-    def receive(sink: Sink) -> Sequence[TensorSpec]:
-        lease_thread().join(0.8)
-        return inner(sink)
 
-    replica.manager.begin("1", lease_s=0.4)
-    replica.manager.update("disk", receive)
+def test_only_a_session_whose_lease_is_over_is_given_up_as_expired():
+    replica = Replica()
+    replica.manager.begin("1", lease_s=WAIT_S)
+    replica.manager.update("disk", sending(filled(1.0)))
+    with pytest.raises(SessionError, match="no session has expired"):
+        replica.manager.rollback("it expired", is_lost=True, only_expired=True)
+    assert replica.state["state"] == "open"
+    replica.manager.commit()
+    with pytest.raises(SessionError, match="no session has expired"):
+        replica.manager.rollback("it expired", is_lost=True, only_expired=True)
+    assert replica.values == NEW
+
+
+def test_a_commit_that_comes_with_the_end_of_the_lease_is_too_late_however_fast_it_is(monkeypatch):
+    monkeypatch.setattr(Lease, "call_at_end", lambda lease, end: None)  # its thread is slower
+    replica = Replica()
+    replica.manager.begin("1", lease_s=0.05)
+    replica.manager.update("disk", sending(filled(1.0)))
+    while replica.state["seconds_left"]:
+        pass
     with pytest.raises(SessionError, match="it expired"):
         replica.manager.commit()
     assert replica.values == OLD and len(replica.whys) == 1

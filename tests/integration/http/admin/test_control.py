@@ -140,10 +140,55 @@ def test_the_last_pause_decides_whether_it_ends_by_itself(client, service):
 def test_a_pause_that_expires_in_the_middle_of_an_update_waits_for_its_end(client, caplog, until):
     client.post("/pause_generation", json={"mode": "retract", "ttl": 0.1})
     assert client.post("/begin_weight_update", json={}).status_code == 200
-    until(lambda: "cannot continue: a weight-update session is open" in caplog.text)
-    assert client.get("/state").json()["paused"]
+    first = pause_timer()
+    until(lambda: pause_timer() not in (None, first))  # it has fired, and waits
+    assert client.get("/state").json()["paused"] and not caplog.text
     assert client.post("/end_weight_update", json={}).status_code == 200
     until(lambda: not client.get("/state").json()["paused"])
+
+
+def pause_timer() -> threading.Timer | None:
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    found = [timer for timer in timers if timer.name == "lockstep-pause-lease" and not timer.finished.is_set()]
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize("verb", ["begin_weight_update", "end_weight_update"])
+def test_a_session_starts_the_time_of_its_clients_pause_anew(client, verb):
+    client.post("/lockstep/pause_generation", json={"mode": "retract", "ttl": 60})
+    if verb == "end_weight_update":
+        client.post("/lockstep/begin_weight_update", json={"coverage": "partial"})
+    pause_timer().join(0.2)  # so much of its time passes
+    before = client.get("/state").json()["pause_seconds_left"]
+    coverage = {"coverage": "partial"} if verb == "begin_weight_update" else {}
+    assert client.post(f"/lockstep/{verb}", json=coverage).status_code == 200
+    assert before < client.get("/state").json()["pause_seconds_left"] <= 60
+
+
+@pytest.mark.parametrize("ttl", [None, 60])
+@pytest.mark.parametrize("path", ["/lockstep/pause_generation", "/pause?mode=keep&ttl=5&keeps_other=true"])
+def test_a_pause_of_a_guest_leaves_the_time_of_the_pause_that_there_is(client, path, ttl):
+    def guest() -> None:
+        body = {"mode": "retract", "ttl": 5, "keeps_other": True} if path.startswith("/lockstep") else {}
+        assert client.post(path, json=body).status_code == 200
+
+    client.post("/pause_generation", json={"mode": "in_place", "ttl": ttl})
+    guest()
+    left = client.get("/state").json()["pause_seconds_left"]
+    assert left is None if ttl is None else 5 < left <= 60
+    client.post("/continue_generation", json={})
+    guest()  # the only one: its own time counts
+    assert 0 < client.get("/state").json()["pause_seconds_left"] <= 5
+
+
+@pytest.mark.parametrize("ttl", [0, -1, "soon", 1e12])
+def test_a_time_of_a_pause_that_is_none_is_refused_and_pauses_nothing(client, service, ttl):
+    for path in ("/pause_generation", "/lockstep/pause_generation"):
+        answer = client.post(path, json={"mode": "in_place", "ttl": ttl})
+        assert answer.status_code == 400 and "ttl" in answer.json()["message"]
+    answer = client.post(f"/pause?mode=keep&ttl={ttl}")
+    assert 400 <= answer.status_code < 500 and "ttl" in answer.text
+    assert not service.engine.is_paused
 
 
 # -- abort ------------------------------------------------------------------------------------------------------------
@@ -171,7 +216,7 @@ def test_an_abort_of_nobody_is_ignored(client, service):
 
 
 def test_a_pause_whose_time_passes_while_another_call_holds_the_lease_never_runs(client, server, service):
-    lease, held, release = server.app.state.pause_lease, threading.Event(), threading.Event()
+    lease, held, release = service.pause_lease, threading.Event(), threading.Event()
 
     def hold() -> None:
         with lease.changing():
