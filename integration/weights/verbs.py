@@ -13,7 +13,6 @@ from ...rollout.errors import MemoryReleased
 from ...rollout.loop.commands import HoldReport, OnCommit, check_in_flight
 from ...weight_sync.delta.apply import Check
 from ...weight_sync.delta.pull import PullRecord, pull_weights
-from ...weight_sync.errors import SessionError
 from ...weight_sync.group.registry import GroupRegistry
 from ...weight_sync.group.rendezvous import Rendezvous
 from ...weight_sync.manifest import NamedTensors, specs_from_lists

@@ -17,8 +17,7 @@ class Lease:
         """Start the time. Raises ValueError unless seconds is positive."""
         self.seconds = seconds
         self._deadline = Deadline.after(seconds)
-        self._timer: threading.Timer | None = None
-        self._end: Callable[[], None] | None = None
+        self._is_cancelled = threading.Event()
 
     @property
     def is_over(self) -> bool:
@@ -29,22 +28,21 @@ class Lease:
         return self._deadline.left_s
 
     def call_at_end(self, end: Callable[[], None]) -> None:
-        """Call `end` in a thread of its own when the time has passed, unless `cancel` comes first. `end` is called
-        again for each `renew` that comes later."""
-        self._end = end
-        self._timer = threading.Timer(self.seconds, end)
-        self._timer.daemon, self._timer.name = True, LEASE_THREAD
-        self._timer.start()
+        """Call `end` in a thread of its own when the time has passed, unless `cancel` comes first. Where it was renewed
+        before `end` looked at `is_over`, `end` is called again after the new time."""
+        threading.Thread(target=self._watch, args=(end,), daemon=True, name=LEASE_THREAD).start()
 
     def renew(self) -> None:
-        """Start the time again, also when it has passed. A timer that has fired may still come to its `end`, which has
-        to look at `is_over`."""
+        """Start the time again, also when it has passed."""
         self._deadline = Deadline.after(self.seconds)
-        if self._end is not None:
-            self.cancel()
-            self.call_at_end(self._end)
 
     def cancel(self) -> None:
-        """Stop the timer without a call of `end`. Does nothing once the timer has fired."""
-        if self._timer is not None:
-            self._timer.cancel()
+        """End the thread without a call of `end`. Does nothing once `end` was called."""
+        self._is_cancelled.set()
+
+    def _watch(self, end: Callable[[], None]) -> None:
+        while not self._is_cancelled.wait(self.left_s):
+            if self.is_over:
+                end()
+                if self.is_over:
+                    return

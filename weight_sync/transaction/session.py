@@ -22,7 +22,8 @@ from .history import NONE_OPEN, SessionHistory
 from .host import SessionHost
 from .lease import Lease
 from .peers import Peers, error_of
-from .receiving import REPAIR_IN_A_SESSION, REPAIR_NOW, UNPROVEN, Receive, Receiving, not_as
+from .publishing import Publishing, check_commit
+from .receiving import REPAIR_IN_A_SESSION, REPAIR_NOW, Receive, Receiving, not_as
 from .records import SessionRecord, UpdateRecord, WeightSession
 from .transaction import Coverage, Undo, WeightTransaction
 
@@ -348,37 +349,20 @@ class SessionManager:
         return self._session
 
     def _commit(self, version: str | None) -> SessionRecord:
-        """Check, digest, decide and publish. No step after the decision can fail on another rank only."""
-        self._ready("commit", self._check_commit)
+        self._ready("commit", lambda: check_commit(self._require_session(), self._history))
         session = self._require_session()
-        transaction, record = session.transaction, session.record(version)
-        is_published = False
-
-        def publish() -> None:
-            nonlocal is_published
-            self._host.publish(record)
-            is_published = True
-
+        record = session.record(version)
+        publishing = Publishing(session, record, self._host, self._peers)
         try:
-            self._peers.together("decide", lambda: self._host.prepare_commit(record))
-            transaction.commit()
-            self._peers.together("published", publish)
+            publishing.run()
         except BaseException as error:
             self._roll_back(session, f"publishing failed: {error}")
-            if is_published:
+            if publishing.has_published:
                 self._host.unpublish()  # after the rollback: the version returns with the old bytes
             raise
         self._close(session)
         self._history.was_committed(session, record)
         return record
-
-    def _check_commit(self) -> None:
-        session = self._require_session()
-        session.transaction.check_complete()
-        if session.healing is not None and (unverified := session.unverified()):
-            raise Poisoned(f"{self._history.refusal}; not verified: {', '.join(unverified)}")
-        if unproven := sorted(session.unchecked.intersection(session.transaction.written_units()) - session.verified):
-            raise ValueError(f"{UNPROVEN}: {', '.join(unproven)}")
 
     def _roll_back(self, session: WeightSession, why: str) -> None:
         """Restore the old bytes or mark the weights as poisoned, and end the session."""

@@ -166,9 +166,7 @@ async def is_sleeping(request: Request) -> Response:
     return json_response({"is_sleeping": request.app.state.is_asleep})
 
 
-async def _pause(
-    request: Request, mode: str, ttl: float | None = None, keeps_other: bool = False
-) -> PauseMode:
+async def _pause(request: Request, mode: str, ttl: float | None = None, keeps_other: bool = False) -> PauseMode:
     """Pause in one of vLLM's modes; returns the engine's. Raises BadField for another mode."""
     if mode not in _MODES:
         raise BadField("mode", f"must be one of {', '.join(_MODES)}, not {mode[:100]!r}")
