@@ -28,7 +28,7 @@ from .long_waits import LongWaits
 from .own_process import OwnProcess
 from .shared_step import SharedStep
 from .turn import Turn
-from .waiters import Waiters
+from .waiters import Kick, Waiters
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Driver:
         self.lock = FairLock()
         self._waiters = Waiters(self.lock)
         self._turn = Turn()
-        self._kick = threading.Event()  # set by every change that the loop's thread may wait for
+        self._kick = Kick()  # given by every change that the loop's thread may wait for
         self._model, self._ranks, self._reports = parts.model, parts.ranks, parts.reports
         self._most_steps = parts.config.num_scheduler_steps
         self.inbox = inbox
@@ -77,7 +77,7 @@ class Driver:
 
     def kick(self) -> None:
         """Wake the loop's thread, which may wait for a change that the caller has made."""
-        self._kick.set()
+        self._kick.give()
 
     def look(self, read: Callable[[], T]) -> T:
         """Call `read` under the lock. Steps may be in flight, and posted requests in the inbox: thousands would keep
@@ -156,6 +156,7 @@ class Driver:
             finally:
                 self._waiters.wake_done()
                 phase.leave(admits=False)
+            self.lock.call_handlers()  # before the answers are taken, which would be lost
             return then()
 
     def start(self) -> None:
@@ -173,7 +174,7 @@ class Driver:
         self.process.check()
         with self.lock:
             thread, self._thread = self._thread, None
-            self._kick.set()
+            self._kick.give()
             self._waiters.wake_all()
         if thread is not None:
             thread.join()
@@ -188,14 +189,14 @@ class Driver:
     def _on_loss(self) -> None:
         """Wake all waiting threads after the loss of a rank, so that they notice it. Called from any thread."""
         with self.lock:
-            self._kick.set()
+            self._kick.give()
             self._waiters.wake_all()
 
     def _run(self) -> None:
         me = threading.current_thread()
         try:
             while self._thread is me:
-                self._kick.clear()  # before the check: a later change is noticed in the next round
+                self._kick.forget()  # before the check: a later change is noticed in the next round
                 try:
                     self._before_sampling.run_in_phase()
                 except SamplingRefused as refused:  # the call that lifts the refusal kicks
@@ -257,7 +258,7 @@ class Driver:
     def wait_until(self, is_done: Callable[[], bool]) -> None:
         """Return when `is_done()`. Where no thread runs the steps, one of the callers that wait does, for all."""
         self.process.check()
-        self._kick.set()  # the rollout phase may have begun with this call
+        self._kick.give()  # the rollout phase may have begun with this call
         try:
             while not self._wait_a_step(is_done):
                 if self._turn.is_mine:
@@ -316,7 +317,7 @@ class Driver:
         if step is not None:
             await asyncio.shield(asyncio.wrap_future(step))
             return
-        self._kick.set()  # the rollout phase may have begun with this call
+        self._kick.give()  # the rollout phase may have begun with this call
         await self._waiters.wait_in_coroutine(is_done, lambda: self._thread is not None)
         if not is_done():
             self._check_alive()
@@ -354,7 +355,7 @@ class Driver:
         try:
             return self._commands.run(name, run, op_id, timeout_s, arguments)
         finally:
-            self._kick.set()
+            self._kick.give()
 
     def control(
         self,

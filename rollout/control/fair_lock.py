@@ -10,61 +10,121 @@ import threading
 import time
 from collections.abc import Callable
 
+from ..held_signals import HeldSignals
+
 
 class FairLock:
-    """A re-entrant lock: a thread that asks for it gets it before its holder gets it again. Works with Condition."""
+    """A re-entrant lock: a thread that asks for it gets it before its holder gets it again.
+
+    An interrupt of the main thread (Ctrl-C, or another signal whose handler raises) waits while that thread holds the
+    lock; it is raised where the lock is released, or by `call_handlers`. A wait for the lock is interrupted at once.
+    """
 
     def __init__(self) -> None:
-        self._turnstile = threading.Lock()  # held by the next thread; the others queue for it
-        self._inner = threading.RLock()
+        self._turnstile = threading.RLock()  # held by the next thread; the others queue for it
+        self._inner = threading.RLock()  # held once
         self._num_held = 0  # how many times its holder holds it
-        # threading.Condition calls these of a lock that may be held more than once. RLock has them for the same
-        # purpose; the stubs of the library leave them out.
-        self._is_owned: Callable[[], bool] = self._inner._is_owned  # type: ignore[attr-defined]
-        self._release_save: Callable[[], object] = self._inner._release_save  # type: ignore[attr-defined]
+        self._is_waiting = False  # the holder of the turnstile waits for the inner lock
+        self._returns = False  # the main thread has lent the lock in the middle of a block, and has to get it back
+        self._signals = HeldSignals(self._keeps_signals)
+        self._is_owned: Callable[[], bool] = self._inner._is_owned  # type: ignore[attr-defined]  # the stubs lack it
+        self._is_next: Callable[[], bool] = self._turnstile._is_owned  # type: ignore[attr-defined]
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Acquire the lock; arguments and result as for threading.RLock.acquire."""
-        if self._is_owned():
-            self._num_held += 1
-            return self._inner.acquire()
-        began = time.monotonic()
-        if not self._turnstile.acquire(blocking, timeout):
+        if not self._is_owned() and not self._acquire_inner(blocking, timeout):
             return False
-        try:
-            if timeout >= 0:
-                timeout = max(timeout - (time.monotonic() - began), 0)
-            if is_mine := self._inner.acquire(blocking, timeout):
-                self._num_held = 1
-            return is_mine
-        finally:
-            self._turnstile.release()
+        self._num_held += 1  # no call follows, behind which a handler could raise
+        return True
 
     def release(self) -> None:
+        """Release the lock once. Raises RuntimeError where this thread does not hold it, and an interrupt that has come
+        meanwhile."""
         if not self._is_owned():
             raise RuntimeError("the lock is not held by this thread")
         self._num_held -= 1
-        self._inner.release()
+        if not self._num_held:
+            self._inner.release()
+            self._signals.give_back()
+
+    __enter__ = acquire
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def call_handlers(self) -> None:
+        """Raise an interrupt that has come while this thread held the lock. The caller holds it, and has nothing that
+        would be lost."""
+        self._signals.call()
 
     def is_wanted(self) -> bool:
         """Return whether another thread waits for the lock. The caller holds it."""
-        return self._turnstile.locked()
+        if self._turnstile.acquire(blocking=False):
+            self._turnstile.release()
+            return False
+        return True
 
     def give_way(self) -> bool:
         """Let the threads that wait for the lock have it, each in its turn, and take it back. Returns False, and does
         nothing, where the caller holds it more than once: an outer block relies on it."""
         if self._num_held > 1:
             return False
-        self.release()
-        self.acquire()
+        self._lend(lambda: None)
         return True
 
-    __enter__ = acquire
+    def wait(self, woken: threading.Lock) -> None:
+        """Release the lock, however often the caller holds it, until `woken` can be acquired. The wait can be
+        interrupted."""
 
-    def __exit__(self, *_: object) -> None:
-        self.release()  # which looks whose it is: an interrupt may have ended a block between a release and an acquire
+        def wait() -> None:
+            try:
+                self._returns = False
+                self._signals.call()
+                woken.acquire()
+            finally:  # begins with a store: the caller has lent the lock, whether the main thread or another
+                self._returns = True
 
-    def _acquire_restore(self, state: object) -> None:
-        with self._turnstile:
-            self._inner._acquire_restore(state)  # type: ignore[attr-defined]
-            self._num_held = state[0]  # type: ignore[index]
+        self._lend(wait if threading.current_thread() is threading.main_thread() else woken.acquire)
+
+    def _lend(self, wait: Callable[[], object]) -> None:
+        """Release the lock, call `wait`, and take the lock back, also after an exception."""
+        is_main = threading.current_thread() is threading.main_thread()
+        num_held, self._num_held = self._num_held, 0
+        try:
+            if is_main:
+                self._returns = True
+            self._inner.release()
+            wait()
+        finally:
+            try:
+                self._acquire_inner(blocking=True, timeout=-1)
+                self._num_held = num_held
+            finally:
+                if is_main:
+                    self._returns = False
+
+    def _acquire_inner(self, blocking: bool, timeout: float) -> bool:
+        """Acquire the inner lock. Where this raises neither lock is held."""
+        began = time.monotonic()
+        self._signals.take_over()
+        try:
+            if not self._turnstile.acquire(blocking, timeout):
+                return False
+            if timeout >= 0:
+                timeout = max(timeout - (time.monotonic() - began), 0)
+            try:
+                self._is_waiting = True
+                if not self._returns:
+                    self._signals.call()
+                return self._inner.acquire(blocking, timeout)
+            finally:
+                self._is_waiting = False
+        finally:
+            if self._is_next():
+                self._turnstile.release()
+            if not self._is_owned():
+                self._signals.give_back()
+
+    def _keeps_signals(self) -> bool:
+        """Return whether the main thread, which calls this, would lose a lock if a handler raised now."""
+        return self._returns or self._is_owned() or (self._is_next() and not self._is_waiting)

@@ -17,6 +17,28 @@ from .fair_lock import FairLock
 Condition = Callable[[], bool]
 
 
+class Kick:
+    """A wake-up for one thread, which any thread gives. An interrupt of the giver loses none, as it may in the middle
+    of `threading.Event.set`, whose lock nothing would release."""
+
+    def __init__(self) -> None:
+        self._is_missing = threading.Lock()  # held while none was given
+        self._is_missing.acquire()
+
+    def give(self) -> None:
+        """Wake the thread, now or at its next wait."""
+        with suppress(RuntimeError):  # it was given already
+            self._is_missing.release()
+
+    def forget(self) -> None:
+        """Forget those that were given."""
+        self._is_missing.acquire(blocking=False)
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Wait until one is given, at most so many seconds; forget it."""
+        self._is_missing.acquire(timeout=-1 if timeout_s is None else timeout_s)
+
+
 @dataclass(eq=False, slots=True)
 class _Waiter:
     is_done: Condition
@@ -39,11 +61,12 @@ class Waiters:
 
     def wait(self, is_done: Condition) -> None:
         """Release the lock, which the caller holds, until it is woken."""
-        woken = threading.Condition(self._lock)  # type: ignore[arg-type]
-        waiter = _Waiter(is_done, woken.notify_all, is_thread=True)
+        woken = threading.Lock()
+        woken.acquire()
+        waiter = _Waiter(is_done, woken.release, is_thread=True)
         self._waiters[waiter] = None
         try:
-            woken.wait()
+            self._lock.wait(woken)
         finally:
             self._waiters.pop(waiter, None)
 

@@ -17,20 +17,21 @@ class PhaseGate:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()  # entered itself, in one instruction: an interrupt of a condition's may lose it
+        self._changed = threading.Condition(self._lock)
         self._num_hosts = 0
         self._num_guests = 0
         self._mine = threading.local()  # .is_guest: whether this thread is one
 
     def open(self) -> None:
         """Begin a phase as a host, or join an open one."""
-        with self._changed:
+        with self._lock:
             self._num_hosts += 1
             self._changed.notify_all()
 
     def close(self) -> None:
         """Leave the phase as a host. The last host waits until every guest but the calling thread has left."""
-        with self._changed:
+        with self._lock:
             self._num_hosts -= 1
             self._changed.wait_for(lambda: self._num_hosts > 0 or self._num_guests <= self._is_guest)
 
@@ -44,7 +45,7 @@ class PhaseGate:
         if self._is_guest:
             yield timeout_s
             return
-        with self._changed:
+        with self._lock:
             if not self._changed.wait_for(lambda: self._num_hosts > 0, timeout_s):
                 raise DeadlineExceeded(
                     f"{what} waited {timeout_s:g} s for the rollout phase, for the module is the trainer's now: it did "
@@ -57,7 +58,7 @@ class PhaseGate:
             yield max(deadline - time.monotonic(), 1e-3)
         finally:
             self._mine.is_guest = False
-            with self._changed:
+            with self._lock:
                 self._num_guests -= 1
                 self._changed.notify_all()
 

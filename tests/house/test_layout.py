@@ -28,7 +28,8 @@ PLACES = {
     "rollout.proving": ("control grammars kv loop model receipt request_options running sampling_params sequences"),
     "rollout.engine": "completion config control kv loop one_process ranks replica reports request_options",
     "rollout.control": (
-        "completion errors giving_way grammars loop model replica request_options sampling_params sequences speculation"
+        "completion errors giving_way grammars held_signals loop model replica request_options sampling_params "
+        "sequences speculation"
     ),
     "rollout.loop": (
         "check completion config errors grammars kv model nothing ranks receipt replica reports running scheduling "
@@ -56,6 +57,7 @@ PLACES = {
     "rollout.errors": "",
     "rollout.sampling_params": "stop_patterns",
     "rollout.giving_way": "",
+    "rollout.held_signals": "",
     "rollout.nothing": "",
     "rollout.one_process": "",
     "rollout.stop_patterns": "",

@@ -200,7 +200,7 @@ def test_a_report_is_made_between_slices_of_the_requests_that_a_command_queues(e
     def first_starts_a_report(request: Request) -> None:
         if not reports:
             reports.append(submit(engine.driver.look, lambda: len(engine.parts.sequences.requests())))
-            wait_until(lambda: engine.driver.lock._turnstile.locked())
+            wait_until(lambda: engine.driver.lock.is_wanted())
         queue(request)
 
     monkeypatch.setattr(engine.driver._loop, "queue", first_starts_a_report)
@@ -218,7 +218,7 @@ def test_a_report_comes_between_while_thousands_of_requests_are_aborted(engine, 
             super().on_chunk(chunk)
             if self.num_answers == 1:
                 reports.append(submit(engine.state))
-                wait_until(lambda: engine.driver.lock._turnstile.locked())  # it waits for the lock
+                wait_until(lambda: engine.driver.lock.is_wanted())  # it waits for the lock
 
     listener = Reporter()
     ask(engine, listener)
@@ -257,7 +257,7 @@ def test_a_command_inside_another_ones_block_lets_nobody_in(engine):
     ask(engine, Nobody())
     with engine.driver.lock:
         reporting = submit(engine.state)
-        wait_until(lambda: engine.driver.lock._turnstile.locked())
+        wait_until(lambda: engine.driver.lock.is_wanted())
         assert len(engine.abort_request(abort_all=True).aborted) == MANY and not reporting.done()
     assert soon(reporting)["num_waiting"] == 0
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.control.waiters import Kick
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import DeadlineExceeded, EngineStopped, OpIdTaken
 from lockstep.rollout.sampling_params import SamplingParams
@@ -494,15 +495,20 @@ def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, num_
 def test_a_stop_before_the_thread_has_cleared_its_kick_ends_it(make_engine):
     engine = make_engine()
     kicked = threading.Thread(target=engine.stop)
+    was_given = threading.Event()
 
-    class Kick(threading.Event):
-        def clear(self) -> None:
+    class Watched(Kick):
+        def give(self) -> None:
+            super().give()
+            was_given.set()
+
+        def forget(self) -> None:
             if kicked.ident is None:
                 kicked.start()
-                assert self.wait(PATIENCE)
-            super().clear()
+                assert was_given.wait(PATIENCE)
+            super().forget()
 
-    engine.driver._kick = Kick()
+    engine.driver._kick = Watched()
     engine.start()
     wait_until(lambda: kicked.ident is not None)
     kicked.join(PATIENCE)

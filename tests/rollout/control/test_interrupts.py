@@ -1,0 +1,230 @@
+"""Interrupts of the main thread, such as Ctrl-C: none loses a lock, half of a step, or an answer."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import FrameType
+
+import pytest
+
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.control.fair_lock import FairLock
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=40, sampling_seed=5, ignore_eos=True)
+PATIENCE = 60.0
+
+
+@pytest.fixture(autouse=True)
+def interrupts() -> Iterator[None]:
+    """Let SIGUSR1 raise KeyboardInterrupt, as Ctrl-C does."""
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGUSR1)
+
+
+def is_free(lock: FairLock) -> bool:
+    """Ask in another thread."""
+    with ThreadPoolExecutor(1) as other:
+        if other.submit(lock.acquire, timeout=5).result(PATIENCE):
+            other.submit(lock.release).result(PATIENCE)
+            return True
+    return False
+
+
+def test_an_interrupt_waits_until_the_lock_is_released():
+    lock, did = FairLock(), []
+    with pytest.raises(KeyboardInterrupt), lock:
+        with lock:
+            interrupt()
+            did.append("inner")
+        did.append("outer")
+    assert did == ["inner", "outer"] and is_free(lock)
+    assert signal.getsignal(signal.SIGUSR1) is signal.default_int_handler
+
+
+def test_the_second_interrupt_does_not_wait():
+    lock, did = FairLock(), []
+    with pytest.raises(KeyboardInterrupt), lock:
+        interrupt()
+        did.append("after the first")
+        interrupt()
+        did.append("after the second")
+    assert did == ["after the first"] and is_free(lock)
+
+
+def test_an_interrupt_is_raised_inside_where_the_holder_asks_for_it():
+    lock = FairLock()
+    with lock:
+        interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            lock.call_handlers()
+        lock.call_handlers()
+    assert is_free(lock)
+
+
+def test_a_handler_that_is_set_inside_stays_and_one_that_raises_nothing_is_called_once():
+    lock, came = FairLock(), []
+
+    def other(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+
+    with lock:
+        signal.signal(signal.SIGUSR1, other)
+    assert signal.getsignal(signal.SIGUSR1) is other
+    with lock:
+        interrupt()
+        assert not came
+    assert came == [signal.SIGUSR1] and is_free(lock)
+
+
+def test_two_locks_keep_one_interrupt():
+    a, b = FairLock(), FairLock()
+    with pytest.raises(KeyboardInterrupt), a:
+        with b:
+            interrupt()
+        assert is_free(b)
+    assert is_free(a) and signal.getsignal(signal.SIGUSR1) is signal.default_int_handler
+
+
+@contextmanager
+def interrupted_soon(when: threading.Event) -> Iterator[None]:
+    """Interrupt the main thread from another one, once `when` is set; again if it was about to wait at that moment,
+    where Python notices a signal only after the wait."""
+    came = threading.Event()
+
+    def run() -> None:
+        assert when.wait(PATIENCE)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        while not came.wait(1):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        came.set()
+        thread.join(PATIENCE)
+
+
+def test_a_wait_for_the_lock_is_interrupted_at_once():
+    lock, waits, may_end = FairLock(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            while not lock.is_wanted():
+                pass
+            waits.set()
+            assert may_end.wait(PATIENCE)
+
+    held = threading.Event()
+    with ThreadPoolExecutor(1) as other:
+        holder = other.submit(hold)
+        assert held.wait(PATIENCE)
+        with pytest.raises(KeyboardInterrupt), interrupted_soon(waits), lock:
+            pass
+        may_end.set()
+        holder.result(PATIENCE)
+    assert is_free(lock)
+
+
+def test_a_wait_for_others_in_a_block_is_interrupted_and_the_block_has_the_lock_again():
+    lock, lent = FairLock(), threading.Event()
+    woken = threading.Lock()
+    woken.acquire()
+
+    def take() -> None:
+        with lock:
+            lent.set()
+
+    with ThreadPoolExecutor(1) as other, lock, lock:
+        taken = other.submit(take)
+        with pytest.raises(KeyboardInterrupt), interrupted_soon(lent):
+            lock.wait(woken)
+        taken.result(PATIENCE)
+        assert not other.submit(lock.acquire, timeout=0.01).result(PATIENCE)
+    assert is_free(lock)
+
+
+def test_an_interrupt_of_a_step_leaves_its_answers_for_the_next_call(make_model):
+    engine = Engine(make_model("qwen3"), EngineConfig(kv_cache="64 blocks", max_num_seqs=4))
+    ids = [id for index in range(3) for id in engine.add([1, 2, index], PARAMS)]
+    commit, answers, num_steps = engine.parts.scheduler.on_step_completed, [], 0
+
+    def interrupted(*args: object) -> None:
+        interrupt()
+        commit(*args)
+
+    engine.parts.scheduler.on_step_completed = interrupted
+    while engine.has_work:
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        num_steps += 1
+    engine.parts.scheduler.on_step_completed = commit
+    answers = engine.step()
+    assert {answer.id for answer in answers} == set(ids) and num_steps >= 40
+    assert [answer.token_ids for answer in sorted(answers, key=lambda a: ids.index(a.id))] == [
+        answer.token_ids for answer in engine.generate([[1, 2, index] for index in range(3)], PARAMS)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["the caller", "the caller, beside reports", "a thread"])
+def test_interrupts_at_any_moment_lose_no_lock_and_change_no_answer(make_model, who):
+    """Who runs the steps."""
+    engine = Engine(make_model("qwen3"), EngineConfig(kv_cache="64 blocks", max_num_seqs=4))
+    draw, is_over, may_interrupt = random.Random(7), threading.Event(), threading.Event()
+    expected = engine.generate([[1, 2, 3]], PARAMS)[0]
+
+    def report() -> None:
+        while not is_over.wait(0.002):
+            engine.state()
+
+    def send() -> None:
+        while not is_over.is_set():
+            if may_interrupt.wait(0.1) and not is_over.wait(draw.uniform(0.001, 0.03)) and may_interrupt.is_set():
+                os.kill(os.getpid(), signal.SIGUSR1)
+
+    threads = [threading.Thread(target=send)]
+    if who == "a thread":
+        engine.start()
+    if "reports" in who:
+        threads.append(threading.Thread(target=report))
+    for thread in threads:
+        thread.start()
+    num_interrupts = num_answers = 0
+    try:
+        while num_interrupts < 300:
+            try:
+                may_interrupt.set()
+                for chunk in engine.stream([1, 2, 3], PARAMS):
+                    if chunk.completion is not None:
+                        num_answers += 1
+                        assert chunk.completion.token_ids == expected.token_ids
+            except KeyboardInterrupt:
+                num_interrupts += 1
+        may_interrupt.clear()
+    except KeyboardInterrupt:
+        may_interrupt.clear()
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+    again = engine.generate([[1, 2, 3]], PARAMS)[0]
+    assert (again.token_ids, again.logprobs, again.text) == (expected.token_ids, expected.logprobs, expected.text)
+    state = engine.state()
+    assert state["num_running"] == state["num_waiting"] == 0 and is_free(engine.driver.lock)
+    engine.close()
