@@ -41,9 +41,9 @@ class Group:
         return 0 if self.begun_in is None else self.params.n - len(self.answers)
 
     def submit(self) -> None:
-        """Queue the samples."""
-        self.begun_in = self.engine.epoch
+        """Queue the samples. Where this raises they are not submitted."""
         self._queue([self.prompt], [self.params], [self.options])
+        self.begun_in = self.engine.epoch
 
     def advance(self) -> None:
         """Queue what the present weights are to draw, beyond what runs."""
@@ -76,8 +76,12 @@ class Group:
         self.on_error(error)
 
     def _keep(self, answer: Completion) -> None:
-        self.answers[answer.index] = answer
-        self.epochs[answer.index] = self.engine.epoch
+        index = self._number_of(answer)
+        self.answers[index], self.epochs[index] = answer, self.engine.epoch
+
+    def _number_of(self, answer: Completion) -> int:
+        """Return the place of an answer among the group's. A renewed or begun one has the index that it had before."""
+        return answer.index if self.params.n > 1 else 0
 
     def _queue(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], options: Sequence[RequestOptions]

@@ -121,7 +121,11 @@ class RolloutsAhead:
                 raise ValueError(f"batch {key} has been begun already")
             self._batches[key] = groups
             self._width = max(self._width, sum(group.params.n for group in groups))
-            self._feed()
+            try:
+                self._feed()
+            except BaseException:
+                del self._batches[key]
+                raise
 
     def finish(self, key: int) -> list[Completion]:
         """Return the samples of a batch, those of a prompt side by side; the batch is over then.

@@ -96,8 +96,9 @@ class RequestDesk:
     def check(self, prompt: Prompt, params: Params, options: RequestOptions) -> None:
         """Raise the ValueError that `submit` would raise for this prompt. Compiles its grammar: a later `submit` of it
         does not wait."""
-        [(checked, _)] = self._intake.settings([params])
-        self._intake.checked(prompt, checked, options)
+        [settings] = self._intake.settings([params])
+        its_ids = self._intake.checked(prompt, settings[0], options)
+        self._intake.requests(its_ids, settings, options, ["checked"], 0)  # a grammar, or begun tokens, may not fit
 
     def ask_grammars(self, params: Iterable[SamplingParams]) -> list[Promise]:
         """Start to compile the grammars of these parameters; returns the unfinished ones at once.

@@ -92,6 +92,9 @@ class KVEventLog:
         if sink not in self._sinks:
             raise ValueError("this sink is not attached")
         self._sinks = tuple(s for s in self._sinks if s != sink)
+        if not self._sinks:  # the next one is told of the gap, not of a part of it
+            for pending in self._pending.values():
+                pending.clear()
 
     def append(self, event: KVEvent | PinEvent) -> None:
         """Record an event. Does nothing while no sink is attached."""

@@ -17,7 +17,7 @@ _HASH_SEED = b"lockstep-kv-1"
 def root_hash(salt: str = "") -> int:
     """Return the hash that the first block of a prefix chains from. Different salts (`extra_key`) give different
     chains."""
-    return _from_bytes(_digest(_HASH_SEED + salt.encode()))
+    return _from_bytes(_digest(_HASH_SEED + salt.encode(errors="surrogatepass")))
 
 
 def block_hash(parent_hash: int, tokens: bytes) -> int:

@@ -81,8 +81,9 @@ class BetweenSteps:
         for index, request in enumerate(requests):
             if gives_way and index and index % SLICE == 0:
                 self.give_way()
-            if request.finish_reason is None:  # it may have ended meanwhile
-                self._loop.abort(request, reason or _aborted(request))
+            present = self._present(request)
+            if present is not None and present.finish_reason is None:  # it may have ended meanwhile
+                self._loop.abort(present, reason or _aborted(present))
                 aborted.append(request.id)
         return aborted
 
@@ -98,8 +99,15 @@ class BetweenSteps:
     def abort_listed(self, requests: Iterable[Request], reason: FinishReason) -> None:
         """Abort those of these requests that have not ended. A later request of the same id is another one."""
         for request in requests:
-            if request.id in self._sequences and self._sequences.request(request.id) is request:
-                self._loop.abort(request, reason)
+            if (present := self._present(request)) is not None:
+                self._loop.abort(present, reason)
+
+    def _present(self, request: Request) -> Request | None:
+        """Return what a request is now: another object where a commit has begun it again. None: it is not live."""
+        if request.id not in self._sequences:
+            return None
+        present = self._sequences.request(request.id)
+        return present if present.arrival_index == request.arrival_index else None
 
     # -- the prefix cache -------------------------------------------------------------------------------------------
 

@@ -101,6 +101,10 @@ class GrammarSteps:
         self._look_ahead_s -= thread_time() - began
         return tuple(kept), tuple(masks)
 
+    def forget_time(self) -> None:
+        """Forget the time that the grammars of a failed step have taken."""
+        self._time.forget_step()
+
     def end(self, results: Sequence[SequenceResult]) -> None:
         """End the sequences of a committed step whose grammar allows no further token, not even a stop token."""
         engine = self._managers.engine

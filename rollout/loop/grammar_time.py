@@ -40,6 +40,11 @@ class GrammarTime:
             self._seconds[request.id] = self._seconds.get(request.id, 0.0) + seconds
             self._spent_s += seconds
 
+    def forget_step(self) -> None:
+        """Forget the time of a step that has failed, which the next one does not have to answer for."""
+        self._seconds.clear()
+        self._spent_s = 0.0
+
     def end_step(self, ids: Iterable[str], max_others: int) -> list[tuple[str, float, int]]:
         """End the step of these sequences. Returns id, seconds, and if this is too long how many tokens of the sequence
         were so far, else 0; the slowest first.

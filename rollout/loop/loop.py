@@ -51,6 +51,7 @@ class Flight:
     started: float  # of time.perf_counter()
     num_steps: int = 1  # decode steps that have run, one after another; known after the commit
     results: list[SequenceResult] = field(default_factory=list)  # after the commit: the committed results
+    num_delivered: int = 0  # of the results
 
 
 class Loop:
@@ -108,6 +109,7 @@ class Loop:
             if self._overlap:
                 self._step_ahead()
             else:
+                self._deliver()  # what an error has left of the step before
                 while len(self._flights) < self._runner.num_stages and self._launch(self._schedule(), most):
                     pass
                 self._commit()
@@ -186,10 +188,14 @@ class Loop:
 
     def _schedule(self) -> ScheduleOutput:
         scheduler = self._scheduler
-        if not self._trace.is_on:
-            return scheduler.schedule()
-        with self._trace.span("schedule", running=scheduler.num_running, waiting=scheduler.num_waiting):
-            return scheduler.schedule()
+        try:
+            if not self._trace.is_on:
+                return scheduler.schedule()
+            with self._trace.span("schedule", running=scheduler.num_running, waiting=scheduler.num_waiting):
+                return scheduler.schedule()
+        except BaseException:  # the tables have blocks of a schedule that no one will have
+            self._start_over()
+            raise
 
     def _launch(self, output: ScheduleOutput, most: int = 1) -> bool:
         """Send the schedule to the managers and launch the step; returns False if it is empty. most: as of `step`."""
@@ -279,12 +285,14 @@ class Loop:
 
     def _deliver(self) -> None:
         """Deliver the text, the chunks and the answers of the step that was committed last."""
-        flight, self._committed = self._committed, None
+        flight = self._committed
         if flight is None:
             return
         with self._trace.span("deliver", step=flight.output.step):
             now = time.monotonic()
-            for result in flight.results:
+            while flight.num_delivered < len(flight.results):
+                result = flight.results[flight.num_delivered]
+                flight.num_delivered += 1  # an error at one result leaves the others for the next call
                 request = flight.requests[result.id]
                 has_token = result.token_id is not None and request.params.max_new_tokens > 0
                 if has_token:
@@ -296,6 +304,7 @@ class Loop:
                     self._answer(request)
                 elif has_token:
                     self._answers.on_token(request)
+        self._committed = None
 
     def _answer(self, request: Request) -> None:
         """Answer an ended request, once, and free its blocks and state."""
@@ -345,8 +354,12 @@ class Loop:
         self._deliver()
         while self._flights:
             self._flights.popleft().handle.abandon()
+        self._grammars.forget_time()
         for request in self._managers.engine.requests():
             request.in_flight.forget()
+            if request.finish_reason is not None:  # its delivery has failed
+                self._answer(request)
+                continue
             if request.sequence.state in HOLDS_BLOCKS:
                 self._managers.preempt(request.id)
                 self._reports.on_retraction(request.id)

@@ -73,6 +73,11 @@ class PromptsUnderWay:
         self.num_parked -= len(waited)
         return waited
 
+    def leave(self, request: Request) -> list[Request]:
+        """End the wait for all tokens of the request, however many it has left. Returns as `end`."""
+        blocks = self._blocks.get(request)
+        return self.end(request, blocks[0][0]) if blocks else []
+
     def end_all(self) -> list[Request]:
         """End all waits: no block under way will be in the cache. Returns as `end`."""
-        return [r for request in list(self._blocks) for r in self.end(request, request.sequence.num_tokens)]
+        return [waited for request in list(self._blocks) for waited in self.leave(request)]

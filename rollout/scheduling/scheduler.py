@@ -334,7 +334,7 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         del self._running[request]
         self._ledger.close(request)
-        self._look_again(self._under_way.end(request, request.sequence.num_tokens))
+        self._look_again(self._under_way.leave(request))
 
     def _look_again(self, parked: list[Request]) -> None:
         """Queue parked requests again, those that still wait: their block is in the cache or never will be."""

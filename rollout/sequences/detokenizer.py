@@ -59,6 +59,10 @@ class StopRegexTimeout(LockstepError):
     """A stop_regex took too long on the text so far. Only its own request ends."""
 
 
+class Undecodable(ValueError):
+    """Tokens that the tokenizer cannot decode. Only their own request ends."""
+
+
 @dataclass(frozen=True)
 class StopMatch:
     """A stop string or pattern that the last token completed."""
@@ -198,12 +202,16 @@ class IncrementalDetokenizer:
                 return ""
         if self._backend is not None:
             return self._backend.decode(token_ids, skip_special_tokens=skips)
-        text = self._tokenizer.decode(
-            token_ids,
-            skip_special_tokens=skips,
-            spaces_between_special_tokens=self._params.spaces_between_special_tokens,
-            clean_up_tokenization_spaces=False,  # it would rewrite text that has been streamed
-        )
+        try:
+            text = self._tokenizer.decode(
+                token_ids,
+                skip_special_tokens=skips,
+                spaces_between_special_tokens=self._params.spaces_between_special_tokens,
+                clean_up_tokenization_spaces=False,  # it would rewrite text that has been streamed
+            )
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise Undecodable(f"the tokenizer cannot decode the tokens up to {token_ids[-1]}: {why}") from error
         assert isinstance(text, str)
         return text
 
@@ -246,7 +254,7 @@ class IncrementalDetokenizer:
     def _cut_window(self, num_dropped: int) -> None:
         """Drop the oldest tokens of the window and measure its known part again. Pending text stays."""
         self._window = self._window[num_dropped:]
-        self._num_known = len(self._decode(self._window)) - len(self._pending)
+        self._num_known = max(len(self._decode(self._window)) - len(self._pending), 0)
         self._clean = len(self._window)
 
     def _find_stop(self, fresh: str) -> StopMatch | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 
 from ..completion import FinishReason, NextToken
 from ..grammars.jump import Jump
-from .detokenizer import StopRegexTimeout
+from .detokenizer import StopRegexTimeout, Undecodable
 from .manager import TAKES_NO_RESULT, SequenceManager
 from .output_record import RecordedJump, ScoredToken
 from .request import Request
@@ -181,7 +181,7 @@ class EngineSequenceManager(SequenceManager):
                 if (matched := request.detokenizer.append(token_ids, num_replaced)) is not None:
                     reason = FinishReason("stop", matched=matched.stop)
                     request.cut_output(matched.num_tokens)
-            except StopRegexTimeout as error:  # only the request of this pattern ends
+            except (StopRegexTimeout, Undecodable) as error:  # only the request of this pattern or token ends
                 reason = FinishReason("abort", message=str(error))
             if reason is not None and request.finish_reason is None:
                 self.finish(request.id, reason)

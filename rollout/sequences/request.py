@@ -151,6 +151,8 @@ class Request:
             next_token=None,
         )
         again.record.num_kept = again.record.num_chars_kept = 0
+        if self.options.begun is not None:  # stands, whichever weights have drawn it
+            again.go_on_with(self.options.begun)
         return again
 
     def go_on_with(self, begun: Begun) -> None:

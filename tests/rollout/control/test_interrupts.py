@@ -45,22 +45,32 @@ def is_free(lock: FairLock) -> bool:
 
 def test_an_interrupt_waits_until_the_lock_is_released():
     lock, did = FairLock(), []
-    with pytest.raises(KeyboardInterrupt), lock:
+
+    def run() -> None:
         with lock:
-            interrupt()
-            did.append("inner")
-        did.append("outer")
+            with lock:
+                interrupt()
+                did.append("inner")
+            did.append("outer")
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
     assert did == ["inner", "outer"] and is_free(lock)
     assert signal.getsignal(signal.SIGUSR1) is signal.default_int_handler
 
 
 def test_the_second_interrupt_does_not_wait():
     lock, did = FairLock(), []
-    with pytest.raises(KeyboardInterrupt), lock:
-        interrupt()
-        did.append("after the first")
-        interrupt()
-        did.append("after the second")
+
+    def run() -> None:
+        with lock:
+            interrupt()
+            did.append("after the first")
+            interrupt()
+            did.append("after the second")
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
     assert did == ["after the first"] and is_free(lock)
 
 
@@ -91,10 +101,15 @@ def test_a_handler_that_is_set_inside_stays_and_one_that_raises_nothing_is_calle
 
 def test_two_locks_keep_one_interrupt():
     a, b = FairLock(), FairLock()
-    with pytest.raises(KeyboardInterrupt), a:
-        with b:
-            interrupt()
-        assert is_free(b)
+
+    def run() -> None:
+        with a:
+            with b:
+                interrupt()
+            assert is_free(b)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
     assert is_free(a) and signal.getsignal(signal.SIGUSR1) is signal.default_int_handler
 
 
