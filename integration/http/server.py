@@ -6,7 +6,6 @@ import asyncio
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -22,7 +21,7 @@ from ...rollout.errors import LockstepError
 from ..service import RolloutService
 from .app import create_app
 from .edge.config import HttpConfig
-from .edge.connections import Connection, Connections
+from .edge.connections import Connection, Connections, ask_for_descriptors
 from .edge.errors import SERVER_ENDED
 from .generation.subscriptions import hub_of, stop_taking
 from .observe.rollouts import Rollouts
@@ -32,7 +31,6 @@ logger = logging.getLogger(__name__)
 _START_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 10.0  # for everything after the server's own end: the engine, its ranks and its groups
 _LOOK_AGAIN_S = 0.05  # between two checks of whether all requests are answered
-_NUM_DESCRIPTORS = 1 << 16  # that a server asks the system for
 _YOUNG_OBJECTS = (
     5000  # new objects before the garbage collector looks at them; all objects are looked at 1/110 as often
 )
@@ -223,7 +221,7 @@ def serve(service: RolloutService, config: HttpConfig, on_listening: Callable[[s
     replica is lost: open requests have been answered with the failure then. The service is not closed in that case,
     because closing would wait for the lost rank."""
     config.check_bind()
-    _ask_for_descriptors()
+    ask_for_descriptors()
     listening = _listen(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)  # uvicorn ends first, then raises the signal again
@@ -259,14 +257,6 @@ def _end(*_: object) -> NoReturn:
 def _end_firmly(limit_s: float) -> NoReturn:
     logger.error("the server did not end within %g s: it is ended", limit_s)
     os._exit(1)
-
-
-def _ask_for_descriptors() -> None:
-    """Raise this process's limit of open files as far as the system allows; a connection takes one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_NUM_DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _url(listening: socket.socket) -> str:

@@ -102,14 +102,17 @@ def _add_health(app: FastAPI) -> None:
         """Answer 200 while the router runs."""
         return Response()
 
+    @app.head("/health")
     @app.get("/health")
     @app.get("/health_generate")
+    @app.head("/ping")
     @app.get("/ping")
     async def health(request: Request) -> Response:
         """Answer 200 while a worker is alive."""
         return _ok_if(bool(router_of(request).registry.live()), router_of(request))
 
     @app.get("/readiness")
+    @app.head("/ready")
     @app.get("/ready")
     async def readiness(request: Request) -> Response:
         """Answer 200 while a worker takes requests. A router that drains says so in a 503."""

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from prometheus_client.core import CollectorRegistry, CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from ..http.edge.metrics_format import metrics_format
 from .changes.journal import UpdateJournal
 from .counters import Affinity, Moved, RouterCounters
 from .fleet.held import HeldRequests
@@ -23,7 +23,7 @@ def render(collector: Collector, accept: str) -> tuple[bytes, str]:
     """Format the metrics for a scraper's Accept header. Returns the text and its content type."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
-    encode, content_type = choose_encoder(accept)
+    encode, content_type = metrics_format(accept)
     return encode(registry), content_type
 
 

@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from ..http.edge.connections import Connections
+from ..http.edge.connections import Connections, ask_for_descriptors
 from .app import create_app
 from .changes.journal import UpdateJournal
 from .config import RouterConfig
@@ -86,7 +86,7 @@ class RouterServer:
                 lifespan="on",
                 loop="asyncio",
                 ws="none",
-                http=Connections(config.http).protocol(),  # type: ignore[arg-type]
+                http=Connections(config.http, descriptors_each=2).protocol(),  # type: ignore[arg-type]
                 timeout_keep_alive=max(1, round(config.http.idle_timeout_s)),
                 timeout_graceful_shutdown=max(1, round(config.http.shutdown_timeout_s)),
                 server_header=False,
@@ -161,6 +161,7 @@ def route_in_background(config: RouterConfig) -> BackgroundRouter:
 def route(config: RouterConfig, announce: Callable[[str], None]) -> None:
     """Run a router in this thread until SIGINT or SIGTERM. `announce` gets the URL when the socket listens. Raises
     ValueError and OSError as `RouterServer`."""
+    ask_for_descriptors()
     server = RouterServer(config)
     with server.signals_end():
         announce(server.url)

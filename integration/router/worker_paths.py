@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -25,7 +25,7 @@ def add_workers(app: FastAPI) -> None:
     async def add(request: Request) -> JSONResponse:
         """Add a worker: {url, disabled}. Other fields of SGLang's gateway (worker_type, …) are ignored."""
         body = await read_object(request, request.app.state.config.max_control_body_bytes)
-        return await _add(request, body.get("url"), bool(body.get("disabled", False)))
+        return await _add(request, body.get("url"), _flag(body, "disabled"))
 
     @app.post("/add_worker")
     async def add_old(request: Request, url: str = "") -> JSONResponse:
@@ -87,6 +87,14 @@ def _stats(workers: Sequence[Worker]) -> dict[str, int]:
         "num_healthy": sum(worker.health is Health.ALIVE for worker in workers),
         "num_routable": sum(worker.can_take_requests for worker in workers),
     }
+
+
+def _flag(body: Mapping[str, object], name: str) -> bool:
+    """Return a field that is true or false, absent or null. Raises BadField."""
+    value = body.get(name)
+    if not isinstance(value, bool | None):
+        raise BadField(name, f"must be true or false, not {value!r:.100}")
+    return bool(value)
 
 
 async def _add(request: Request, url: object, disabled: bool = False) -> JSONResponse:

@@ -120,6 +120,7 @@ class PauseVerbs(ABC):
     engine: Engine
     sessions: WeightSessions
     pause_lease: PauseLease
+    num_continued = 0  # calls that continue, also where nothing was paused
 
     def pause_generation(
         self,
@@ -169,6 +170,7 @@ class PauseVerbs(ABC):
             return ContinueReport(False, 0, 0)
         if (why := self.engine.refusal) is not None:
             raise SamplingRefused(f"generation cannot continue: {why}")
+        self.num_continued += 1
         return self.engine.continue_generation(op_id=op_id, timeout_s=timeout_s)
 
     @abstractmethod

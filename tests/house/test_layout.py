@@ -141,7 +141,7 @@ PLACES = {
     ),
     "integration.http.admin": "http.edge plain_values push.local_target service weights",
     "integration.push.remote_engine": "push.local_target push.starter service",
-    "integration.router.metrics": "router.changes router.counters router.fleet",
+    "integration.router.metrics": "http.edge router.changes router.counters router.fleet",
     "integration.router.proxy": (
         "http.edge router.calls router.choosing router.config router.counters router.course router.fleet router.moving "
         "router.passing router.relay router.sessions router.wire"

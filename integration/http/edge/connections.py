@@ -19,6 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from .config import HttpConfig
 from .reader import Reader
 
+_NUM_DESCRIPTORS = 1 << 16  # that a server asks the system for
 _READ_BYTES = 1 << 14  # that are read and handled at a time
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\nContent-Type: text/plain\r\n"
@@ -26,15 +27,25 @@ _REFUSAL = (
 )
 
 
+def ask_for_descriptors() -> None:
+    """Raise this process's limit of open files as far as the system allows; a connection takes one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_NUM_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 class Connections:
     """The open connections of one server."""
 
-    def __init__(self, config: HttpConfig) -> None:
+    def __init__(self, config: HttpConfig, descriptors_each: int = 1) -> None:
+        """Take the limits. descriptors_each: of this process, that a connection needs: a router's two."""
         self.head_timeout_s, self.write_timeout_s = config.head_timeout_s, config.write_timeout_s
         self.max_head_bytes, self.max_headers = config.max_head_bytes, config.max_headers
         num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         is_limited = num_descriptors != resource.RLIM_INFINITY
-        self.limit = min(config.max_connections, num_descriptors * 3 // 4) if is_limited else config.max_connections
+        most = num_descriptors * 3 // 4 // descriptors_each
+        self.limit = min(config.max_connections, most) if is_limited else config.max_connections
         self.num_open = 0
         self.idle: dict[Connection, None] = {}  # without a request, in the order in which they became idle
 

@@ -19,7 +19,6 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from ....rollout.reports.latencies import Histogram
@@ -27,6 +26,7 @@ from ...service import RolloutService
 from ..conversations.collector import SessionsCollector
 from ..conversations.store import Sessions
 from ..edge.config import HttpConfig
+from ..edge.metrics_format import metrics_format
 from ..edge.threads import Threads
 from .model_info import served_name
 from .traffic import Traffic, TrafficCollector
@@ -39,7 +39,7 @@ Key = TypeVar("Key", bound=tuple[str, ...])  # values of a counter's labels afte
 @router.get("/metrics", response_class=Response)
 async def metrics(request: Request) -> Response:
     """Report the metrics as Prometheus text, or as OpenMetrics if the scraper asks for it."""
-    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    encode, content_type = metrics_format(request.headers.get("accept", ""))
     return Response(await request.app.state.scrapes.read(encode, content_type), media_type=content_type)
 
 

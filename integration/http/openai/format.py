@@ -238,7 +238,8 @@ def token_logprobs(
     tokens = [text(id) for id in ids]
     ranked = None
     if ask.num_top:
-        ranked = [None if at is None else _by_text(ask, at) for at in top or [None] * len(ids)]
+        own = zip(top or [None] * len(ids), zip(logprobs, ids, strict=False), strict=False)
+        ranked = [None if at is None else _by_text(ask, at, drawn) for at, drawn in own]
     return {
         "tokens": tokens,
         "token_logprobs": [ask.wanted.triple(*pair)[0] for pair in zip(logprobs, ids, strict=False)],
@@ -247,10 +248,11 @@ def token_logprobs(
     }
 
 
-def _by_text(ask: OpenAIRequest, ranked: TopLogprobs) -> dict[str, float | None]:
-    """Return the alternatives' log-probabilities by text, likeliest first. Equal texts keep the likeliest value."""
+def _by_text(ask: OpenAIRequest, ranked: TopLogprobs, drawn: tuple[float | None, int]) -> dict[str, float | None]:
+    """Return the alternatives' log-probabilities by text, likeliest first, and that of the token itself. Equal texts
+    keep the likeliest value."""
     found: dict[str, float | None] = {}
-    for logprob, token_id in ranked[: ask.num_top]:
+    for logprob, token_id in (*ranked[: ask.num_top], drawn):
         found.setdefault(text_of(ask)(token_id), ask.wanted.triple(logprob, token_id)[0])
     return found
 

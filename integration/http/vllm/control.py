@@ -12,11 +12,13 @@ the weights' as well.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
 
 from ....rollout.completion import FinishReason
 from ....rollout.engine import Engine
@@ -24,8 +26,9 @@ from ....rollout.loop.commands import PauseMode
 from ...service_config import MEMORY_TAGS
 from ..admin.common import json_response, service_of
 from ..edge.bodies import MAX_TIMEOUT_S, Body, describe, fields_of, read_as
+from ..edge.disconnect import unless_gone
 from ..edge.early_aborts import note_abort
-from ..edge.errors import BadField
+from ..edge.errors import BadField, HttpError
 
 router = APIRouter(tags=["control"])
 
@@ -174,23 +177,36 @@ async def _pause(request: Request, mode: str, ttl: float | None = None, keeps_ot
     if _MODES[mode] == "abort":
         note_abort(request.app, None)
 
+    has_left = threading.Event()
+
     def begin() -> None:
+        num_continued = service.num_continued
+
+        def is_off() -> bool:
+            return has_left.is_set() or service.num_continued != num_continued
+
         if mode == "wait" and not service.engine.is_paused:
-            _wait_for_running(service.engine)
+            _wait_for_running(service.engine, is_off)
+            if is_off():
+                raise HttpError(409, "generation was continued before the pause began", code="continued")
         service.pause_generation(_MODES[mode], ttl=ttl, keeps_other=keeps_other)
 
-    await _run(request, begin)
+    try:
+        await unless_gone(request, _run(request, begin))
+    except ClientDisconnect:
+        has_left.set()  # none would end the pause
+        raise
     return _MODES[mode]
 
 
-def _wait_for_running(engine: Engine) -> None:
-    """Return when the requests that are here now have ended, or generation was paused by another call."""
+def _wait_for_running(engine: Engine, is_off: Callable[[], bool]) -> None:
+    """Return when the requests that are here now have ended, `is_off`, or generation was paused by another call."""
     present = {view.id for view in engine.live_sequences(num_newest=0)}
     queued, posted = engine.parts.sequences, engine.driver.inbox
 
     def have_ended() -> bool:
         present.difference_update([id for id in present if id not in queued and id not in posted])
-        return engine.is_paused or not present
+        return engine.is_paused or is_off() or not present
 
     engine.driver.wait_until(have_ended)
 

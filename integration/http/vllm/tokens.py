@@ -14,6 +14,7 @@ from ..chat.template import apply_template, read_messages
 from ..chat.tools import read_tools
 from ..edge.bodies import Body, describe, fields_of, read_as
 from ..edge.errors import BadField
+from ..generation.body import refuse_unsupported
 from ..generation.limits import RequestLimits
 from ..generation.subscriptions import hub_of
 from ..observe.model_info import refuse_unknown_model
@@ -50,6 +51,7 @@ async def tokenize(request: Request) -> Response:
 
     def read(values: dict[str, object]) -> dict[str, object]:
         refuse_unknown_model(request.app, values.get("model"), or_root=True)
+        refuse_unsupported(values, ("chat_template",))
         hub.limits.long_lists(values, "prompt")
         return _tokenized(fields_of(TokenizeBody, values), values, hub.engine, hub.limits)
 

@@ -37,7 +37,9 @@ from .updates import Updates
 _OF_LASTING_WORKERS = {"init_weights_update_group", "init_weight_transfer_engine", "state"} | {
     verb for verb, rule in RULES.items() if rule.one_version or rule.journal in ("opens", "writes", "closes")
 }
-_MOMENT_S = 1.0  # for a change with a limit of 0: the lock was free a moment before
+# Changes of the workers themselves. They take moments, and many come at once where engines start.
+WORKER_CHANGES = ("adding a worker", "removing a worker", "enabling a worker", "disabling a worker")
+_SHORT_S = 5.0  # for a change with a limit of 0 behind those, or where the lock was free a moment before
 
 
 class Admin:
@@ -111,13 +113,18 @@ class Admin:
 
     @asynccontextmanager
     async def changing(self, what: str, limit_s: float = 0.0) -> AsyncIterator[None]:
-        """Hold the lock of changes. Raises HttpError: 503 after a wait of `limit_s`, 409 at once if `limit_s` is 0."""
-        if limit_s <= 0 and self._lock.locked():
-            raise HttpError(409, f"{self._busy()}: try again after it", code="update_in_progress", extra=self._age())
+        """Hold the lock of changes. Raises HttpError: 503 after a wait of `limit_s`. Where that is 0, 409 at once if a
+        long change is under way; workers that come and go side by side wait for each other."""
+        is_short = self._running is None or self._running[0] in WORKER_CHANGES
+        busy = HttpError(409, f"{self._busy()}: try again after it", code="update_in_progress", extra=self._age())
+        if limit_s <= 0 and self._lock.locked() and not is_short:
+            raise busy
         try:
-            async with asyncio.timeout(max(limit_s, _MOMENT_S)):
+            async with asyncio.timeout(limit_s if limit_s > 0 else _SHORT_S):
                 await self._lock.acquire()
         except TimeoutError:
+            if limit_s <= 0:
+                raise busy from None
             raise HttpError(
                 503, f"the admin update lock was not free within {limit_s:g} s: {self._busy()}",
                 code="admin_update_lock", headers={"Retry-After": "5"}, extra=self._age(),

@@ -100,7 +100,7 @@ def test_a_schedule_that_fails_changes_no_answer(make_model, monkeypatch, at, ov
     engine.check_integrity()
 
 
-@pytest.mark.parametrize("owner, name", [("managers", "deliver"), ("answers", "on_answer")])
+@pytest.mark.parametrize(("owner", "name"), [("managers", "deliver"), ("answers", "on_answer")])
 def test_a_delivery_that_fails_leaves_the_others_for_the_next_step(make_model, monkeypatch, owner, name):
     engine = Engine(make_model("qwen3"), CONFIG)
     expected = [(answer.token_ids, answer.logprobs) for answer in engine.generate(PROMPTS, PARAMS)]

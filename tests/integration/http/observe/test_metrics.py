@@ -255,6 +255,11 @@ def test_a_scraper_may_ask_for_openmetrics(server, service):
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     families = {family.name: family for family in parse_openmetrics(response.text)}
     assert families["sglang:num_requests"].type == "counter"
+    assert {sample.name for sample in families["sglang:num_requests"].samples} == {"sglang:num_requests_total"}
+    asked_by_prometheus = "application/openmetrics-text;version=1.0.0;q=0.8,text/plain;version=0.0.4;q=0.5"
+    for accept in (asked_by_prometheus, "application/openmetrics-text;version=abc", "text/plain;version=1.0.0x", "*/*"):
+        text = httpx.get(f"{server.url}/metrics", headers={"Accept": accept}).raise_for_status().text
+        assert "\nsglang:num_requests_total{" in text
 
 
 def test_a_label_cannot_break_out_of_its_line(service):

@@ -140,6 +140,17 @@ def test_log_probabilities_of_completions(client, service):
     assert a_completion(client, max_tokens=4, logprobs=0).choices[0].logprobs.top_logprobs is None
 
 
+def test_the_drawn_token_is_among_the_likeliest_of_a_completion_wherever_it_ranks(client):
+    choices = a_completion(client, max_tokens=20, logprobs=1, temperature=1.5, seed=4, n=4).choices
+    found = [
+        (at, *pair)
+        for c in choices
+        for at, *pair in zip(c.logprobs.top_logprobs, c.logprobs.tokens, c.logprobs.token_logprobs, strict=True)
+    ]
+    assert all(ranked[token] >= logprob for ranked, token, logprob in found)
+    assert {len(ranked) for ranked, _, _ in found} == {1, 2}
+
+
 def test_echo_puts_the_prompt_first_and_scores_it(client, service):
     whole = a_completion(client, max_tokens=4, echo=True).choices[0]
     assert whole.text == PROMPT + a_completion(client, max_tokens=4).choices[0].text

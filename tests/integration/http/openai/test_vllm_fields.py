@@ -232,9 +232,9 @@ def test_answers_are_what_the_models_of_the_openai_package_hold(url):
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client, warnings.catch_warnings():
         warnings.simplefilter("error")
         chat = client.chat.completions.create(
-            model="small", messages=MESSAGES, max_tokens=3, extra_body={"return_token_ids": True}
+            model="small", messages=MESSAGES, max_tokens=3, extra_body={"return_token_ids": True, "ignore_eos": True}
         )
-        plain = client.completions.create(model="small", prompt=PROMPT, max_tokens=3)
+        plain = client.completions.create(model="small", prompt=PROMPT, max_tokens=3, extra_body={"ignore_eos": True})
         for answer in (chat.model_dump(), plain.model_dump()):
             assert all(isinstance(value, str) for value in answer["metadata"].values())
             assert answer["metadata"]["weight_version"] == "default"

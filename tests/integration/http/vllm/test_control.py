@@ -115,6 +115,30 @@ def test_waiting_for_those_that_run_does_not_wait_for_those_that_come(clients, s
     assert {reply["choices"][0]["finish_reason"] for reply in later} == {"length"}
 
 
+@pytest.mark.parametrize("why", ["resumed", "left"])
+def test_a_pause_that_waits_does_not_come_after_a_resume_or_after_its_client_has_left(clients, service, until, why):
+    admin, user = clients
+    answers: list[dict] = []
+    running = begin(user, answers, max_tokens=None)
+    until(lambda: service.engine.num_running == 1)
+    num_waiting = service.engine.driver._waiters.num_waiting
+    if why == "left":
+        with pytest.raises(httpx.ReadTimeout):
+            admin.post("/pause?mode=wait", timeout=0.5)
+    else:
+        replies: list[httpx.Response] = []
+        pausing = threading.Thread(target=lambda: replies.append(admin.post("/pause?mode=wait")))
+        pausing.start()
+        until(lambda: service.engine.driver._waiters.num_waiting > num_waiting)
+        assert admin.post("/resume").status_code == 200
+        pausing.join(PATIENCE)
+        assert replies[0].status_code == 409 and "continued" in replies[0].text
+    running.join(PATIENCE)
+    assert answers[0]["choices"][0]["finish_reason"] == "length"
+    until(lambda: service.engine.driver._waiters.num_waiting <= num_waiting)
+    assert not service.engine.is_paused
+
+
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_a_sleep_releases_memory_by_its_level_and_a_wake_up_brings_it_back(clients, service, level):
     admin, user = clients
