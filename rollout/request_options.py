@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import abc
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -97,6 +98,8 @@ class RequestOptions:
     return_receipt: bool | str | None = None
     base_id: str = ""  # of the request that this is a sample of, where each sample is a request of its own
     max_kept_ids: int = 0  # report the tokens that the filters kept at each draw, at most so many in all; 0: none
+    # divides the logits of the prompt's log-probabilities; None: that of the draws does, as in a trainer's loss
+    prompt_temperature: float | None = None
 
     def __post_init__(self) -> None:
         if self.extra_key is None:  # as SGLang's clients write it
@@ -105,6 +108,10 @@ class RequestOptions:
         for name, least in (("logprob_start_len", -1), ("top_logprobs_num", 0), ("max_kept_ids", 0)):
             if type(value := getattr(self, name)) is not int or value < least:
                 wrong.append(f"{name} must be a whole number from {least} on, not {value!r:.100}")
+        if (divisor := self.prompt_temperature) is not None and not (
+            type(divisor) in (int, float) and 0 < divisor < math.inf
+        ):
+            wrong.append(f"prompt_temperature must be a positive number, not {divisor!r:.100}")
         for name in ("extra_key", "base_id"):
             if not isinstance(value := getattr(self, name), str):
                 wrong.append(f"{name} must be a text, not {value!r:.100}")

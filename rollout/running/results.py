@@ -13,7 +13,7 @@ from ..completion import ListedLogprobs, TopLogprobs
 from ..sequences.step import NewToken, ScheduledSequence, ScheduleOutput, SequenceResult
 from .batch import Batch, KnownRows
 from .decode_buffers import Drawn
-from .sampler import Sampled, Sampler, prompt_listed_logprobs, prompt_logprobs, refuse_broken
+from .sampler import Sampled, Sampler, known_temperature, prompt_listed_logprobs, prompt_logprobs, refuse_broken
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def results_of(
         return [_result(item, drawn.get(item.id), None, None) for item in items]
     assert isinstance(logits, Tensor)
     first_jump = num_sampled + sum(len(rows.token_ids) for rows in batch.prompts)
-    prompts = _score(batch.prompts, logits[num_sampled:])
-    jumps = _score(batch.jumps, logits[first_jump:])
+    prompts = _score(batch.prompts, logits[num_sampled:], of_prompts=True)
+    jumps = _score(batch.jumps, logits[first_jump:], of_prompts=False)
     return [_result(i, drawn.get(i.id), prompts.get(i.id), jumps.get(i.id)) for i in items]
 
 
@@ -101,14 +101,16 @@ def _drawn(items: Sequence[ScheduledSequence], choices: Sequence[Sampled]) -> li
     return results
 
 
-def _score(known: Iterable[KnownRows], logits: Tensor) -> dict[str, Scores]:
+def _score(known: Iterable[KnownRows], logits: Tensor, *, of_prompts: bool) -> dict[str, Scores]:
     """Score known tokens; returns scores by sequence. logits [rows, V]: of these rows, one after another."""
     scored, first = {}, 0
     for rows in known:
         ids = torch.tensor(rows.token_ids, device=logits.device)
         its_logits = logits[first : first + len(rows.token_ids)]
+        divisor = known_temperature(rows.request, of_prompt=of_prompts)
         scored[rows.request.id] = Scores(
-            *prompt_logprobs(its_logits, ids, rows.request), prompt_listed_logprobs(its_logits, rows.request)
+            *prompt_logprobs(its_logits, ids, rows.request, divisor),
+            prompt_listed_logprobs(its_logits, rows.request, divisor),
         )
         first += len(rows.token_ids)
     return scored

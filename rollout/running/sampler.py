@@ -224,6 +224,12 @@ def _temperature(request: Request) -> float:
     return 1.0 if request.params.is_greedy else float(request.params.temperature)
 
 
+def known_temperature(request: Request, *, of_prompt: bool) -> float:
+    """Return the divisor of the logits behind known tokens: a prompt's, or those that a jump has inserted."""
+    divisor = request.options.prompt_temperature if of_prompt else None
+    return _temperature(request) if divisor is None else float(divisor)
+
+
 def _on(device: torch.device, rows: Sequence[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=device)
 
@@ -282,18 +288,18 @@ def listed_logprobs(logprobs: Tensor, request: Request) -> tuple[ListedLogprobs,
     return tuple(tuple(zip(row, ids, strict=True)) for row in columns)
 
 
-def prompt_listed_logprobs(logits: Tensor, request: Request) -> tuple[ListedLogprobs, ...]:
-    """Return `listed_logprobs` from logits [R, V] of the rows before prompt tokens; () if no token is named."""
+def prompt_listed_logprobs(logits: Tensor, request: Request, temperature: float) -> tuple[ListedLogprobs, ...]:
+    """Return `listed_logprobs` from logits [R, V] of the rows before known tokens; () if no token is named."""
     if not request.options.token_ids_logprob:
         return ()
-    return listed_logprobs(scaled_logprobs(logits, _temperature(request)), request)
+    return listed_logprobs(scaled_logprobs(logits, temperature), request)
 
 
 def prompt_logprobs(
-    logits: Tensor, token_ids: Tensor, request: Request
+    logits: Tensor, token_ids: Tensor, request: Request, temperature: float
 ) -> tuple[tuple[float, ...], tuple[TopLogprobs, ...]]:
-    """Return the log-probabilities of known tokens. logits [R, V]: of the rows before them; token_ids int64 [R]."""
-    temperature = _temperature(request)
+    """Return the log-probabilities of known tokens. logits [R, V]: of the rows before them; token_ids int64 [R];
+    temperature: see `known_temperature`."""
     num_top = request.options.top_logprobs_num
     if num_top == 0:
         return tuple(selected_logprobs(logits, token_ids, temperature).tolist()), ()

@@ -50,6 +50,7 @@ _SURROGATE = re.compile(
 )
 
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 ReceiptKind = bool | Literal["digests"]  # of a receipt that is asked for
 B = TypeVar("B", bound="Body")

@@ -18,7 +18,7 @@ from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import fresh_ids
 from ..conversations.next_turn import NextTurn
 from ..conversations.params import SessionParams, read_session_params, refuse_samples
-from ..edge.bodies import ReceiptKind, fields_of
+from ..edge.bodies import Positive, ReceiptKind, fields_of
 from ..edge.errors import BadField
 from .asked import Asked
 from .going_on import MovingBody
@@ -27,7 +27,8 @@ from .meta import Wanted
 
 # Fields that may have an entry for each prompt.
 PER_PROMPT = (
-    "text", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num", "extra_key",
+    "text", "sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num",
+    "input_logprob_temperature", "extra_key",
     "cache_salt", "speculation", "return_receipt",
 )  # fmt: skip
 # Fields of SGLang's that we do not support and cannot ignore: without them the answer would be a different one.
@@ -51,6 +52,9 @@ class GenerateBody(MovingBody):
     return_logprob: bool | list[bool] = False
     logprob_start_len: int | list[int] = Field(-1, description="-1: log-probabilities of the output only")
     top_logprobs_num: int | list[int] = 0
+    input_logprob_temperature: Positive | list[Positive] = Field(
+        1.0, description="divides the logits of the prompt's log-probabilities, as `temperature` the output's"
+    )
     token_ids_logprob: list[Any] | None = Field(None, description="token ids, or a list of such lists")
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
@@ -131,6 +135,7 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
         _spread("return_logprob", body.return_logprob, count, is_batch),
         _spread("logprob_start_len", body.logprob_start_len, count, is_batch),
         _spread("top_logprobs_num", body.top_logprobs_num, count, is_batch),
+        _spread("input_logprob_temperature", body.input_logprob_temperature, count, is_batch),
         _listed(body.token_ids_logprob, count, is_batch, limits),
         _spread("extra_key", body.extra_key, count, is_batch),
         _spread("cache_salt", body.cache_salt, count, is_batch),
@@ -142,7 +147,18 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
     per_prompt = zip(params, fields, strict=True)
     text_of = text_of_token(engine) if body.return_text_in_logprobs else None
     options, wanted = [], []
-    for its_params, (has_logprobs, start, num_top, listed, extra_key, salt, draft, has_drafts, receipt) in per_prompt:
+    for its_params, (
+        has_logprobs,
+        start,
+        num_top,
+        divisor,
+        listed,
+        extra_key,
+        salt,
+        draft,
+        has_drafts,
+        receipt,
+    ) in per_prompt:
         others: dict[str, Any] = {
             "extra_key": namespace(extra_key, salt), "draft_token_ids": draft, "speculation": has_drafts,
             "stream_when_final": body.stream_when_final, "max_kept_ids": limits.max_kept_ids(its_params),
@@ -153,7 +169,7 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
             wanted.append(Wanted())
             continue
         limits.top(num_top, "top_logprobs_num")
-        options.append(RequestOptions(start, num_top, listed, **others))
+        options.append(RequestOptions(start, num_top, listed, **others, prompt_temperature=divisor))
         wanted.append(Wanted(True, start, num_top > 0, bool(listed), text_of))
     rids = _rids(body.rid, count, is_batch)
     if (session := read_session_params(body.session_params)) is not None:

@@ -119,6 +119,7 @@ def read_completion(values: dict[str, object], engine: Engine, model: str, limit
             body.speculation,
             **_delivery(body),
             max_kept_ids=_max_kept_ids(body, params, limits),
+            prompt_temperature=1.0,  # as vLLM's, which does not scale them
         )
         for draft in drafts
     ]
@@ -151,7 +152,7 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
     start = -1 if num_top is None else 0
     options = RequestOptions(
         start, max(body.top_logprobs, num_top or 0), (), key, draft, body.speculation,
-        **_delivery(body), max_kept_ids=_max_kept_ids(body, params, limits),
+        **_delivery(body), max_kept_ids=_max_kept_ids(body, params, limits), prompt_temperature=1.0,
     )  # fmt: skip
     kept = num_kept(body.truncate_prompt_tokens, params, engine.max_model_len)
     input_ids = body.input_ids if body.input_ids is None or kept is None else body.input_ids[-kept:]

@@ -134,7 +134,7 @@ def read_inference(values: dict[str, object], engine: Engine, model: str, limits
     options = RequestOptions(
         -1 if prompt_top is None else 0, max(num_top or 0, prompt_top or 0), tuple(listed),
         namespace(None, body.cache_salt), takes_back=not body.stream,
-        return_receipt=body.return_receipt,
+        return_receipt=body.return_receipt, prompt_temperature=1.0,
     )  # fmt: skip
     streaming = body.stream_options or StreamOptions()
     id = with_prefix(body.request_id or uuid.uuid4().hex)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from lockstep.kernels.sampling.logprobs import scaled_logprobs, selected_logprob
 from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.running.batch import SampledRow
-from lockstep.rollout.running.sampler import Sampler, prompt_logprobs, refuse_broken, top_logprobs
+from lockstep.rollout.running.sampler import Sampler, known_temperature, prompt_logprobs, refuse_broken, top_logprobs
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.request import Request
 from lockstep.rollout.sequences.sequence import Sequence
@@ -364,10 +365,20 @@ def test_alternatives_are_the_most_likely_tokens_with_the_reported_logprobs():
 def test_prompt_logprobs_are_those_of_the_trainers_formula():
     logits, ids = some_logits(4), torch.tensor([3, 0, 23, 7])
     expected = selected_logprobs(logits, ids, 0.7).tolist()
-    plain, no_top = prompt_logprobs(logits, ids, a_request(temperature=0.7))
-    with_top, top = prompt_logprobs(logits, ids, a_request(temperature=0.7, top=2))
+    plain, no_top = prompt_logprobs(logits, ids, a_request(temperature=0.7), 0.7)
+    with_top, top = prompt_logprobs(logits, ids, a_request(temperature=0.7, top=2), 0.7)
     assert list(plain) == list(with_top) == expected
     assert no_top == () and [len(t) for t in top] == [2] * 4
+
+
+def test_a_request_may_score_its_prompt_at_another_temperature_and_its_jumps_never():
+    request = a_request(temperature=0.7)
+    assert known_temperature(request, of_prompt=True) == known_temperature(request, of_prompt=False) == 0.7
+    request.options = replace(request.options, prompt_temperature=1)
+    assert known_temperature(request, of_prompt=True) == 1 and known_temperature(request, of_prompt=False) == 0.7
+    for wrong in (0, -1.0, float("inf"), float("nan"), True, "1"):
+        with pytest.raises(ValueError, match="prompt_temperature must be a positive number"):
+            RequestOptions(prompt_temperature=wrong)
 
 
 def test_equally_likely_tokens_come_in_the_order_of_their_ids_whatever_other_rows_want():

@@ -222,6 +222,23 @@ def test_prompt_log_probabilities_start_where_asked_and_the_first_is_null(server
     assert server.ok(**ask, logprob_start_len=len(prompt))["meta_info"]["input_token_logprobs"] == []
 
 
+def test_a_prompts_log_probabilities_do_not_depend_on_the_temperature_unless_asked_to(server):
+    ask = {"input_ids": ids_of(server), "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2}
+
+    def scored(temperature: float, **fields: object) -> list[object]:
+        params = {"max_new_tokens": 0, "temperature": temperature}
+        meta = server.ok(**ask, token_ids_logprob=[1], sampling_params=params, **fields)["meta_info"]
+        return [meta[f"input_{name}"] for name in ("token_logprobs", "top_logprobs", "token_ids_logprobs")]
+
+    plain = scored(0.0)
+    assert scored(0.5) == scored(2.0) == scored(1.0) == plain
+    scaled = scored(0.5, input_logprob_temperature=0.5)
+    assert scaled[0][1][0] != plain[0][1][0] and scaled == scored(0.0, input_logprob_temperature=0.5)
+    for wrong in (0, -1, "warm", [1.0, 2.0]):
+        answer = server.post(**ask, input_logprob_temperature=wrong)
+        assert answer.status_code == 400 and "input_logprob_temperature" in answer.text
+
+
 def test_rescoring_gives_no_token_and_one_log_probability_of_what_would_have_come(server):
     prompt = ids_of(server)
     would = server.ok(input_ids=prompt, sampling_params=GREEDY, return_logprob=True, top_logprobs_num=3)

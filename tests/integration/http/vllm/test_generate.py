@@ -143,6 +143,8 @@ def test_prompt_and_named_log_probabilities(url, service):
     greedy = SamplingParams(max_new_tokens=6, temperature=0)
     [expected] = service.engine.generate([PROMPT], greedy, options=options)
     assert answer["prompt_logprobs"][0] is None
+    warm = generate(url, sampling_params={"prompt_logprobs": 1, "logprob_token_ids": [7, 8], "temperature": 1.7})
+    assert warm["prompt_logprobs"] == answer["prompt_logprobs"], "vLLM's does not scale them"
     for at in (1, 2, 3):
         position = answer["prompt_logprobs"][at]
         assert position[str(PROMPT[at])]["logprob"] == expected.prompt_logprobs[at]
