@@ -28,7 +28,7 @@ def run(arguments: Sequence[str]) -> int:
         num_ranks = config.run.num_ranks or torch.cuda.device_count() or 2
     if num_ranks < 1:
         raise ValueError(f"--nproc-per-node must be at least 1, not {num_ranks}")
-    check_job(config, num_ranks)
+    check_job(config, num_ranks, resume=options.resume)
     print(describe_plan(config, num_ranks))
     if options.check:
         return 0

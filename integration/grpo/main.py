@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from .sampling_check import distortion_warning
 
         num_ranks = int(os.environ.get("WORLD_SIZE", "0")) or config.run.num_ranks or 1
-        check_job(config, num_ranks)
+        check_job(config, num_ranks, resume=options.resume)
         if options.check:
             print(describe_plan(config, num_ranks))
             return 0

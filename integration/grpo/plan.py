@@ -39,9 +39,26 @@ def model_spec(config: JobConfig) -> ModelSpec:
     )
 
 
-def check_job(config: JobConfig, num_ranks: int) -> None:
-    """Check the config before a process group exists. Raises ValueError with all faults in one line."""
-    wrong = []
+def _inputs_in_own_folder(config: JobConfig) -> list[str]:
+    """Return a fault for each input that lies in the folder of the run, which is moved aside when the run begins."""
+    inputs = {
+        "model.path": config.model.path, "run.replay_schedule": config.run.replay_schedule,
+        "data.path": config.data.path, "data.heldout_path": config.data.heldout_path,
+        "data.few_shot_path": config.data.few_shot_path,
+    }  # fmt: skip
+    folder = config.folder.resolve()
+    return [
+        f"{key}: {value!r} is in the folder of this very run, which is moved aside when it begins: choose another "
+        "run.name, or go on with --resume"
+        for key, value in inputs.items()
+        if value and Path(value).resolve().is_relative_to(folder)
+    ]
+
+
+def check_job(config: JobConfig, num_ranks: int, *, resume: bool = False) -> None:
+    """Check the config before a process group exists. resume: the run goes on in its folder. Raises ValueError with all
+    faults in one line."""
+    wrong = [] if resume else _inputs_in_own_folder(config)
     if config.run.num_ranks and config.run.num_ranks != num_ranks:
         wrong.append(f"run.num_ranks is {config.run.num_ranks}, but torchrun started {num_ranks}")
     if config.rollout.prompts_per_step % num_ranks:

@@ -9,6 +9,7 @@ from typing import Any
 
 Value = float | dict[str, float]  # what a reward gives: a number, or components by name
 
+_MOST = 1e18  # in either direction: advantages are float32, and have to hold its square
 _SUCCESS = "success"  # the component that says whether a completion is a success
 
 
@@ -26,23 +27,29 @@ def score_of(
 ) -> Score:
     """Return the score that checked values give together: the weighted sum of all their components.
 
-    values: by the name of what gave each. weights: of those names and of components; 1.0 where nothing is said, but 0.0
-    for "success". success_at: by name, the least number that is a success.
+    values: by the name of what gave each. weights: of those names and of components, which has both multiplied; 1.0
+    where nothing is said, but 0.0 for "success". success_at: by name, the least number that is a success. Raises
+    ValueError for components of one name, and for a sum that no advantage can hold.
     """
     components: dict[str, float] = {}
     successes: list[bool] = []
+    total = 0.0
     for name, value in values.items():
+        own = value if isinstance(value, dict) else {name: value}
+        if twice := sorted(components.keys() & own.keys() - {_SUCCESS}):
+            raise ValueError(f"two rewards give {' and '.join(twice)}, {name!r} one of them: give each its own name")
+        components |= own
+        of_all = weights.get(name, 1.0) if isinstance(value, dict) else 1.0
+        total += of_all * sum(one * weights.get(key, 0.0 if key == _SUCCESS else 1.0) for key, one in own.items())
         if isinstance(value, dict):
-            components |= value
             if _SUCCESS in value:
                 successes.append(value[_SUCCESS] > 0)
-        else:
-            components[name] = value
-            if (least := success_at.get(name)) is not None:
-                successes.append(value >= least)
-    total = sum(value * weights.get(name, 0.0 if name == _SUCCESS else 1.0) for name, value in components.items())
+        elif (least := success_at.get(name)) is not None:
+            successes.append(value >= least)
+    if not abs(total) <= _MOST:
+        raise ValueError(f"the rewards are {total} together, more than the {_MOST:g} that an advantage can hold")
     has_several = len(components) > 1 or any(isinstance(value, dict) for value in values.values())
-    return Score(total, components if has_several else {}, all(successes) if successes else None)
+    return Score(float(total), components if has_several else {}, all(successes) if successes else None)
 
 
 def checked_value(value: Any, who: str, source: str) -> Value:
@@ -68,4 +75,6 @@ def _number(value: Any, who: str, what: str, where: str) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{who} returned {number}{what}, not a finite number{where}")
+    if abs(number) > _MOST:
+        raise ValueError(f"{who} returned {number:g}{what}, more than the {_MOST:g} that an advantage can hold{where}")
     return number

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,9 @@ class Scorer:
             self._rewards[name] = _Form(location, load_reward(location, left.pop(name, None)))
         if left:
             raise ValueError(f"reward_options are of {' and '.join(left)}, but the rewards are {self.names}")
+        if bad := {name: weight for name, weight in self._weights.items() if not math.isfinite(weight)}:
+            raise ValueError(f"reward_weights must be finite numbers, not {bad}")
+        self._unused = set(self._weights) - set(self._rewards)  # until a component has the name
 
     @property
     def names(self) -> str:
@@ -70,11 +74,25 @@ class Scorer:
         if not completions:
             return []
         by_reward = {name: reward.values(problems, completions) for name, reward in self._rewards.items()}
+        self._check_weights(by_reward)
         success_at = {name: reward.success_at for name, reward in self._rewards.items()}
         return [
             score_of({name: values[at] for name, values in by_reward.items()}, self._weights, success_at)
             for at in range(len(completions))
         ]
+
+    def _check_weights(self, by_reward: Mapping[str, Sequence[Value]]) -> None:
+        """Raise ValueError for weights of a name that no reward and no component has had so far."""
+        if not self._unused:
+            return
+        known = {name for values in by_reward.values() for value in values if isinstance(value, dict) for name in value}
+        self._unused -= known
+        if self._unused:
+            of_components = f", and their components {', '.join(sorted(known))}" if known else ""
+            raise ValueError(
+                f"reward_weights are of {' and '.join(sorted(self._unused))}, but the rewards are {self.names}"
+                f"{of_components}"
+            )
 
 
 class _Form:
@@ -90,7 +108,8 @@ class _Form:
         self._has_info = any(one.name == "info" for one in parameters)
         names = [
             name for name, one in zip(names, parameters, strict=False)
-            if name != "info" and (one.default is one.empty or len(names) == 3)
+            # A third one with a default is the answer behind a prompt, and an option behind a row.
+            if name != "info" and (one.default is one.empty or (len(names) == 3 and names[0] not in ("row", "rows")))
         ]  # fmt: skip
         has_many = any(one.kind is one.VAR_POSITIONAL for one in parameters)
         if len(names) not in (2, 3) and not has_many:

@@ -37,7 +37,7 @@ class RunSettings(Section):
         found += negative(self, "num_ranks", "rollouts_every", "rollouts_keep")
         if self.timeout_s > _LONGEST_S:
             found.append(("timeout_s", f"must be at most {_LONGEST_S}, not {self.timeout_s}"))
-        if not self.name or "/" in self.name:
+        if self.name in ("", ".", "..") or "/" in self.name:
             found.append(("name", f"must be a folder name, not {self.name!r}"))
         return found
 

@@ -109,6 +109,26 @@ def test_a_job_that_cannot_be_divided_is_refused_before_it_starts(overrides, mes
         check_job(load_config(CONFIG, overrides), num_ranks=4)
 
 
+@pytest.mark.parametrize("key", ["model.path", "data.path", "run.replay_schedule"])
+def test_an_input_in_the_runs_own_folder_is_refused_before_the_folder_is_moved(tmp_path, key):
+    pytest.importorskip("matplotlib")
+    from lockstep.integration.grpo.plan import check_job
+
+    inside = tmp_path / "mine" / "model"
+    inside.mkdir(parents=True)
+    own = [f"run.dir={tmp_path}", "run.name=mine", f"{key}={inside}"]
+    if key == "run.replay_schedule":
+        own += ["rollout.on_commit=keep", "rollout.ahead=1"]
+    with pytest.raises(ValueError, match=f"{key}: .* is in the folder of this very run"):
+        check_job(load_config(CONFIG, own), num_ranks=1)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b"])
+def test_a_runs_name_is_one_of_a_folder(name):
+    with pytest.raises(ValueError, match=r"name.*must be a folder name"):
+        load_config(CONFIG, [f"run.name={name}"])
+
+
 def test_the_plan_states_the_mesh_and_what_a_rank_holds_of_the_engine():
     from lockstep.integration.grpo.plan import describe_plan
 

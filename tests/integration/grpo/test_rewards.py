@@ -144,6 +144,45 @@ def test_results_that_are_not_finite_numbers_are_refused_by_name_and_row(user_mo
         Scorer([f"{name}:parts"])(PROBLEMS, ANSWERS)
 
 
+def test_an_option_with_a_default_behind_a_row_is_no_answer(user_module):
+    name = user_module("""
+def option(row, completion, scale=2.0):
+    return row["wanted"] * scale
+def texts(prompt, completion, answer=None):
+    return float(answer)
+""")
+    assert [score.total for score in Scorer([f"{name}:option"])(PROBLEMS, ANSWERS)] == [0.0, 2.0, 4.0]
+    scaled = Scorer([f"{name}:option"], options={"option": {"scale": 3.0}})
+    assert [score.total for score in scaled(PROBLEMS, ANSWERS)] == [0.0, 3.0, 6.0]
+    assert [score.total for score in Scorer([f"{name}:texts"])(PROBLEMS, ANSWERS)] == [0.0, 1.0, 2.0]
+
+
+def test_weights_are_of_rewards_and_of_their_components_and_one_of_neither_is_refused(user_module):
+    name = user_module(FORMS)
+    both = Scorer([f"{name}:style"], {"style": 3.0, "short": 2.0})(PROBLEMS, ANSWERS)
+    assert [score.total for score in both] == [3 * (2.0 + 0.5), 0.0, 3 * 2.0]
+    with pytest.raises(ValueError, match=r"reward_weights are of exact_anwser, but the rewards are exact_answer$"):
+        Scorer(["exact_answer"], {"exact_anwser": 0.5})(PROBLEMS, ANSWERS)
+    with pytest.raises(ValueError, match="of shrot, but the rewards are style, and their components digits, short"):
+        Scorer([f"{name}:style"], {"shrot": 0.5, "digits": 1.0})(PROBLEMS, ANSWERS)
+    with pytest.raises(ValueError, match=r"reward_weights must be finite numbers, not {'exact_answer': nan}"):
+        Scorer(["exact_answer"], {"exact_answer": float("nan")})
+
+
+def test_two_rewards_give_no_component_of_one_name(user_module):
+    name = user_module(FORMS + "def other(row, completion):\n    return {'short': 1.0}\n")
+    with pytest.raises(ValueError, match="two rewards give short, 'other' one of them"):
+        Scorer([f"{name}:style", f"{name}:other"])(PROBLEMS, ANSWERS)
+
+
+def test_rewards_that_no_advantage_can_hold_are_refused(user_module):
+    name = user_module("def huge(row, completion):\n    return 1e39\ndef large(row, completion):\n    return 1e18\n")
+    with pytest.raises(ValueError, match=rf"{name}:huge' returned 1e\+39, more than the 1e\+18"):
+        Scorer([f"{name}:huge"])(PROBLEMS, ANSWERS)
+    with pytest.raises(ValueError, match=r"1e\+19 together, more than the 1e\+18"):
+        Scorer([f"{name}:large"], {"large": 10.0})(PROBLEMS, ANSWERS)
+
+
 def test_wrong_forms_options_and_names_are_refused(user_module):
     name = user_module(FORMS)
     for wrong in ("none", "four"):

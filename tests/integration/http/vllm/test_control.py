@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import ClientDisconnect, Request
 
 from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.edge.disconnect import unless_gone
 from lockstep.integration.http.server import serve_in_background
+from lockstep.integration.http.vllm import control
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
@@ -115,24 +119,42 @@ def test_waiting_for_those_that_run_does_not_wait_for_those_that_come(clients, s
     assert {reply["choices"][0]["finish_reason"] for reply in later} == {"length"}
 
 
-@pytest.mark.parametrize("why", ["resumed", "left"])
-def test_a_pause_that_waits_does_not_come_after_a_resume_or_after_its_client_has_left(clients, service, until, why):
+def test_a_pause_that_waits_does_not_come_after_a_resume(clients, service, until, monkeypatch):
+    admin, _ = clients
+    wait_until = service.engine.driver.wait_until
+
+    def resumed(is_done: Callable[[], bool]) -> None:
+        monkeypatch.setattr(service.engine.driver, "wait_until", wait_until)
+        assert admin.post("/resume").status_code == 200
+        wait_until(is_done)
+
+    monkeypatch.setattr(service.engine.driver, "wait_until", resumed)
+    answer = admin.post("/pause?mode=wait")
+    assert answer.status_code == 409 and "continued" in answer.text
+    assert not service.engine.is_paused
+
+
+def test_a_pause_that_waits_does_not_come_after_its_client_has_left(clients, service, until, monkeypatch):
     admin, user = clients
+    was_noticed = threading.Event()
+
+    async def noticed(request: Request, work: Coroutine[Any, Any, object]) -> object:
+        try:
+            return await unless_gone(request, work)
+        except ClientDisconnect:
+            was_noticed.set()
+            raise
+
+    monkeypatch.setattr(control, "unless_gone", noticed)
+    service.engine.weights.refuse_sampling("held by a test")  # the request cannot end
     answers: list[dict] = []
     running = begin(user, answers, max_tokens=None)
-    until(lambda: service.engine.num_running == 1)
+    until(lambda: service.engine.has_work)
     num_waiting = service.engine.driver._waiters.num_waiting
-    if why == "left":
-        with pytest.raises(httpx.ReadTimeout):
-            admin.post("/pause?mode=wait", timeout=0.5)
-    else:
-        replies: list[httpx.Response] = []
-        pausing = threading.Thread(target=lambda: replies.append(admin.post("/pause?mode=wait")))
-        pausing.start()
-        until(lambda: service.engine.driver._waiters.num_waiting > num_waiting)
-        assert admin.post("/resume").status_code == 200
-        pausing.join(PATIENCE)
-        assert replies[0].status_code == 409 and "continued" in replies[0].text
+    with pytest.raises(httpx.ReadTimeout):
+        admin.post("/pause?mode=wait", timeout=0.5)
+    assert was_noticed.wait(PATIENCE)
+    service.engine.weights.allow_sampling("torn")
     running.join(PATIENCE)
     assert answers[0]["choices"][0]["finish_reason"] == "length"
     until(lambda: service.engine.driver._waiters.num_waiting <= num_waiting)
