@@ -276,7 +276,11 @@ class VerbServer:
                 logger.warning("a caller has to wait: %s", error)  # as for lack of a file descriptor
                 self._is_closed.wait(_RETRY_S)
                 continue
-            threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+            try:
+                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+            except RuntimeError as error:  # no further thread: this caller is told by the end of its connection
+                logger.warning("a caller gets no answer: %s", error)
+                connection.close()
 
     def _answer(self, connection: socket.socket) -> None:
         with connection, connection.makefile("r", encoding="utf-8") as lines:

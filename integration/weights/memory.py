@@ -45,7 +45,7 @@ class MemoryVerbs(WeightVerbs):
         if not self.replica.is_alone:  # only the controller knows the running sequences
             self.replica.require_idle("release_memory_occupation")
         known = known_tags(tags)
-        if "weights" in known and self.sessions.is_open and self.engine.model.owned:
+        if "weights" in known and self.engine.model.owned and self.sessions.state()["state"] == "open":
             raise SessionError("release_memory_occupation: a weight-update session is open: end it or give it up first")
         # The pool first: running sequences are noticed before the weights are released.
         return self._memory_reports(known, free)

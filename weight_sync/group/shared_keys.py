@@ -36,6 +36,7 @@ class SharedKeys:
         self._store: Keys | None = store
         self._jobs: queue.SimpleQueue[tuple[Future, Callable[[Keys], object]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._submitting = threading.Lock()  # a job never comes behind the end of the thread
 
     def put(self, key: str, value: str | bytes, deadline: Deadline) -> None:
         """Set a key. This and every other call raises RuntimeError where the host is gone, or silent until the
@@ -80,8 +81,9 @@ class SharedKeys:
 
     def close(self) -> None:
         """Release the store. Calls fail from now on."""
-        self._store = None
-        self._jobs.put(None)
+        with self._submitting:
+            self._store = None
+            self._jobs.put(None)
 
     def _call(self, job: Callable[[Keys], T], deadline: Deadline) -> T:
         try:
@@ -91,18 +93,20 @@ class SharedKeys:
             raise Interrupted("the process that hosts the store does not answer") from None
 
     def _submit(self, job: Callable[[Keys], T]) -> Future[T]:
-        if self._store is None:
-            raise Interrupted("the store is closed")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="weight-group-store", daemon=True)
-            self._thread.start()
-        future: Future[T] = Future()
-        self._jobs.put((future, job))
-        return future
+        with self._submitting:
+            if self._store is None:
+                raise Interrupted("the store is closed")
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, args=(self._store,), name="weight-group-store", daemon=True
+                )
+                self._thread.start()
+            future: Future[T] = Future()
+            self._jobs.put((future, job))
+            return future
 
-    def _work(self) -> None:
-        store = self._store
-        while store is not None and (task := self._jobs.get()) is not None:
+    def _work(self, store: Keys) -> None:
+        while (task := self._jobs.get()) is not None:
             future, job = task
             try:
                 future.set_result(job(store))

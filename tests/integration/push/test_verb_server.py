@@ -23,6 +23,7 @@ import pytest
 from lockstep.integration.push.remote_engine import ProcessLost, RemoteEngine, RemoteTarget, VerbServer
 from lockstep.tests.support import prepared_python
 from lockstep.tests.support.callers import has_ended
+from lockstep.weight_sync.target import TargetError
 
 PATIENCE = 30.0  # seconds; far more than any wait here takes
 SETTINGS = {"kv_cache": "16 blocks", "max_num_seqs": 4}
@@ -94,6 +95,25 @@ def test_a_server_without_a_free_descriptor_answers_as_soon_as_there_is_one(fold
     finally:
         logging.getLogger("lockstep.integration.push.remote_engine").removeHandler(heard)
         server.close()
+
+
+def test_a_server_that_gets_no_thread_for_a_caller_answers_the_next_one(folder, monkeypatch):
+    server = VerbServer(folder / "engine.sock", lambda verb, timeout_s, arguments: {"verb": verb})
+    server.start()
+    start, refused = threading.Thread.start, []
+
+    def none_left(thread: threading.Thread) -> None:
+        if not refused:
+            refused.append(thread)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    target = RemoteTarget(folder / "engine.sock")
+    with pytest.raises(TargetError):
+        target.call("look", timeout_s=PATIENCE)
+    assert refused and target.call("again", timeout_s=PATIENCE) == {"verb": "again"}
+    server.close()
 
 
 @pytest.mark.slow

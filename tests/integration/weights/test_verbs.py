@@ -461,6 +461,17 @@ def test_an_open_session_keeps_all_memory(owned):
     owned.abort_weight_update()
 
 
+def test_weights_of_an_implicit_session_keep_all_memory_until_it_is_committed(owned, newer):
+    owned.update_weights_from_named_tensors(named(newer))
+    with pytest.raises(SessionError, match="session is open"):
+        owned.release_memory_occupation()
+    assert owned.engine.kv_bytes and owned.engine.model.holds_weights
+    owned.release_memory_occupation(["kv_cache"])
+    owned.resume_memory_occupation(["kv_cache"])  # commits it
+    owned.release_memory_occupation()
+    assert not owned.engine.kv_bytes and not owned.engine.model.holds_weights
+
+
 def test_the_engines_own_weights_are_released_come_back_empty_and_have_to_be_written(owned, model, newer):
     num_bytes = sum(tensor.nbytes for _, tensor in named(model))
     reports = owned.release_memory_occupation(["weights"])
