@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from ...rollout.control.drafts import EngineDrafts
+from ...rollout.errors import BrokenLogits
 from ...rollout.model.loading import load_whole, named_by_folder, read_config
 from ...rollout.model.operations.indexer import freeze_indexers
 from ...rollout.receipt import guarantee
@@ -146,6 +147,8 @@ class GrpoJob:
         config, log, is_writable = self.config, None, True
         before = self._reward_before()
         if self.ranks.is_first:
+            if (aside := BestModel(config.folder).set_aside_after(self.first_step)) is not None:
+                logger.warning("the best model was of a later step than the run goes on from: it is in %s now", aside)
             self._weights_kept = self._describe_engines()
             if config.run.rollouts_every:
                 self._sample_files = SampleFiles(config.folder, config.run.rollouts_keep, self.first_step)
@@ -280,6 +283,8 @@ class GrpoJob:
     def _save_checkpoint(self, step: int) -> None:
         state = self.backend.state()  # called on every rank, because it gathers shards
         if self.ranks.is_first:
+            if broken := [name for name, tensor in state.model.items() if not tensor.isfinite().all()]:
+                raise BrokenLogits(f"trained weights are not finite: {', '.join(broken[:5])}")
             folder, digest = self.config.folder / "checkpoints", self.engine.weight_digest()
             path = save_checkpoint(folder, step, state, digest, self._drafts(), self.config.checkpoints.keep)
             self._keep_digest(path, step, digest)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 
+from ...failures import files_of
 from .json_files import read_json
 from .statistics import REWARD
 
@@ -27,6 +29,19 @@ class BestModel:
             return True
         advice = f"move {self.folder} away, then start with --resume"
         return reward > read_json(path, {REWARD: (int, float)}, advice)[REWARD]
+
+    def set_aside_after(self, step: int) -> Path | None:
+        """Move the folder aside where its evaluation is of a later step: of a branch that a run gives up which goes on
+        from `step`. Returns where to; None: it stays. Raises FileFailed."""
+        path = self.folder / _DESCRIPTION
+        if not path.exists():
+            return None
+        advice = f"move {self.folder} away, then start with --resume"
+        if read_json(path, {"step": int}, advice)["step"] <= step:
+            return None
+        aside = next(free for n in count(1) if not (free := self.folder.with_name(f"{self.folder.name}.{n}")).exists())
+        with files_of(self.folder, "moved", advice):
+            return self.folder.rename(aside)
 
     def described(self, step: int, found: Mapping[str, float], weight_digest: str | None) -> dict[str, str]:
         """Return the files that the folder holds beside the model, text by name. found: the evaluation."""

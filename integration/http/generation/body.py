@@ -131,6 +131,26 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
     limits.sequences(sum(map(_num_samples, given)))  # before settings are built that would be refused
     params = _all_params(given, limits)
     limits.sequences(sum(p.n for p in params))
+    options, wanted = _options(body, params, is_batch, limits, text_of_token(engine))
+    rids = _rids(body.rid, count, is_batch)
+    if (session := read_session_params(body.session_params)) is not None:
+        refuse_samples(count if is_batch else 1, params[0].n)
+    return GenerateRequest(
+        prompts, field, is_batch, params, options, wanted, rids, body.stream, body.return_prompt_token_ids, limits,
+        session,
+    )  # fmt: skip
+
+
+def _options(
+    body: GenerateBody,
+    params: list[SamplingParams],
+    is_batch: bool,
+    limits: RequestLimits,
+    text_of: Callable[[int], str] | None,
+) -> tuple[list[RequestOptions], list[Wanted]]:
+    """Return the options of each prompt, and what its answer reports. Raises BadField, or ValueError naming the
+    field."""
+    count = len(params)
     fields = zip(
         _spread("return_logprob", body.return_logprob, count, is_batch),
         _spread("logprob_start_len", body.logprob_start_len, count, is_batch),
@@ -144,21 +164,9 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
         _spread("return_receipt", body.return_receipt, count, is_batch),
         strict=True,
     )
-    per_prompt = zip(params, fields, strict=True)
-    text_of = text_of_token(engine) if body.return_text_in_logprobs else None
     options, wanted = [], []
-    for its_params, (
-        has_logprobs,
-        start,
-        num_top,
-        divisor,
-        listed,
-        extra_key,
-        salt,
-        draft,
-        has_drafts,
-        receipt,
-    ) in per_prompt:
+    for its_params, its in zip(params, fields, strict=True):
+        has_logprobs, start, num_top, divisor, listed, extra_key, salt, draft, has_drafts, receipt = its
         others: dict[str, Any] = {
             "extra_key": namespace(extra_key, salt), "draft_token_ids": draft, "speculation": has_drafts,
             "stream_when_final": body.stream_when_final, "max_kept_ids": limits.max_kept_ids(its_params),
@@ -170,14 +178,9 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
             continue
         limits.top(num_top, "top_logprobs_num")
         options.append(RequestOptions(start, num_top, listed, **others, prompt_temperature=divisor))
-        wanted.append(Wanted(True, start, num_top > 0, bool(listed), text_of))
-    rids = _rids(body.rid, count, is_batch)
-    if (session := read_session_params(body.session_params)) is not None:
-        refuse_samples(count if is_batch else 1, params[0].n)
-    return GenerateRequest(
-        prompts, field, is_batch, params, options, wanted, rids, body.stream, body.return_prompt_token_ids, limits,
-        session,
-    )  # fmt: skip
+        shown = text_of if body.return_text_in_logprobs else None
+        wanted.append(Wanted(True, start, num_top > 0, bool(listed), shown))
+    return options, wanted
 
 
 def read_renew(values: dict[str, object], engine: Engine, limits: RequestLimits) -> GenerateRequest:

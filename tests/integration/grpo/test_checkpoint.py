@@ -80,6 +80,22 @@ def test_as_many_checkpoints_stay_as_are_asked_for(make_model, tmp_path):
         assert sorted(p.name for p in folder.glob("*")) == [f"step-{step:06d}" for step in expected]
 
 
+def test_the_best_model_of_a_branch_that_is_given_up_is_set_aside(tmp_path, caplog):
+    best = BestModel(tmp_path)
+    assert best.set_aside_after(0) is None
+
+    def save(step: int) -> None:
+        best.folder.mkdir()
+        (best.folder / "evaluation.json").write_text(json.dumps({"step": step, "eval_reward_mean": 0.5}))
+
+    save(4)
+    assert best.set_aside_after(4) is None and not best.is_beaten_by(0.5)
+    assert best.set_aside_after(3) == tmp_path / "best.1" and best.is_beaten_by(0.1)
+    save(2)
+    assert best.set_aside_after(1) == tmp_path / "best.2"
+    assert json.loads((tmp_path / "best.1/evaluation.json").read_text())["step"] == 4
+
+
 def test_the_first_of_equally_good_models_stays_the_best(tmp_path):
     best = BestModel(tmp_path)
     assert best.is_beaten_by(0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,11 +23,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.integration.grpo import main as grpo
+from lockstep.integration.grpo.backends.backend import TrainerState
 from lockstep.integration.grpo.main import main
 from lockstep.integration.grpo.results.run_log import read_metrics
+from lockstep.integration.grpo.settings.config import load_config
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import BrokenLogits
 from lockstep.tests.support import prepared_python
 from lockstep.tests.support.callers import has_ended
 from lockstep.weight_sync.digests.model_digest import model_digest
@@ -376,6 +381,35 @@ def test_the_job_is_freed_before_the_group_that_its_model_holds_ends(monkeypatch
     monkeypatch.setattr(torch.distributed, "destroy_process_group", end_group)
     assert main([str(CONFIG), f"run.dir={tmp_path}"]) == (2 if fails else 0)
     assert ended
+
+
+def test_weights_that_are_no_numbers_are_not_saved_for_a_resume():
+    pytest.importorskip("matplotlib")
+    from lockstep.integration.grpo.job import GrpoJob
+
+    state = TrainerState({"fine": torch.ones(2), "broken": torch.tensor([1.0, float("nan")])}, {})
+    job = SimpleNamespace(backend=SimpleNamespace(state=lambda: state), ranks=SimpleNamespace(is_first=True))
+    with pytest.raises(BrokenLogits, match=r"trained weights are not finite: broken$"):
+        GrpoJob._save_checkpoint(job, 3)
+
+
+@pytest.mark.parametrize("whose", ["ours", "a user's"])
+def test_an_error_in_a_users_function_is_shown_with_its_place(tmp_path, monkeypatch, capsys, whose):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "their_reward.py").write_text("def reward(row, completion):\n    return int('nine')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(config: object, *, resume: bool) -> None:
+        if whose == "ours":
+            load_config(str(CONFIG), ["run.speed=1"])
+        importlib.import_module("their_reward").reward({}, "")
+
+    monkeypatch.setattr(grpo, "run", run)
+    assert main([str(CONFIG), f"run.dir={tmp_path}/runs"]) == 2
+    said = capsys.readouterr().err
+    assert "lockstep: error: " in said
+    assert ("their_reward.py" in said and "return int('nine')" in said) is (whose == "a user's")
+    assert ("Traceback" in said) is (whose == "a user's")
 
 
 def test_bad_input_under_torchrun_names_the_key_once_and_hangs_nobody(tmp_path):
