@@ -213,6 +213,7 @@ def test_interrupts_at_any_moment_lose_no_lock_and_change_no_answer(make_model, 
     def send() -> None:
         while not is_over.is_set():
             if may_interrupt.wait(0.1) and not is_over.wait(draw.uniform(0.001, 0.03)) and may_interrupt.is_set():
+                may_interrupt.clear()  # one at a time: a second one does not wait for the lock
                 os.kill(os.getpid(), signal.SIGUSR1)
 
     threads = [threading.Thread(target=send)]
