@@ -69,3 +69,23 @@ class HeldSignals:
             self._pending.append(number)
         else:
             self._handlers[number](number, frame)
+
+
+class Uninterrupted:
+    """A context in which signals of the main thread wait, for what must be done as a whole without a lock. Re-entrant;
+    it may raise, where it ends, what their handlers raise."""
+
+    def __init__(self) -> None:
+        self._depth = 0  # of the main thread
+        self._signals = HeldSignals(lambda: self._depth > 0)
+
+    def __enter__(self) -> None:
+        self._signals.take_over()
+        if threading.get_ident() == threading.main_thread().ident:
+            self._depth += 1  # no call follows, behind which a handler could raise
+
+    def __exit__(self, *_: object) -> None:
+        if threading.get_ident() == threading.main_thread().ident:
+            self._depth -= 1
+            if not self._depth:
+                self._signals.give_back()

@@ -8,9 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import nn
 
+from ..held_signals import Uninterrupted
 from .forward_numerics import ForwardNumerics
 from .phase_gate import PhaseGate
 from .weight_forms import WeightForms
+
+_AS_A_WHOLE = Uninterrupted()
 
 
 class RolloutPhase:
@@ -147,10 +150,19 @@ class _Entered(AbstractContextManager[None]):
         self._phase, self._admits = phase, admits
 
     def __enter__(self) -> None:
-        self._phase.enter(admits=self._admits)
+        has_entered = False
+        try:
+            with _AS_A_WHOLE:  # an interrupt in between would leave the module half set up, or in use for good
+                self._phase.enter(admits=self._admits)
+                has_entered = True
+        except BaseException:
+            if has_entered:
+                self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
-        self._phase.leave(admits=self._admits)
+        with _AS_A_WHOLE:
+            self._phase.leave(admits=self._admits)
 
 
 @contextmanager

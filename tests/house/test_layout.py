@@ -43,7 +43,7 @@ PLACES = {
     "rollout.speculation": "config sequences",
     "rollout.kv": "config errors model sequences states",
     "rollout.states": "errors model sequences",
-    "rollout.model": "errors ranks sharding",
+    "rollout.model": "errors held_signals ranks sharding",
     "rollout.check": "model",
     "rollout.reports": "completion nothing sequences",
     "rollout.sequences": "completion errors grammars request_options sampling_params",

@@ -199,10 +199,8 @@ def test_an_interrupt_of_a_step_leaves_its_answers_for_the_next_call(make_model)
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["the caller", "the caller, beside reports", "a thread"])
 def test_interrupts_at_any_moment_lose_no_lock_and_change_no_answer(make_model, who):
-    """Who runs the steps, in one rollout phase: the begin and the end of a phase are not covered."""
+    """Who runs the steps. Each call begins and ends a rollout phase of the module."""
     engine = Engine(make_model("qwen3"), EngineConfig(kv_cache="64 blocks", max_num_seqs=4))
-    phase = engine.model.rollout_phase()
-    phase.__enter__()
     draw, is_over, may_interrupt = random.Random(7), threading.Event(), threading.Event()
     expected = engine.generate([[1, 2, 3]], PARAMS)[0]
 
@@ -245,5 +243,4 @@ def test_interrupts_at_any_moment_lose_no_lock_and_change_no_answer(make_model, 
     assert (again.token_ids, again.logprobs, again.text) == (expected.token_ids, expected.logprobs, expected.text)
     state = engine.state()
     assert state["num_running"] == state["num_waiting"] == 0 and is_free(engine.driver.lock)
-    phase.__exit__(None, None, None)
     engine.close()
