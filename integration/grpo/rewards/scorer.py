@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from ..tasks.problems import Problem
 from ..user_code import results_of
 from .loading import RewardFunction, load_reward
 from .score import Score, Value, checked_value, described, score_of
+
+logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64  # calls of an async reward that are under way at a time
 
@@ -82,17 +85,18 @@ class Scorer:
         ]
 
     def _check_weights(self, by_reward: Mapping[str, Sequence[Value]]) -> None:
-        """Raise ValueError for weights of a name that no reward and no component has had so far."""
+        """Raise ValueError for weights of a name that no reward has, where none gives components. Where some do, warn:
+        a component may come later."""
         if not self._unused:
             return
         known = {name for values in by_reward.values() for value in values if isinstance(value, dict) for name in value}
-        self._unused -= known
-        if self._unused:
-            of_components = f", and their components {', '.join(sorted(known))}" if known else ""
-            raise ValueError(
-                f"reward_weights are of {' and '.join(sorted(self._unused))}, but the rewards are {self.names}"
-                f"{of_components}"
-            )
+        left, self._unused = self._unused - known, set()
+        if not left:
+            return
+        wrong = f"reward_weights are of {' and '.join(sorted(left))}, but the rewards are {self.names}"
+        if not known:
+            raise ValueError(wrong)
+        logger.warning("%s, and their components so far %s", wrong, ", ".join(sorted(known)))
 
 
 class _Form:
