@@ -24,7 +24,7 @@ class Inbox:
         self.alarm = StepAlarm()  # guarded by the engine's lock
         self._requests: dict[str, Request] = {}
         self._claimed: set[str] = set()  # ids of requests that are being made
-        self._num_commands = 0  # commands that wait for the engine's lock
+        self._commands: dict[object, None] = {}  # those that wait for the engine's lock
         # Called between two steps of one schedule, as a sign of life; returns whether a thread wants the engine's lock.
         self.between_steps: Callable[[], bool] = lambda: False
 
@@ -80,17 +80,16 @@ class Inbox:
     @contextmanager
     def counted(self) -> Iterator[None]:
         """Count a command while it waits for the engine's lock."""
-        with self.lock:
-            self._num_commands += 1
+        command = object()
         try:
+            self._commands[command] = None  # in the block: an interrupt behind it leaves none counted
             yield
         finally:
-            with self.lock:
-                self._num_commands -= 1
+            self._commands.pop(command, None)
 
     def is_interrupted(self, num_steps: int) -> bool:
         """Return whether a command or the alarm comes before the next step, after `num_steps` steps of this engine."""
-        return self._num_commands > 0 or self.alarm.is_due(num_steps)
+        return bool(self._commands) or self.alarm.is_due(num_steps)
 
     def is_awaited(self, num_steps: int) -> bool:
         """Return whether anything comes before the next step, as `is_interrupted`, or waits for the end of this one: a

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from types import FrameType
+from types import FrameType, SimpleNamespace
 
 import pytest
 
@@ -201,18 +203,33 @@ def test_an_interrupt_of_a_step_leaves_its_answers_for_the_next_call(make_model)
 def test_interrupts_at_any_moment_lose_no_lock_and_change_no_answer(make_model, who):
     """Who runs the steps. Each call begins and ends a rollout phase of the module."""
     engine = Engine(make_model("qwen3"), EngineConfig(kv_cache="64 blocks", max_num_seqs=4))
-    draw, is_over, may_interrupt = random.Random(7), threading.Event(), threading.Event()
-    expected = engine.generate([[1, 2, 3]], PARAMS)[0]
+    params = dataclasses.replace(PARAMS, max_new_tokens=8)
+    draw, expected = random.Random(7), engine.generate([[1, 2, 3]], params)[0]
+    # Plain attributes: a main thread that is interrupted inside `Event.set` leaves the event locked.
+    now = SimpleNamespace(takes_one=False, is_over=False, num_chunks=0)
 
-    def report() -> None:
-        while not is_over.wait(0.002):
-            engine.state()
+    def generate() -> None:
+        """Stream until an interrupt comes: there is one at a time, since a second one would not wait for the lock."""
+        now.takes_one = True
+        while True:
+            with engine.model.rollout_phase():  # which a thread's steps wait for
+                for chunk in engine.stream([1, 2, 3], params):
+                    now.num_chunks += 1
+                    if chunk.completion is not None:
+                        assert chunk.completion.token_ids == expected.token_ids
 
     def send() -> None:
-        while not is_over.is_set():
-            if may_interrupt.wait(0.1) and not is_over.wait(draw.uniform(0.001, 0.03)) and may_interrupt.is_set():
-                may_interrupt.clear()  # one at a time: a second one does not wait for the lock
+        moment = 0  # a number of chunks
+        while not now.is_over:
+            time.sleep(draw.uniform(0.0001, 0.003))
+            if now.takes_one and now.num_chunks >= moment:
+                now.takes_one, moment = False, now.num_chunks + draw.randrange(12)
                 os.kill(os.getpid(), signal.SIGUSR1)
+
+    def report() -> None:
+        while not now.is_over:
+            time.sleep(0.002)  # leave the lock to others
+            engine.state()
 
     threads = [threading.Thread(target=send)]
     if who == "a thread":
@@ -221,26 +238,18 @@ def test_interrupts_at_any_moment_lose_no_lock_and_change_no_answer(make_model, 
         threads.append(threading.Thread(target=report))
     for thread in threads:
         thread.start()
-    num_interrupts = num_answers = 0
     try:
-        while num_interrupts < 300:
-            try:
-                may_interrupt.set()
-                for chunk in engine.stream([1, 2, 3], PARAMS):
-                    if chunk.completion is not None:
-                        num_answers += 1
-                        assert chunk.completion.token_ids == expected.token_ids
-            except KeyboardInterrupt:
-                num_interrupts += 1
-        may_interrupt.clear()
-    except KeyboardInterrupt:
-        may_interrupt.clear()
+        for _ in range(60):
+            with pytest.raises(KeyboardInterrupt):
+                generate()
     finally:
-        is_over.set()
+        now.is_over = True
         for thread in threads:
             thread.join(PATIENCE)
-    again = engine.generate([[1, 2, 3]], PARAMS)[0]
+    assert now.num_chunks > 60
+    again = engine.generate([[1, 2, 3]], params)[0]
     assert (again.token_ids, again.logprobs, again.text) == (expected.token_ids, expected.logprobs, expected.text)
     state = engine.state()
     assert state["num_running"] == state["num_waiting"] == 0 and is_free(engine.driver.lock)
+    assert not engine.driver.inbox.is_interrupted(0)
     engine.close()
