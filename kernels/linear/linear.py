@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..machine import native
+from .gradients import gradient_product
 
 LinearMethod = Literal["triton", "triton_fixed", "padded", "native", "rows", "library"]
 Layer = tuple[Tensor, Tensor | None]  # weight [N,K], bias [N] or None
@@ -289,7 +290,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        grad_x = grad_out @ weight if wanted[0] else None
-        grad_weight = grad_out.T @ x if wanted[1] else None
+        grad_x = gradient_product(grad_out, weight) if wanted[0] else None
+        grad_weight = gradient_product(grad_out.T, x) if wanted[1] else None
         grad_bias = grad_out.sum(dim=0) if wanted[2] else None
         return grad_x, grad_weight, grad_bias, None

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.kernels.layers.swiglu import swiglu
+from lockstep.kernels.linear import gradients
 from lockstep.kernels.linear.linear import (
     SOURCE,
     LinearMethod,
@@ -352,6 +353,17 @@ def test_padded_rows_are_those_of_a_batch_padded_by_hand() -> None:
     x, weight, bias = torch.randn(5, 32), torch.randn(48, 32), torch.randn(48)
     by_hand = F.linear(torch.cat([x, torch.zeros(11, 32)]), weight, bias)[:5]
     assert torch.equal(padded_product(x, weight, bias, row_multiple=16), by_hand)
+
+
+@pytest.mark.parametrize("has_fast_bfloat16", [False, True])
+def test_a_product_of_the_backward_is_rounded_once_on_every_cpu(monkeypatch, has_fast_bfloat16: bool) -> None:
+    monkeypatch.setattr(gradients, "has_fast_bfloat16", lambda: has_fast_bfloat16)
+    left, right = torch.randn(70, 300).bfloat16(), torch.randn(300, 40).bfloat16()
+    exact = left.double() @ right.double()
+    found = gradients.gradient_product(left, right)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found.double(), exact, atol=1e-3, rtol=2**-8)
+    assert torch.equal(gradients.gradient_product(left.float(), right.float()), left.float() @ right.float())
 
 
 @pytest.mark.parametrize("method", METHODS)
