@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from .request_options import RequestOptions
@@ -29,6 +29,21 @@ class WeightSpan:
     digest: str | None
     start: int
     end: int
+
+
+class KeptKV(NamedTuple):
+    """Rows of a sequence whose KV a commit of other weights has left as it was, up to row `end` - 1."""
+
+    version: str  # of the weights that computed them
+    digest: str | None
+    end: int
+
+
+class KVStart(NamedTuple):
+    """The kept KV under which the output tokens from `start` on were drawn; later rows are of each token's weights."""
+
+    start: int
+    kept: tuple[KeptKV, ...]  # one run of rows after another, from row 0
 
 
 TopLogprobs = tuple[tuple[float, int], ...]  # (log-probability, token id), most likely first
@@ -105,6 +120,7 @@ class Completion:
     num_kept_tokens: int = 0  # first tokens of an answer of other weights that came again under these
     drawn_with: DrawnWith | None = None
     receipt: dict[str, Any] | None = None  # if asked for, see receipt.py
+    kv_starts: tuple[KVStart, ...] = ()  # of tokens drawn over KV of earlier weights; empty: there are none
 
     @property
     def num_prompt_tokens(self) -> int:

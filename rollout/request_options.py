@@ -7,6 +7,8 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from .completion import KVStart
+
 
 class _Drawn(Protocol):
     @property
@@ -37,6 +39,8 @@ class Answer(Protocol):
     @property
     def weight_versions(self) -> abc.Sequence[_Span]: ...
     @property
+    def kv_starts(self) -> tuple[KVStart, ...]: ...
+    @property
     def drawn_with(self) -> _Drawn | None: ...
 
 
@@ -63,12 +67,13 @@ class Begun:
     spans: tuple[tuple[str, str | None, int], ...]  # weight version, digest and first token of each run of them
     seed: int  # of the counter-based noise, int64
     index: int = 0  # of the sample
+    kv_starts: tuple[KVStart, ...] = ()  # of those that were drawn over KV of earlier weights
 
     @classmethod
     def of(cls, answer: Answer) -> Begun:
         """Return an answer as a beginning. Raises ValueError for one that does not say what it was drawn with."""
         spans = tuple((span.version, span.digest, span.start) for span in answer.weight_versions)
-        return cls(answer.token_ids, answer.logprobs, spans, _seed_of(answer), answer.index)
+        return cls(answer.token_ids, answer.logprobs, spans, _seed_of(answer), answer.index, answer.kv_starts)
 
 
 def _seed_of(answer: Answer) -> int:

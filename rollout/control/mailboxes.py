@@ -171,7 +171,8 @@ class Mailboxes:
             streamed.num_taken_back,
             streamed.num_chars_taken_back,
             completion,
-            spans[-1].digest if spans and spans[-1].start <= first else None,
+            # Over kept KV they are of several weights.
+            spans[-1].digest if spans and spans[-1].start <= first and not record.kept_kv else None,
         )
         streamed.num_tokens += len(token_ids)
         streamed.num_chars = max(len(text), start)

@@ -7,9 +7,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from ..completion import Completion, FinishReason
+from ..completion import Completion, FinishReason, KeptKV
 from ..receipt import GRAMMAR_SETTINGS, Guarantee, guarantee, listed, sealed, settings_json
-from ..sequences.output_record import KeptKV, OutputRecord
+from ..sequences.output_record import OutputRecord
 from ..sequences.request import Request, fresh_ids
 from .parts import Parts
 

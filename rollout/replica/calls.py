@@ -20,7 +20,7 @@ from ..running.runner import Runner
 from ..sampling_params import SamplingParams
 from .controller import ReplicaRunner
 from .follower import IN_A_CALL, SERVING, End, Follower
-from .request_json import changed, options_of
+from .request_json import changed, kv_starts_of, options_of
 from .result_bytes import as_tuples
 
 logger = logging.getLogger(__name__)
@@ -134,5 +134,6 @@ def _completion(given: dict[str, Any]) -> Completion:
         params, options, seed = given["drawn_with"]
         values["drawn_with"] = DrawnWith(SamplingParams(**params), options_of(options), seed)
     values["receipt"] = given["receipt"]
+    values["kv_starts"] = kv_starts_of(given["kv_starts"])
     values["drafts"] = tuple(DraftCounts(**counts) for counts in given["drafts"])
     return Completion(**values)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from ..completion import KeptKV, KVStart
 from ..request_options import Begun, Renewal, RequestOptions
 from ..sampling_params import SamplingParams
 from ..sequences.request import Request
@@ -47,8 +48,14 @@ def options_of(given: Mapping[str, Any]) -> RequestOptions:
     if (begun := options.get("begun")) is not None:
         spans = tuple((version, digest, start) for version, digest, start in begun["spans"])
         token_ids, logprobs = tuple(begun["token_ids"]), tuple(begun["logprobs"])
-        options["begun"] = Begun(token_ids, logprobs, spans, begun["seed"], begun["index"])
+        kept = kv_starts_of(begun.get("kv_starts", ()))
+        options["begun"] = Begun(token_ids, logprobs, spans, begun["seed"], begun["index"], kept)
     return RequestOptions(**options)
+
+
+def kv_starts_of(given: Iterable[Any]) -> tuple[KVStart, ...]:
+    """Decode a completion's `kv_starts` from JSON values."""
+    return tuple(KVStart(start, tuple(KeptKV(*run) for run in kept)) for start, kept in given)
 
 
 def changed(value: Any) -> dict[str, Any]:

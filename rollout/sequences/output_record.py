@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..completion import DraftCounts, ListedLogprobs, TopLogprobs, WeightSpan
+from ..completion import DraftCounts, KeptKV, KVStart, ListedLogprobs, TopLogprobs, WeightSpan
 from ..grammars.jump import NO_JUMP, Jump
 from .step import NewToken, SequenceResult
 
@@ -17,21 +17,6 @@ class SpanStart(NamedTuple):
     version: str
     digest: str | None
     start: int
-
-
-class KeptKV(NamedTuple):
-    """Rows of a sequence whose KV a commit of other weights has left as it was, up to row `end` - 1."""
-
-    version: str  # of the weights that computed them
-    digest: str | None
-    end: int
-
-
-class KVStart(NamedTuple):
-    """The kept KV under which the output tokens from `start` on were drawn; later rows are of each token's weights."""
-
-    start: int
-    kept: tuple[KeptKV, ...]  # one run of rows after another, from row 0
 
 
 class RecordedJump(NamedTuple):

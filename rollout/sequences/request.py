@@ -163,6 +163,7 @@ class Request:
         self.sequence.token_ids += begun.token_ids
         self.record.logprobs += begun.logprobs
         self.record.span_starts += [SpanStart(*span) for span in begun.spans]
+        self.record.kv_starts += begun.kv_starts
         if self.detokenizer is None:
             return
         try:
@@ -220,4 +221,5 @@ class Request:
             drafts=tuple(record.drafts.values()),
             num_kept_tokens=self.num_kept_tokens,
             drawn_with=DrawnWith(self.params, self.options, self.seed),
+            kv_starts=tuple(record.kv_starts),
         )

@@ -148,8 +148,10 @@ class OpenAIReply:
 
         for choice, cost, num_prompt in self._first_choices(subscription):
             if not seam.has_begun(index := int(str(choice["index"]))):
-                counts = chunk_usage(self.request, num_prompt, 0)
-                made = partial(chunk_event, [choice], counts)
+                others = dict(chunk_usage(self.request, num_prompt, 0))
+                if self.request.is_chat and self.request.return_token_ids:
+                    others["prompt_token_ids"] = choice["prompt_token_ids"]  # where the whole answer has them
+                made = partial(chunk_event, [choice], others)
                 yield seam.notes(index) + await subscription.encode(made, cost)
 
         streams = self._streams(len(subscription.index_of))

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lockstep.kernels.sampling.draws import derive_seed
+from lockstep.rollout.completion import KeptKV, KVStart
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.loop import receipts
@@ -152,6 +153,30 @@ def test_kv_that_is_computed_again_is_not_in_it(make_engine):
         ("3", 5, 6, [("d2", 9)]),
         ("3", 6, 9, []),
     ]
+
+
+def test_a_begun_answer_keeps_the_origin_of_its_kv(make_engine):
+    engine = make_engine(speculation="off")
+    engine.weights.commit_weights("1", "d1")
+    [rid] = engine.add(PROMPT, SamplingParams(max_new_tokens=9), options=ASKED)
+    run(engine, 3)
+    engine.weights.commit_weights("2", "d2")
+    run(engine, 5)
+    engine.abort_request(rid)
+    [part] = engine.step()
+    assert part.kv_starts == (KVStart(3, (KeptKV("1", "d1", 7),)),)
+    [whole] = engine.generate([PROMPT], SamplingParams(max_new_tokens=9), options=replace(ASKED, begun=part))
+    assert spans(whole.receipt) == [("1", 0, 3, []), ("2", 3, 5, [("d1", 7)]), ("2", 5, 9, [])]
+    assert whole.kv_starts == (*part.kv_starts, KVStart(5, ()))
+
+
+def test_tokens_over_kept_kv_are_streamed_as_those_of_several_weights(make_engine):
+    engine = make_engine(speculation="off")
+    engine.weights.commit_weights("1", "d1")
+    chunks = engine.stream(PROMPT, SamplingParams(max_new_tokens=4))
+    before = next(chunks)
+    engine.weights.commit_weights("2", "d2")
+    assert [chunk.weight_digest for chunk in (before, *chunks) if chunk.token_ids] == ["d1", None, None, None]
 
 
 def test_a_prompt_half_read_under_older_weights_is_in_it(make_engine):

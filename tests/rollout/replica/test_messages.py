@@ -3,8 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
-from lockstep.rollout.completion import Completion, DraftCounts, FinishReason, NextToken, WeightSpan
+from lockstep.rollout.completion import (
+    Completion,
+    DraftCounts,
+    DrawnWith,
+    FinishReason,
+    KeptKV,
+    KVStart,
+    NextToken,
+    WeightSpan,
+)
 from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.grammars.jump import Jump
 from lockstep.rollout.ranks.remote_errors import error_bytes, error_from, is_of_a_group
@@ -13,7 +23,7 @@ from lockstep.rollout.replica.event_stream import EventReader, EventWriter, Op
 from lockstep.rollout.replica.request_json import request_json, request_of
 from lockstep.rollout.replica.result_bytes import results_bytes
 from lockstep.rollout.replica.result_bytes import results_from as results_of_bytes
-from lockstep.rollout.request_options import RequestOptions
+from lockstep.rollout.request_options import Begun, RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.event_log import fresh_copy
 from lockstep.rollout.sequences.request import Request
@@ -333,7 +343,10 @@ def test_completions_come_back_as_they_were() -> None:
         (WeightSpan("v", None, 0, 1),), top_logprobs=(((-0.1, 3), (-2.0, 4)),), prompt_logprobs=(None, -1.0),
         prompt_top_logprobs=(None, ()), next_token=NextToken(4, -0.25, ((-0.25, 4),)),
         drafts=(DraftCounts("past", 1, 4, 2), DraftCounts("caller", 3, 9, 9)),
+        kv_starts=(KVStart(0, (KeptKV("u", None, 2),)), KVStart(1, ())),
     )  # fmt: skip
+    begun = Begun.of(replace(given, drawn_with=DrawnWith(SamplingParams(), RequestOptions(), 5)))
+    given = replace(given, drawn_with=DrawnWith(SamplingParams(), RequestOptions(begun=begun), 5))
     assert completions_from(completions_bytes([given, given])) == [given, given]
 
 

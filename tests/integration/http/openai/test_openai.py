@@ -271,9 +271,12 @@ def test_streamed_chat_adds_up_sample_by_sample(client):
 
 def test_streams_carry_token_ids_and_meta_info(client):
     extra = {"return_token_ids": True, "return_meta_info": True}
-    whole = a_chat(client, max_tokens=4, extra_body=extra).choices[0]
-    choices = [chunk.choices[0] for chunk in a_chat(client, max_tokens=4, extra_body=extra, stream=True)]
-    assert choices[0].prompt_token_ids == whole.prompt_token_ids
+    answer = a_chat(client, max_tokens=4, extra_body=extra)
+    chunks, whole = list(a_chat(client, max_tokens=4, extra_body=extra, stream=True)), answer.choices[0]
+    choices = [chunk.choices[0] for chunk in chunks]
+    assert choices[0].prompt_token_ids == whole.prompt_token_ids == chunks[0].prompt_token_ids
+    assert answer.prompt_token_ids == whole.prompt_token_ids
+    assert not any(hasattr(chunk, "prompt_token_ids") for chunk in chunks[1:])
     streamed = [id for choice in choices[1:] for id in choice.response_token_ids]
     assert streamed == whole.response_token_ids
     assert choices[-1].meta_info["output_token_logprobs"] == whole.meta_info["output_token_logprobs"]
