@@ -12,6 +12,7 @@ from starlette.types import Send
 from .calls import returned
 from .counters import Outcome, outcome_of
 from .fleet.worker import Worker
+from .wire import WorkerFailed
 
 WORKER_HEADER = b"x-lockstep-worker"
 _LONGEST_S = 3600.0  # of a Retry-After
@@ -35,6 +36,9 @@ class Full(Unavailable):
 
 class Claim(Protocol):
     """The right to answer the client."""
+
+    def is_wanted(self, relay: Relay) -> bool:
+        """Return whether another attempt may still deliver."""
 
     def take(self, relay: Relay) -> bool:
         """Claim the client's connection. Returns whether this attempt has it."""
@@ -116,6 +120,8 @@ class Relay:
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
     async def _start(self, answer: httpx.Response, num_bytes: int | None) -> None:
+        if self.claim is not None and answer.status_code >= 500 and self.claim.is_wanted(self):
+            raise WorkerFailed(f"it answered {answer.status_code}")
         if self.claim is not None and not self.claim.take(self):
             self.lose()
             raise asyncio.CancelledError  # as the attempt that has the client will do to this one

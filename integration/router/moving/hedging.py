@@ -4,7 +4,7 @@ counts (J. Dean and L. A. Barroso, The Tail at Scale, 2013). Both workers draw t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from ..relay import Relay
@@ -19,7 +19,8 @@ class Race:
         """Prepare the first attempt. `run` starts it."""
         self._won = asyncio.Event()
         self._first, self._attempt = relay, attempt
-        self._claim = Claim(self._won)
+        self._tasks: dict[Relay, asyncio.Task[str]] = {}
+        self._claim = Claim(self._won, self._tasks)
         self.has_second = False
 
     @property
@@ -32,7 +33,8 @@ class Race:
         returns. Returns the winner with its error; where both fail, the first. Raises the errors of the one that
         counts."""
         self._first.claim = self._claim
-        tasks = {self._first: asyncio.create_task(self._attempt)}
+        tasks = self._tasks
+        tasks[self._first] = asyncio.create_task(self._attempt)
         watching = asyncio.create_task(self._won.wait())
         try:
             await asyncio.wait({*tasks.values(), watching}, timeout=after_s, return_when=asyncio.FIRST_COMPLETED)
@@ -62,9 +64,14 @@ class Race:
 class Claim:
     """The right to answer the client, which the first attempt that delivers has."""
 
-    def __init__(self, won: asyncio.Event) -> None:
-        self._won = won
+    def __init__(self, won: asyncio.Event, tasks: Mapping[Relay, asyncio.Task[str]]) -> None:
+        """Create it. tasks: the attempts that have begun."""
+        self._won, self._tasks = won, tasks
         self.winner: Relay | None = None
+
+    def is_wanted(self, relay: Relay) -> bool:
+        """Return whether the other attempt may still deliver, so that an error of this one is no answer yet."""
+        return self.winner is None and any(not task.done() for one, task in self._tasks.items() if one is not relay)
 
     def take(self, relay: Relay) -> bool:
         """Claim the client's connection. Returns whether this attempt has it."""

@@ -345,6 +345,36 @@ def test_a_request_that_waits_goes_to_a_second_worker_too_and_the_first_answer_c
     assert num_hedged(fleet) == num_lost
 
 
+class FailingWorker(CutWorker):
+    """A worker that answers 500. The first one waits until the second has done so, and answers then."""
+
+    def __init__(self, url: str, fails: bool, has_failed: threading.Event) -> None:
+        super().__init__(url, lambda: None)
+        self.fails, self.has_failed = fails, has_failed
+
+    def _relay(self, handler: Handler, body: dict) -> None:
+        if not self.fails:
+            assert self.has_failed.wait(WAIT_S)
+            super()._relay(handler, body)
+            return
+        handler.reply(500, {"error": {"message": "broken"}})
+        self.has_failed.set()
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_error_of_one_hedged_worker_is_no_answer_while_the_other_may_have_one(make_fleet, url, is_streamed):
+    has_failed = threading.Event()
+    workers = [FailingWorker(url, fails, has_failed) for fails in (False, True)]
+    fleet = make_fleet(workers, hedge_after_s=0.05)
+    while not workers[0].asked("/generate"):  # the first of the two that are asked
+        answer = fleet.post(
+            "/generate", {"input_ids": PROMPT, "sampling_params": SAMPLED, "rid": "a", "stream": is_streamed}
+        )
+    assert (answer.status_code, answer.headers["x-lockstep-worker"]) == (200, workers[0].url)
+    workers[0].fails = True
+    assert fleet.post("/generate", {"input_ids": PROMPT, "sampling_params": SAMPLED}).status_code == 500
+
+
 def test_a_second_worker_of_other_weights_gets_no_hedged_request(make_fleet, url):
     workers = [CutWorker(url, lambda: None) for _ in range(2)]
     workers[1].info["weight_digest"] = "0" * 64
