@@ -50,7 +50,8 @@ def _place_of_model(wrapper: nn.Module) -> str | None:
 def _refuse_missing_weights(module: PreTrainedModel, *, is_copied: bool) -> None:
     named = dict(module.named_parameters())
     name = type(module).__name__
-    if empty := [key for key, parameter in named.items() if parameter.is_meta]:
+    buffers = dict(module.named_buffers())
+    if empty := [key for key, tensor in {**named, **buffers}.items() if tensor.is_meta]:
         raise ValueError(f"{name} has no weights yet: {listed(empty)} on the meta device. Load them first")
     if any(hasattr(parameter, "ds_id") for parameter in named.values()):
         raise ValueError(f"{name} is partitioned by DeepSpeed, so no rank holds its weights whole. {_SEND}")

@@ -15,16 +15,19 @@ hooks      equal where function, closure, defaults and globals are plain values,
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.modules.module as nn_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-_PLAIN = (bool, int, float, str)
+_PLAIN = (bool, int, float, complex, str, Enum, np.generic)  # and kinds of these, as NumPy's numbers
 _CONSTANT = (*_PLAIN, bytes, torch.dtype, torch.device)
 _LIBRARIES = {"builtins", "logging", "math", "torch", "typing"}  # what is theirs has no state that changes a number
 _OF_TRAINING = {"training", "gradient_checkpointing"}  # no phase runs with these: it evaluates, without gradients
@@ -58,7 +61,11 @@ class ModuleCode:
     def look(self) -> None:
         """Compare settings, forwards and hooks with those of the last look. The engine's numerics are installed."""
         settings = [
-            {name: value for name, value in vars(part).items() if type(value) in _PLAIN and name not in _OF_TRAINING}
+            {
+                name: value
+                for name, value in vars(part).items()
+                if isinstance(value, _PLAIN) and name not in _OF_TRAINING
+            }
             for part in self._parts
         ]
         if not self.version:
@@ -67,6 +74,7 @@ class ModuleCode:
         functions = [index if own is mine else self._mark_of(own) for index, (own, mine) in enumerate(pairs)]
         functions += [*self._forwards, *(mark for part in self._parts for mark in self._hooks_of(part))]
         functions += self._marks_of_classes()
+        functions += [(self._mark_of(hook, id), id) for hooks in global_hooks() for id, hook in hooks.items()]
         changed = self._changed(settings) if settings != self._settings else []  # the first look finds functions
         if functions != self._functions:
             changed.append("forwards or hooks")
@@ -122,6 +130,11 @@ class ModuleCode:
             own = vars(part)
             for function in (own.get("forward"), *(hook for hooks in _HOOKS for hook in own[hooks].values())):
                 yield from (function, *vars(type(getattr(function, "__self__", function))).values())
+
+
+def global_hooks() -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """Return the hooks that torch calls for every module, before and after its forward, by ids that are given once."""
+    return nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
 
 
 def class_forward(kind: type) -> object:

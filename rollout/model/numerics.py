@@ -79,6 +79,8 @@ class Numerics:
             if division.mesh.num_ranks == 1:  # ranks would have to leave out the same rows
                 self.last_layer = LastLayer.of(module, division.layers.stop - 1)
         kinds = {type(module) for module, name, _ in self._patches if name == "forward"}
+        patched = [module for module, name, _ in self._patches if name == "forward"]
+        self._uncopied = list(dict.fromkeys([*self._entrances, *patched]))
         self._replaced = {kind: class_forward(kind) for kind in kinds}  # forwards of classes that these stand for
 
     def describe(self) -> str:
@@ -94,7 +96,7 @@ class Numerics:
             self._refuse_other_forwards()
             for module, name, value in self._patches:
                 setattr(module, name, value)
-            for module in self._entrances:  # a copy's forwards would compute with this module's weights
+            for module in self._uncopied:  # a copy's forwards would compute with this module's weights
                 vars(module)[_COPY] = _refuse_copy
             self._own_forwards = self._enter_functions()
         self._depth += 1
@@ -110,7 +112,7 @@ class Numerics:
                         module.forward = own
                 for module, name, _ in self._patches:
                     delattr(module, name)
-                for module in self._entrances:
+                for module in self._uncopied:
                     del vars(module)[_COPY]
 
     def _refuse_other_forwards(self) -> None:

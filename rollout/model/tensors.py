@@ -12,11 +12,10 @@ from torch import Tensor, nn
 
 
 class HostedTensors:
-    """The tensors of a module whose tree does not change; the tensors in it may be replaced."""
+    """The tensors of a module whose tree does not change; the tensors in it may be replaced, and others may come."""
 
     def __init__(self, module: nn.Module) -> None:
-        named = module.named_modules(remove_duplicate=False)
-        self._owners = [(prefix, owner) for prefix, owner in named if _has_tensors(owner)]
+        self._owners = list(module.named_modules(remove_duplicate=False))
         self._released: list[torch.Size] = []  # shapes of the parameters in their order, while they have no memory
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -31,6 +30,8 @@ class HostedTensors:
         """Yield the buffers, shared ones once under the first of their names. stored: those of checkpoints only."""
         seen: set[int] = set()
         for prefix, owner in self._owners:
+            if not owner._buffers:
+                continue
             for name, buffer in owner.named_buffers(prefix, recurse=False):
                 is_wanted = not stored or name.rpartition(".")[2] not in owner._non_persistent_buffers_set
                 if is_wanted and id(buffer) not in seen:
@@ -74,12 +75,8 @@ class HostedTensors:
 
     def _all_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for prefix, owner in self._owners:
-            yield from owner.named_parameters(prefix, recurse=False)
-
-
-def _has_tensors(owner: nn.Module) -> bool:
-    """Return whether the module has tensors of its own, not only in its children."""
-    return any(True for tensors in (owner.parameters(False), owner.buffers(False)) for _ in tensors)
+            if owner._parameters:
+                yield from owner.named_parameters(prefix, recurse=False)
 
 
 def first_weight(tensors: Iterable[Tensor]) -> Tensor:

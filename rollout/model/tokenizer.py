@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -22,10 +24,20 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 def find_eos_token_ids(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Return every id that ends a sequence, from the module's generation config and the tokenizer."""
     configured = getattr(module.generation_config, "eos_token_id", None)
-    ids = set(configured if isinstance(configured, list) else [configured])
+    ids = set(_as_ids(configured))
     if tokenizer is not None:
         ids.add(tokenizer.eos_token_id)
     return frozenset(id for id in ids if id is not None)
+
+
+def _as_ids(configured: object) -> list[int]:
+    """Return a setting's ids: transformers takes an int, a list, a tuple and a tensor. Raises ValueError."""
+    if isinstance(configured, torch.Tensor | np.ndarray | np.integer):
+        configured = configured.tolist()
+    ids = list(configured) if isinstance(configured, list | tuple) else [configured]
+    if wrong := [one for one in ids if one is not None and not isinstance(one, int | np.integer)]:
+        raise ValueError(f"eos_token_id of the generation_config holds {wrong[0]!r:.100}, which is no token id")
+    return [int(one) for one in ids if one is not None]
 
 
 def refuse_other_eos(

@@ -308,3 +308,21 @@ def test_an_interrupted_look_finds_the_write_again(make_model, monkeypatch: pyte
     watch.have_digest = have_digest
     assert answer(service).weight_digest is None
     service.close()
+
+
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+def test_a_tensor_that_comes_to_a_part_without_any_is_in_the_digest(make_model, kind: str) -> None:
+    model = make_model("qwen2")
+    layer, vector = model.model.layers[0], torch.full((model.config.hidden_size,), 0.5)
+    layer.register_forward_hook(lambda module, inputs, out: out + module.steer if hasattr(module, "steer") else out)
+    service = make_service(model)
+    commit(service, model, "one")
+    before, digest = answer(service), service.engine.weight_digest
+    if kind == "buffer":
+        layer.register_buffer("steer", vector)
+    else:
+        layer.register_parameter("steer", torch.nn.Parameter(vector, requires_grad=False))
+    commit(service, model, "two")
+    assert answer(service).logprobs != before.logprobs and service.engine.weight_digest != digest
+    assert service.engine.weight_digest == service.model_digest()
+    service.close()

@@ -6,10 +6,13 @@ The former layers are kept, so putting them back cannot fail: a change happens w
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -21,7 +24,13 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # The one adapter of a module. It is PEFT's default, so that tensors have the names that they have in a trainer.
 ADAPTER = "default"
 AdapterLayers = dict[str, nn.Module]  # an adapter's layers, by the names of the layers that they are around
-_UNSUPPORTED = ("modules_to_save", "trainable_token_indices", "alora_invocation_tokens", "use_dora", "lora_bias")
+_UNSUPPORTED = (
+    *("modules_to_save", "trainable_token_indices", "alora_invocation_tokens", "use_dora", "lora_bias"),
+    "layer_replication",  # changes the number of layers
+)
+# Beginnings of adapters for which PEFT leaves the base weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ) write
+# them when the layers are made, and again at the next load.
+_BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,12 @@ class AdapterFolder:
             raise ValueError(f"{folder} holds an adapter of type {kind}: only LORA is supported")
         wrong = [name for name in _UNSUPPORTED if config.get(name)]
         wrong += ["bias"] if config.get("bias", "none") != "none" else []
+        beginning = config.get("init_lora_weights", True)
+        if not isinstance(beginning, bool | str | None) or beginning not in _BEGINNINGS:
+            raise ValueError(
+                f"{folder / CONFIG_FILE} has init_lora_weights={beginning!r}, with which PEFT writes the base weights: "
+                "save the adapter as one of the weights before (PEFT's path_initial_model_for_weight_conversion)"
+            )
         if wrong:
             raise ValueError(f"{folder / CONFIG_FILE} asks for {', '.join(wrong)}: not supported")
         return cls(folder, config, {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()})
@@ -64,7 +79,8 @@ class AdapterFolder:
         known = {key: value for key, value in self.config.items() if key not in ("inference_mode", "auto_mapping")}
         try:
             config = peft.PeftConfig.from_peft_type(**{**known, "inference_mode": True})
-            peft.inject_adapter_in_model(config, module, adapter_name=ADAPTER)
+            with _own_randomness(module):
+                peft.inject_adapter_in_model(config, module, adapter_name=ADAPTER)
             self._fill(module, peft)
             return take_out(module)
         except (TypeError, KeyError) as error:
@@ -105,10 +121,21 @@ def put_in(module: nn.Module, layers: AdapterLayers) -> None:
 
 
 def take_out(module: nn.Module) -> AdapterLayers:
-    """Take the adapter layers out of the module, so that it has its own ones again. Returns them by name."""
-    found = adapter_layers(module)
+    """Take the adapter layers out of the module, so that it has its own ones again. Returns them by name; of those of
+    several parameters of one layer, which are around each other, the outermost."""
+    layers = adapter_layers(module)
+    inside = {name for name in layers for other in layers if name.startswith(f"{other}.base_layer")}
+    found = {name: layer for name, layer in layers.items() if name not in inside}
     put_in(module, {name: cast(Any, layer).get_base_layer() for name, layer in found.items()})
     return found
+
+
+@contextmanager
+def _own_randomness(module: nn.Module) -> Iterator[None]:
+    """Leave torch's generators as they are: PEFT draws values for new layers, which the folder's ones replace."""
+    device = next(module.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
 
 
 def _peft() -> Any:

@@ -35,7 +35,9 @@ _RANDOM = (
     *(torch.bernoulli, torch.multinomial, torch.normal, torch.poisson, F.gumbel_softmax),
     *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.random_, Tensor.uniform_, Tensor.normal_),
     *(Tensor.exponential_, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_),
-    *(F.rrelu, torch.rrelu),
+    *(F.rrelu, torch.rrelu, torch.rrelu_, torch.binomial, torch.native_dropout),
+    *(torch.dropout_, torch.alpha_dropout_, torch.feature_dropout_, torch.feature_alpha_dropout_),
+    *(torch._standard_gamma, torch._sample_dirichlet),  # which torch.distributions draw with
 )
 _SETTERS = ("__setitem__", "__set__")
 _OPERANDS: Mapping[object, tuple[str, ...]] = {  # names of operands in their order, where not "input" and "other"

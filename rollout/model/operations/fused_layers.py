@@ -185,7 +185,10 @@ def observing(hook: Hook) -> Hook:
 
 
 def may_change(modules: Iterable[nn.Module]) -> bool:
-    """Return whether any of the modules has forward hooks that may change a weight, an input or a result."""
+    """Return whether any of the modules has forward hooks that may change a weight, an input or a result, or torch
+    calls some for all modules."""
+    if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+        return True
     hooks = (hook for m in modules for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))
     return any(_sees(hook) and not getattr(hook, "only_observes", False) for hook in hooks)
 

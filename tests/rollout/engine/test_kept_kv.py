@@ -7,6 +7,7 @@ import copy
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -239,3 +240,25 @@ def test_a_copy_of_a_module_with_hooks_is_hosted_by_itself(make_model):
     engine = make(copy.deepcopy(model))
     num_cached(engine)
     assert num_cached(engine) > 0
+
+
+def test_a_hook_of_all_modules_and_a_setting_of_numpys_numbers_count(make_model):
+    model = make_model("qwen3")
+    value = model.model.layers[0].self_attn.v_proj
+    for layer in model.model.layers:
+        layer.self_attn.scaling = np.float64(0.2)
+    engine = make(model)
+    num_cached(engine)
+    assert num_cached(engine) > 0
+    for layer in model.model.layers:
+        layer.self_attn.scaling = np.float64(0.4)
+    assert num_cached(engine) == 0
+    handle = torch.nn.modules.module.register_module_forward_hook(
+        lambda module, inputs, out: 2 * out if module is value else None
+    )
+    try:
+        assert num_cached(engine) == 0
+        assert num_cached(engine) > 0
+    finally:
+        handle.remove()
+    assert num_cached(engine) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import chain
 
 import pytest
@@ -12,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCau
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import PhaseError
 from lockstep.rollout.model.attention import hosted_attention
 from lockstep.rollout.model.hosted_model import HostedModel
 from lockstep.rollout.model.layer_probe import LayerProbe
@@ -317,3 +319,46 @@ def test_a_model_that_is_trained_with_router_logits_generates_without(make_model
     assert engine.generate(*ask)[0].logprobs == expected
     with engine.model.training_numerics():
         assert model(torch.tensor([[1, 2, 3, 4]]), use_cache=False).aux_loss is not None
+
+
+@pytest.mark.parametrize("kind", [tuple, torch.tensor, list, lambda ids: ids[0]])
+def test_sequences_end_at_every_form_of_eos_token_id(make_model, kind):
+    model = make_model("qwen3")
+    model.generation_config.eos_token_id = None
+    params = SamplingParams(max_new_tokens=8, temperature=0.0)
+    [whole] = Engine(model, EngineConfig(kv_cache="16 blocks")).generate([[1, 2, 3]], params)
+    model.generation_config.eos_token_id = kind([whole.token_ids[2]])
+    [cut] = Engine(model, EngineConfig(kv_cache="16 blocks")).generate([[1, 2, 3]], params)
+    assert cut.token_ids == whole.token_ids[: whole.token_ids.index(whole.token_ids[2]) + 1]
+    model.generation_config.eos_token_id = [[5]]
+    with pytest.raises(ValueError, match="eos_token_id of the generation_config holds"):
+        Engine(model, EngineConfig(kv_cache="16 blocks"))
+
+
+def test_parts_are_not_copied_under_the_numerics(make_model):
+    model = make_model("qwen3")
+    hosted = adopt(model)
+    with hosted.training_numerics():
+        for part in (model.lm_head, model.model.norm, model.model.layers[0].mlp):
+            with pytest.raises(PhaseError, match="cannot be copied"):
+                copy.deepcopy(part)
+    assert torch.equal(copy.deepcopy(model.lm_head).weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda x: torch.native_dropout(x, 0.3, True)[0], lambda x: torch.dropout_(x, 0.3, True)]
+)
+def test_random_functions_of_every_name_are_refused(make_model, draw):
+    model = make_model("qwen3")
+    hosted = adopt(model)
+    model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, out: draw(out) if module.training else out)
+    model.train()
+    with pytest.raises(ValueError, match="random|dropout"):
+        logits_of(hosted, [[1, 2, 3]])
+
+
+def test_a_buffer_on_the_meta_device_is_named(make_model):
+    model = make_model("qwen3")
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.to("meta")
+    with pytest.raises(ValueError, match=r"has no weights yet: .*rotary_emb\.inv_freq"):
+        adopt(model)

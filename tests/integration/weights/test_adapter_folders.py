@@ -1,0 +1,107 @@
+"""Adapter folders of kinds that PEFT makes in other ways: each is loaded and taken out whole, or refused with no trace."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.optional_packages import needs_peft_of_transformers
+
+GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
+
+
+@pytest.fixture
+def served(make_model, tmp_path):
+    """Yield a function that serves a model of a family from its folder, and returns the service."""
+    services = []
+
+    def serve(family: str) -> RolloutService:
+        make_model(family).save_pretrained(tmp_path / family)
+        services.append(RolloutService(Engine(tmp_path / family, EngineConfig(kv_cache="32 blocks"))))
+        return services[-1]
+
+    yield serve
+    for service in services:
+        service.close()
+
+
+def saved_adapter(model, folder, **settings):
+    """Write an adapter with values of its own, and return its folder."""
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, LoraConfig(r=2, **settings))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.05)
+    adapted.save_pretrained(folder)
+    return folder
+
+
+def logprobs(service):
+    return service.engine.generate([[3, 17, 90]], GREEDY)[0].logprobs
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
+    ],
+)
+def test_an_adapter_that_would_change_the_base_is_refused_with_no_trace(served, make_model, tmp_path, settings, named):
+    service = served("llama")
+    before, digest = logprobs(service), service.model_digest()
+    folder = saved_adapter(make_model("llama"), tmp_path / "adapter", target_modules=["q_proj"], **settings)
+    with pytest.raises(ValueError, match=named):
+        service.load_lora_adapter("a", str(folder))
+    assert logprobs(service) == before and service.model_digest() == digest
+
+
+def test_an_adapter_of_two_parameters_of_one_layer_is_loaded_and_taken_out(served, make_model, tmp_path):
+    needs_peft_of_transformers()
+    service = served("qwen3_moe")
+    before = logprobs(service)
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    folder = saved_adapter(
+        make_model("qwen3_moe"), tmp_path / "adapter", target_modules=["q_proj"], target_parameters=parameters
+    )
+    with_adapter = []
+    for _ in range(2):
+        service.load_lora_adapter("a", str(folder))
+        with_adapter.append(logprobs(service))
+        service.unload_lora_adapter("a")
+        assert logprobs(service) == before
+    assert with_adapter[0] == with_adapter[1] != before
+
+
+def test_a_load_leaves_the_random_generator_as_it_was(served, make_model, tmp_path):
+    service = served("llama")
+    folder = saved_adapter(make_model("llama"), tmp_path / "adapter", target_modules=["q_proj"])
+    before = torch.random.get_rng_state()
+    service.load_lora_adapter("a", str(folder))
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_a_refused_folder_says_what_it_lacks(served, make_model, tmp_path):
+    service = served("llama")
+    folder = saved_adapter(make_model("llama"), tmp_path / "adapter", target_modules=["q_proj"])
+    before, file = logprobs(service), folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    name = min(tensors)
+    save_file({key: value for key, value in tensors.items() if key != name}, file)
+    with pytest.raises(ValueError, match="is missing"):
+        service.load_lora_adapter("a", str(folder))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": ["pissa"]}))
+    with pytest.raises(ValueError, match="init_lora_weights"):
+        service.load_lora_adapter("a", str(folder))
+    assert logprobs(service) == before
