@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ def find_eos_token_ids(module: nn.Module, tokenizer: PreTrainedTokenizerBase | N
     return frozenset(id for id in ids if id is not None)
 
 
-def _as_ids(configured: object) -> list[int]:
+def _as_ids(configured: Any) -> list[int]:
     """Return a setting's ids: transformers takes an int, a list, a tuple and a tensor. Raises ValueError."""
     if isinstance(configured, torch.Tensor | np.ndarray | np.integer):
         configured = configured.tolist()

@@ -1,4 +1,4 @@
-"""Adapter folders of kinds that PEFT makes in other ways: each is loaded and taken out whole, or refused with no trace."""
+"""Adapter folders that PEFT makes in other ways: each is loaded and taken out whole, or refused with no trace."""
 
 from __future__ import annotations
 
