@@ -205,14 +205,18 @@ def batch_hash(receipts: Iterable[Mapping[str, Any]]) -> str:
 
 def breaks_in_chain(receipts: Sequence[Mapping[str, Any]]) -> list[str]:
     """Name every receipt that does not follow on the one before it, among those given of the same engine, in any
-    order."""
-    by_place = {(receipt["engine"], receipt["number"]): receipt for receipt in receipts}
-    befores = [((engine, number), by_place.get((engine, number - 1))) for engine, number in by_place]
-    return [
-        f"receipt {number} of engine {engine} does not follow on receipt {number - 1}"
-        for (engine, number), before in sorted(befores, key=lambda pair: pair[0])
-        if before is not None and by_place[engine, number]["previous"] != before[HASH]
-    ]
+    order; and every number that several receipts of one engine have."""
+    by_place: dict[tuple[str, int], dict[str, Mapping[str, Any]]] = {}
+    for receipt in receipts:  # the same one may be given twice
+        by_place.setdefault((receipt["engine"], receipt["number"]), {})[receipt[HASH]] = receipt
+    found = []
+    for (engine, number), here in sorted(by_place.items(), key=lambda item: item[0]):
+        if len(here) > 1:
+            found.append(f"{len(here)} different receipts are number {number} of engine {engine}")
+        before = by_place.get((engine, number - 1), {"": {}} if number == 0 else {})
+        if before and any(receipt["previous"] not in before for receipt in here.values()):
+            found.append(f"receipt {number} of engine {engine} does not follow on receipt {number - 1}")
+    return found
 
 
 def num_absent(receipts: Iterable[Mapping[str, Any]]) -> int:

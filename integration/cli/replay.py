@@ -20,6 +20,7 @@ from .arguments.settings import named, read_settings
 
 Receipts = list[dict[str, Any]]
 # Settings of the engine that change the bits of the receipts' samples: name of the guarantee's value.
+_MOST_TOKENS = 1 << 24  # of one list: what says more is no sample of this model
 _FROM_GUARANTEE = {"dtype": "dtype", "k_blocks": "k_blocks"}
 
 
@@ -77,7 +78,8 @@ def _proven(
     folder = model or model_folder(weights)
     if folder is None:
         raise ValueError(f"no folder of a model (with config.json) at {', '.join(weights)}: give one with --model")
-    given = {"kv_cache": "64 blocks", "max_num_seqs": 4, "speculation": "off", **_settings_of(receipts), **settings}
+    given = {"max_num_seqs": 4, "speculation": "off", **_settings_of(receipts), **settings}
+    given.setdefault("kv_cache", f"{_num_blocks(receipts, given.get('block_size', 16))} blocks")
     logging.getLogger(PACKAGE).setLevel(logging.WARNING)
     config = named("--engine", lambda: EngineConfig.from_dict(given))
     try:
@@ -92,6 +94,17 @@ def _proven(
             return service.replay(receipts, weights=found, anyway=options.anyway, on_progress=bar.update)
     finally:
         service.close()
+
+
+def _num_blocks(receipts: Receipts, block_size: object) -> int:
+    """Return the size of a pool in which the longest sample has room beside others."""
+    longest = 0
+    for receipt in receipts:
+        lists = [receipt.get(name) for name in ("prompt", "output")]
+        nums = [one.get("num") if isinstance(one, dict) else len(one) if isinstance(one, list) else 0 for one in lists]
+        longest = max(longest, sum(num for num in nums if type(num) is int and 0 <= num < _MOST_TOKENS))
+    size = block_size if type(block_size) is int and block_size > 0 else 16  # another one is refused later
+    return max(64, -(-longest // size) + 4)
 
 
 def _settings_of(receipts: Receipts) -> dict[str, Any]:

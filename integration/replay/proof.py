@@ -296,6 +296,24 @@ def _answer(claim: Claim, engine: Engine) -> Completion:
     )  # fmt: skip
 
 
+def _cut_here(answer: Completion) -> str:
+    """Return why a renewed answer ended before its claim, where that is this engine's memory or context; else ""."""
+    reason = answer.finish_reason
+    if reason is None or reason.type not in ("length", "ignored"):
+        return ""
+    why = reason.message or "the context (max_model_len) of the engine that replays it ends there"
+    return f"it could be drawn again up to output position {len(answer.token_ids)} alone: {why}"
+
+
+def _other_jump(claimed: list[Any], found: list[Any], *, is_whole: bool) -> int | None:
+    """Return the first jump that is claimed otherwise than it came; None: there is none. is_whole: the answer came to
+    the end of the claim and no further, so that it has no jumps which the claim could lack."""
+    came = found if is_whole else found[: len(claimed)]
+    if claimed == came:
+        return None
+    return next(i for i in range(max(len(claimed), len(came))) if claimed[i : i + 1] != came[i : i + 1])
+
+
 def _compared(claim: Claim, answer: Completion) -> Verdict:
     """Compare a claim with what its request gives now."""
     num = min(len(claim.token_ids), len(answer.token_ids))
@@ -304,12 +322,18 @@ def _compared(claim: Claim, answer: Completion) -> Verdict:
     position = int(other[0]) if len(other) else num
     if position == len(claim.token_ids):
         claimed, found = (claim.grammar or {}).get("jumps"), (answer.receipt or {}).get("grammar", {}).get("jumps")
-        if claimed and found is not None and found[: len(claimed)] != claimed:
-            first = next(i for i, jump in enumerate(claimed) if found[i : i + 1] != [jump])
-            return Verdict("differs", f"jumps: number {first} is claimed as {claimed[first]}, and is another one")
+        if (
+            claimed is not None
+            and found is not None
+            and (number := _other_jump(claimed, found, is_whole=len(answer.token_ids) == position)) is not None
+        ):
+            was_claimed = claimed[number] if number < len(claimed) else "none"
+            return Verdict("differs", f"jumps: number {number} is claimed as {was_claimed}, and is another one")
         if claim.ends_with_grammar and len(answer.token_ids) > num:
             return Verdict("differs", "end", num - 1, num_tokens=num)
         return Verdict("equal", num_tokens=num)
+    if position == len(answer.token_ids) and (why := _cut_here(answer)):
+        return unproven(why)
     claimed_bits = claim.logprob_bits[position : position + 1]
     was = Drawn(int(claim.token_ids[position]), float(claimed_bits.view(np.float32)[0]), int(claimed_bits[0]))
     came = None

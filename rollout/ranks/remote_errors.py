@@ -12,6 +12,7 @@ from ...kernels.collectives.exchange import ExchangeFailed
 from .. import errors
 
 # Words in the text of a group's errors, which are plain RuntimeErrors; NCCL's and the store's have their own classes.
+_OF_OTHER_ARGUMENTS = (UnicodeError, OSError, BaseExceptionGroup)  # than a text
 _OF_A_GROUP = ("gloo", "NCCL", "ProcessGroup")
 
 
@@ -40,6 +41,6 @@ def error_from(data: bytes, where: str) -> Exception:
     text = f"{where}: {given['message']}" if where else given["message"]
     if found is errors.BrokenLogits:
         return errors.BrokenLogits(text, given["ids"])
-    if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, UnicodeError | OSError):
+    if isinstance(found, type) and issubclass(found, Exception) and not issubclass(found, _OF_OTHER_ARGUMENTS):
         return found(text)
     return RuntimeError(f"{text} ({kind})")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-from ..completion import Completion, DraftCounts, DrawnWith, FinishReason, NextToken, WeightSpan
+from ..completion import Completion, DraftCounts, DrawnWith, FinishReason, KeptIds, NextToken, WeightSpan
 from ..errors import RankFailure
 from ..ranks.channel import RankChannel
 from ..ranks.controller_channel import as_controller
@@ -50,14 +51,15 @@ class RankCalls:
         given: list[Completion] = []
         try:
             yield given.extend
+            quiet()
+            encoded = completions_bytes(given)
         except RankFailure:
             raise  # the followers detect it by themselves
         except BaseException as error:
             quiet()
             self._end(IN_A_CALL, b"E" + error_bytes(error))
             raise
-        quiet()
-        self._end(IN_A_CALL, b"C" + completions_bytes(given))
+        self._end(IN_A_CALL, b"C" + encoded)
 
     def join(self) -> list[Completion]:
         """Follow until the controller's call ends; returns its completions. At a follower. Raises the call's error."""
@@ -107,8 +109,10 @@ def completions_bytes(completions: list[Completion]) -> bytes:
 
 
 def _plain(completion: Completion) -> dict[str, Any]:
-    values = asdict(replace(completion, drawn_with=None, receipt=None))
+    values = asdict(replace(completion, drawn_with=None, receipt=None, kept_ids=None))
     values["receipt"] = completion.receipt
+    if (kept := completion.kept_ids) is not None:
+        values["kept_ids"] = [kept.ids.tolist(), kept.ends.tolist()]
     if (drawn := completion.drawn_with) is not None:
         options = changed(drawn.options)
         if drawn.options.renewal is not None:
@@ -134,6 +138,8 @@ def _completion(given: dict[str, Any]) -> Completion:
         params, options, seed = given["drawn_with"]
         values["drawn_with"] = DrawnWith(SamplingParams(**params), options_of(options), seed)
     values["receipt"] = given["receipt"]
+    if given["kept_ids"] is not None:
+        values["kept_ids"] = KeptIds(*(array("i", numbers) for numbers in given["kept_ids"]))
     values["kv_starts"] = kv_starts_of(given["kv_starts"])
     values["drafts"] = tuple(DraftCounts(**counts) for counts in given["drafts"])
     return Completion(**values)

@@ -120,7 +120,8 @@ class EventWriter:
         assert item.token_ids is not None
         self._handles[item.id] = self._num_handles
         self._num_handles += 1
-        text = request_json(request)
+        num_prompt = len(item.token_ids) if item.num_prompt_tokens is None else item.num_prompt_tokens
+        text = request_json(request, len(item.token_ids) - num_prompt)
         self._words.extend((item.incarnation, len(item.token_ids), *item.token_ids, len(text)))
         self._words.frombytes(text + bytes(-len(text) % 4))
 
@@ -239,7 +240,10 @@ class EventReader:
         num_bytes, num_words = words[at], -(-words[at] // 4)
         request = request_of(words[at + 1 : at + 1 + num_words].tobytes()[:num_bytes], token_ids)
         self._ids[word] = request.id
-        item = ScheduledSequence(request.id, incarnation, start, rows, blocks, token_ids, **constraint)
+        item = ScheduledSequence(
+            request.id, incarnation, start, rows, blocks, token_ids, **constraint,
+            num_prompt_tokens=request.sequence.num_prompt_tokens,
+        )  # fmt: skip
         return item, request, at + 1 + num_words
 
     def _read_draft(self, words: array, at: int) -> tuple[Draft, int]:

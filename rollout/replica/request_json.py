@@ -19,11 +19,12 @@ _CONTROLLERS_OWN = {"n", "stop", "stop_regex", "stream_interval", "custom_params
                     "begun", "stream_when_final", "takes_back", "return_receipt", "base_id"}  # fmt: skip
 
 
-def request_json(request: Request) -> bytes:
-    """Encode a request's settings without the defaults."""
+def request_json(request: Request, num_output: int = 0) -> bytes:
+    """Encode a request's settings without the defaults. num_output: the last of its known tokens that are output, of an
+    answer that goes on; the request itself may be as it arrived."""
     data: dict[str, Any] = {"id": request.id, "index": request.index, "seed": request.seed}
     data["params"] = {k: v for k, v in changed(request.params).items() if k not in _CONTROLLERS_OWN}
-    if num_output := request.sequence.num_output_tokens:  # of an answer that goes on
+    if num_output:
         data["num_output"] = num_output
     data["options"] = {k: v for k, v in changed(request.options).items() if k not in _CONTROLLERS_OWN}
     return json.dumps(data, separators=(",", ":"), default=list).encode()

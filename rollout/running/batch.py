@@ -202,7 +202,7 @@ def decode_rows(
     sampled: list[SampledRow] = []
     allowed: list[bytes | None] = []
     for item in items:
-        id, _, start, _, _, _, _, _, mask, _, draft = item
+        id, _, start, _, _, _, _, _, mask, _, draft, _ = item
         tokens, request = workers.sequence(id).token_ids, requests[id]
         if start != len(tokens) - 1 or request.wants_prompt_logprobs:
             return None

@@ -353,4 +353,5 @@ class Scheduler:
             sequence.id, request.num_retractions, start, num_tokens, tuple(new_blocks), token_ids,
             num_blocks_kept=self._ledger.num_blocks_kept(request, len(new_blocks)),
             states=self._ledger.plan_states(request, start, start + num_tokens),
+            num_prompt_tokens=None if token_ids is None else sequence.num_prompt_tokens,
         ))  # fmt: skip

@@ -60,6 +60,7 @@ class ScheduledSequence(NamedTuple):  # one a sequence and step: a tuple takes a
     allowed: bytes | None = None  # the tokens that a grammar allows: one bit a token, lowest bit first; None: all
     states: StateSlots | None = None  # None: the module has no recurrent layers
     draft: Draft = NO_DRAFT  # its rows come after the known tokens'
+    num_prompt_tokens: int | None = None  # beside `token_ids`: how many of them are the prompt; None: all
 
     @property
     def num_rows(self) -> int:

@@ -37,7 +37,10 @@ class WorkerSequenceManager(SequenceManager):
     def _on_scheduled(self, item: ScheduledSequence) -> None:
         if item.id not in self._sequences:
             assert item.token_ids is not None, f"first sight of {item.id} without its tokens"
-            self._register(Sequence(item.id, item.token_ids), item.incarnation)
+            sequence = Sequence(item.id, item.token_ids)
+            if item.num_prompt_tokens is not None:  # an answer that goes on has output already
+                sequence.num_prompt_tokens = item.num_prompt_tokens
+            self._register(sequence, item.incarnation)
             self.block_tables.add(item.id)
         super()._on_scheduled(item)
         if item.num_blocks_kept is not None:

@@ -39,7 +39,7 @@ def make_service(bpe_tokenizer):
     model = transformers.Qwen3ForCausalLM(config).eval()
 
     def make(**settings: object) -> RolloutService:
-        engine = Engine(model, EngineConfig(kv_cache="256 blocks", **settings), tokenizer=bpe_tokenizer)
+        engine = Engine(model, EngineConfig(**{"kv_cache": "256 blocks", **settings}), tokenizer=bpe_tokenizer)
         service = RolloutService(engine)
         service.commit_in_place("1", source=model.named_parameters())
         return service
@@ -108,6 +108,18 @@ def test_draws_and_jumps_are_in_the_receipt_in_their_order(make_service):
     other["grammar"]["jumps"][index][1][0] ^= 1
     [verdict] = service.replay([sealed(other)]).verdicts
     assert verdict.status == "differs" and f"jumps: number {index}" in verdict.what
+    for kept in (0, len(one["grammar"]["jumps"]) - 1):
+        short = sealed({**one, "grammar": {**one["grammar"], "jumps": one["grammar"]["jumps"][:kept]}})
+        [verdict] = service.replay([short]).verdicts
+        assert verdict.status == "differs" and f"jumps: number {kept} is claimed as none" in verdict.what
+
+
+def test_an_answer_that_is_too_long_for_the_engine_that_replays_it_is_unproven(make_service):
+    receipts = receipts_of(make_service(), "text")
+    longest = max(receipts, key=lambda receipt: len(receipt["prompt"]) + len(receipt["output"]))
+    small = make_service(max_model_len=len(longest["prompt"]) + len(longest["output"]) - 3)
+    [verdict] = small.replay([longest]).verdicts
+    assert verdict.status == "unproven" and "could be drawn again up to output position" in verdict.what
 
 
 def test_another_engine_that_follows_grammars_otherwise_says_so(make_service):

@@ -94,6 +94,14 @@ def test_receipts_chain_in_the_order_of_the_answers(make_engine):
     other = [chain[0], sealed({**chain[1], "seed": 9}), chain[2]]
     [text] = breaks_in_chain(other[::-1])
     assert text == f"receipt 2 of engine {chain[0]['engine']} does not follow on receipt 1"
+    forged = sealed({**chain[1], "previous": "f" * 64, "id": "another"})
+    assert len(breaks_in_chain([chain[0], forged])) == 1
+    assert breaks_in_chain([chain[0], forged, chain[1]]) == [
+        f"2 different receipts are number 1 of engine {chain[0]['engine']}",
+        f"receipt 1 of engine {chain[0]['engine']} does not follow on receipt 0",
+    ]
+    assert breaks_in_chain([*chain, chain[1]]) == [], "one of them twice"
+    assert len(breaks_in_chain([sealed({**chain[0], "previous": "f" * 64})])) == 1
     assert (
         breaks_in_chain([chain[0], chain[2], *(c.receipt for c in make_engine().generate(PROMPT, options=ASKED))]) == []
     )

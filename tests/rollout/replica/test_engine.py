@@ -7,6 +7,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,35 @@ def test_a_replica_gives_every_rank_the_bits_of_one_rank(make_model: MakeModel, 
 
     for calls in run_replica(model, call):
         assert calls == [expected, expected]
+
+
+@pytest.mark.slow
+def test_begun_answers_and_kept_ids_of_a_replica_are_those_of_one_rank(
+    make_model: MakeModel, run_replica: RunReplica
+) -> None:
+    model = make_model("llama", num_hidden_layers=4)
+    settings = [
+        SamplingParams(max_new_tokens=16, sampling_seed=seed, frequency_penalty=1.1, min_new_tokens=6, top_k=50)
+        for seed in range(4)
+    ]
+
+    def cut(answer: Completion) -> Completion:
+        spans = tuple(replace(span, end=3) for span in answer.weight_versions)
+        return replace(answer, token_ids=answer.token_ids[:3], logprobs=answer.logprobs[:3], weight_versions=spans)
+
+    def answers(engine: Engine) -> object:
+        prompts = PROMPTS if engine.is_controller else None
+        whole = engine.generate(prompts, settings, options=RequestOptions(max_kept_ids=10_000, logprob_start_len=0))
+        begun = [RequestOptions(begun=cut(answer), logprob_start_len=0) for answer in whole]
+        assert all(answer.kept_ids.ends[-1] == len(answer.kept_ids.ids) > 0 for answer in whole)
+        return [outcome(whole), outcome(engine.generate(prompts, settings, options=begun)),
+                [answer.kept_ids for answer in whole]]  # fmt: skip
+
+    one = Engine(model, EngineConfig(**COMMON))
+    expected = answers(one)
+    assert [answer[2:4] for answer in expected[0]] == [answer[2:4] for answer in expected[1]]
+    for found in run_replica(model, answers):
+        assert found == expected
 
 
 def test_commands_are_the_controllers_and_followers_name_it(make_model: MakeModel, run_world: RunWorld) -> None:

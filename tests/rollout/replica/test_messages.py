@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import replace
 
 from lockstep.rollout.completion import (
@@ -10,6 +11,7 @@ from lockstep.rollout.completion import (
     DraftCounts,
     DrawnWith,
     FinishReason,
+    KeptIds,
     KeptKV,
     KVStart,
     NextToken,
@@ -343,6 +345,7 @@ def test_completions_come_back_as_they_were() -> None:
         (WeightSpan("v", None, 0, 1),), top_logprobs=(((-0.1, 3), (-2.0, 4)),), prompt_logprobs=(None, -1.0),
         prompt_top_logprobs=(None, ()), next_token=NextToken(4, -0.25, ((-0.25, 4),)),
         drafts=(DraftCounts("past", 1, 4, 2), DraftCounts("caller", 3, 9, 9)),
+        kept_ids=KeptIds(array("i", [3, 9, 2]), array("i", [3])),
         kv_starts=(KVStart(0, (KeptKV("u", None, 2),)), KVStart(1, ())),
     )  # fmt: skip
     begun = Begun.of(replace(given, drawn_with=DrawnWith(SamplingParams(), RequestOptions(), 5)))
@@ -359,5 +362,7 @@ def test_errors_come_back_as_their_kind_with_their_place() -> None:
         pass
 
     assert str(error_from(error_bytes(Unknown("x")), "rank 3")) == "rank 3: x (Unknown)"
+    several = error_from(error_bytes(ExceptionGroup("several", [ValueError("a")])), "rank 3")
+    assert str(several) == "rank 3: several (1 sub-exception) (ExceptionGroup)"
     assert is_of_a_group(RuntimeError("[/x/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"))
     assert not is_of_a_group(RuntimeError("shape mismatch")) and not is_of_a_group(ValueError("gloo"))
