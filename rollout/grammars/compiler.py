@@ -135,7 +135,7 @@ class GrammarCompiler:
         if kind == "ebnf":
             return compiler.compile_grammar_from_strings(text, "root")
         if kind == "structural_tag":
-            parse_json(text, kind)
+            _check_parts(parse_json(text, kind))
             return compiler.compile_structural_tag(text)
         if text == ANY_JSON:
             text = "true"
@@ -143,6 +143,25 @@ class GrammarCompiler:
             check_schema(parse_json(text, kind))
         # No indent and the usual separators, nothing but the named properties, in their order.
         return compiler.compile_json_schema(text, self._any_whitespace, None, None, True, None, False)
+
+
+def _check_parts(tag: object) -> None:
+    """Check the schemas and regular expressions of a structural tag. Raises ValueError."""
+    todo = [tag]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, dict):
+            if "json_schema" in part and not isinstance(part["json_schema"], str):
+                try:
+                    check_schema(part["json_schema"])
+                except ValueError as error:
+                    raise ValueError(f"structural_tag: {error}") from error
+            if isinstance(pattern := part.get("pattern"), str) and (fault := escape_fault(pattern)) is not None:
+                raise ValueError(f"structural_tag: the pattern {pattern[:100]!r} {fault}")
+            # A schema's properties may have any names.
+            todo += [value for name, value in part.items() if name != "json_schema"]
+        elif isinstance(part, list):
+            todo += part
 
 
 def named_tokens(constraint: Constraint) -> frozenset[int]:

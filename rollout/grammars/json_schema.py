@@ -10,8 +10,10 @@ properties or items but the named ones, patterns from the first character to the
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 MAX_NESTING = 64  # the time to compile grows with its cube
@@ -25,7 +27,7 @@ _BY_TYPE = {  # validation keywords, by the type that must be present for them t
     "string": ("minLength", "maxLength", "pattern", "format"),
     "array": ("items", "prefixItems", "minItems", "maxItems"),
     "object": ("properties", "required", "additionalProperties", "patternProperties", "propertyNames",
-               "minProperties", "maxProperties"),
+               "unevaluatedProperties", "minProperties", "maxProperties"),
 }  # fmt: skip
 _IMPLY_THEIR_TYPE = ("properties", "items", "prefixItems", "additionalProperties", "patternProperties")
 _FORMATS = (
@@ -66,13 +68,27 @@ def parse_json(text: str, what: str) -> Any:
 
 def check_schema(schema: object) -> None:
     """Check a schema. Raises ValueError naming, by JSON pointer, everything that would not be enforced."""
-    if faults := list(_faults(schema, "#", schema)):
+    walk, faults = _Walk(schema), []
+    walk.waiting.append((schema, "#"))
+    while walk.waiting:
+        faults += _faults(*walk.waiting.pop(0), walk)
+    if faults:
         raise ValueError("json_schema: " + "; ".join(faults))
 
 
-def _faults(schema: object, at: str, root: object) -> Iterator[str]:
-    if isinstance(schema, bool):
+@dataclass
+class _Walk:
+    """The parts of one schema that were looked at, and those that references name."""
+
+    root: object
+    seen: dict[int, object] = field(default_factory=dict)  # by their ids
+    waiting: list[tuple[object, str]] = field(default_factory=list)
+
+
+def _faults(schema: object, at: str, walk: _Walk) -> Iterator[str]:
+    if isinstance(schema, bool) or id(schema) in walk.seen:
         return
+    walk.seen[id(schema)] = schema
     if not isinstance(schema, dict):
         yield f"{at} is {_kind(schema)}, not a schema"
         return
@@ -80,21 +96,22 @@ def _faults(schema: object, at: str, root: object) -> Iterator[str]:
         yield from malformed
         return
     yield from _not_enforced(schema, at)
-    yield from _shadowed(schema, at)
-    yield from _wrong_references(schema, at, root)
+    yield from _shadowed(schema, at, walk.root)
+    yield from _wrong_references(schema, at, walk)
     for name in ("properties", "patternProperties", "$defs", "definitions"):
         if isinstance(members := schema.get(name), dict):
             for key, member in members.items():
-                yield from _faults(member, f"{at}/{name}/{key}", root)
-    for name in ("items", "additionalProperties"):
+                yield from _faults(member, f"{at}/{name}/{key}", walk)
+    for name in ("items", "additionalProperties", "unevaluatedProperties"):
         if name in schema:
-            yield from _faults(schema[name], f"{at}/{name}", root)
+            yield from _faults(schema[name], f"{at}/{name}", walk)
     if (names := schema.get("propertyNames")) is not None:
-        names = {"type": "string", **names} if isinstance(names, dict) else names  # this type is implied
-        yield from _faults(names, f"{at}/propertyNames", root)
+        is_bare = isinstance(names, dict) and "$ref" not in names
+        names = {"type": "string", **names} if is_bare else names  # this type is implied
+        yield from _faults(names, f"{at}/propertyNames", walk)
     for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
         for index, member in enumerate(_listed(schema.get(name))):
-            yield from _faults(member, f"{at}/{name}/{index}", root)
+            yield from _faults(member, f"{at}/{name}/{index}", walk)
 
 
 def _malformed(schema: dict, at: str) -> Iterator[str]:
@@ -175,10 +192,14 @@ def _not_enforced(schema: dict, at: str) -> Iterator[str]:
         yield from (f"{at}/pattern {pattern!r} {why}" for why in _pattern_faults(pattern))
     if isinstance(named := schema.get("patternProperties"), dict):
         yield from (f"{at}/patternProperties {key!r} {why}" for key in named for why in _pattern_faults(key))
-    is_open = schema.get("additionalProperties") not in (None, False) or "patternProperties" in schema
+    is_open = any(schema.get(name) not in (None, False) for name in ("additionalProperties", "unevaluatedProperties"))
+    is_open = is_open or "patternProperties" in schema
     if schema.get("minProperties", 0) > 1 and (is_open or "propertyNames" in schema):
         yield f"{at}/minProperties over 1 needs properties with names, as one name might come twice"
     bounds = [name for name in _BY_TYPE["number"][:4] if name in schema]
+    step = schema.get("multipleOf", 1)
+    if types == ["integer"] and not (math.isfinite(step) and step > 0 and step == int(step)):
+        yield f"{at}/multipleOf must be a positive whole number, not {_short(step)}"
     if "multipleOf" in schema and (types != ["integer"] or bounds):
         yield f'{at}/multipleOf is supported for "type": "integer" without bounds only'
     declared = schema.get("properties")
@@ -219,7 +240,7 @@ def _pattern_faults(pattern: str) -> Iterator[str]:
         yield fault
 
 
-def _shadowed(schema: dict, at: str) -> Iterator[str]:
+def _shadowed(schema: dict, at: str, root: object) -> Iterator[str]:
     """Yield keywords that another keyword beside them would disable, and unions whose choice is not checked."""
     present = [name for name in _ALONE if name in schema]
     validating = [name for names in _BY_TYPE.values() for name in names if name in schema]
@@ -235,25 +256,55 @@ def _shadowed(schema: dict, at: str) -> Iterator[str]:
         yield f"{at}/{present[0]} cannot stand beside {', '.join(hidden)}"
     if len(_listed(schema.get("allOf"))) > 1:
         yield f"{at}/allOf is supported with one schema only"
-    for index in _overlapping(_listed(schema.get("oneOf"))):
+    if present and any(map(_is_rounded, values)):
+        yield f"{at}/{present[0]} holds a number beyond int64 or float64, which the grammar would have rounded"
+    for index in _overlapping([_resolved(branch, root) for branch in _listed(schema.get("oneOf"))]):
         yield f"{at}/oneOf/{index} may hold together with an earlier one: give them types, or a required property "\
               "whose const values differ, or use anyOf"  # fmt: skip
 
 
-def _wrong_references(schema: dict, at: str, root: object) -> Iterator[str]:
+def _is_rounded(value: object) -> bool:
+    """Return whether a value is, or holds, a number that the library reads as another one."""
+    if isinstance(value, dict | list):
+        return any(map(_is_rounded, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    return isinstance(value, int) and not -(2**63) <= value < 2**63
+
+
+def _resolved(schema: object, root: object) -> object:
+    """Return what a schema's reference names, and what that one's does; a schema without one as it is."""
+    for _ in range(MAX_NESTING):
+        if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
+            return schema
+        if (found := _target(reference, root)) is None:
+            return schema
+        schema = found
+    return schema
+
+
+def _target(reference: str, root: object) -> object | None:
+    """Return the part of a schema that a reference names; None: there is none."""
+    found = root
+    for part in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
+        key = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or key not in found:
+            return None
+        found = found[key]
+    return found
+
+
+def _wrong_references(schema: dict, at: str, walk: _Walk) -> Iterator[str]:
     reference = schema.get("$ref")
     if reference is None:
         return
     if not isinstance(reference, str) or not reference.startswith("#"):
         yield f"{at}/$ref {reference!r} is not inside this schema"
         return
-    found = root
-    for part in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
-        key = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or key not in found:
-            yield f"{at}/$ref {reference!r} points nowhere"
-            return
-        found = found[key]
+    if (target := _target(reference, walk.root)) is None:
+        yield f"{at}/$ref {reference!r} points nowhere"
+    else:
+        walk.waiting.append((target, reference))
 
 
 def _overlapping(branches: list) -> Iterator[int]:

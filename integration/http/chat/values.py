@@ -91,6 +91,18 @@ def types_of(schema: object, root: Mapping[str, Any]) -> set[str]:
     return found
 
 
+def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a schema's reference names, and what that one's does; {}: it is no object, or its references go round
+    in a circle."""
+    for _ in range(_MAX_PARTS):
+        if not isinstance(schema, Mapping):
+            break
+        if not isinstance(reference := schema.get("$ref"), str):
+            return schema
+        schema = _target(reference, root)
+    return {}
+
+
 def _target(reference: str, root: Mapping[str, Any]) -> object:
     """Return the part of a schema that a reference such as #/$defs/NAME names; None: it has none."""
     target: object = root

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..edge.errors import BadField
-from .values import types_of
+from .values import resolved, types_of
 
 Format = dict[str, Any]  # a part of a structural tag
 Text = Callable[[str], list[Format]]  # the parts of a text with markers
@@ -67,7 +67,7 @@ def _value(
     if types_of(member, root) != {"string"}:
         schema = {**member, **shared} if isinstance(member, Mapping) else member
         return [{"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}, *end]
-    member = member if isinstance(member, Mapping) else {}
+    member = resolved(member, root)
     options = [member["const"]] if "const" in member else member.get("enum")
     if isinstance(options, list):
         choices = [{"type": "const_string", "value": option} for option in options if isinstance(option, str)]

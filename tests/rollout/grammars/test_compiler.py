@@ -119,6 +119,17 @@ WRONG = [
     ("json_schema", "[" * 100_000, "nested more than 64"),
     ("structural_tag", '{"type": "x"}', "structural_tag"),
     ("structural_tag", "{", "line 1, column 2"),
+    (
+        "structural_tag",
+        '{"type": "structural_tag", "format": {"type": "json_schema", "json_schema": {"type": "array", "items": {}, '
+        '"uniqueItems": true}}}',
+        "#/uniqueItems is not supported",
+    ),
+    (
+        "structural_tag",
+        r'{"type": "structural_tag", "format": {"type": "regex", "pattern": "\\Aab"}}',
+        r"has \\A, which is not supported",
+    ),
 ]
 
 

@@ -22,6 +22,16 @@ FINE = [
     {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1},
     {"type": "object", "propertyNames": {"pattern": "^a+$"}},
     {"uniqueItems": False, "type": "array", "items": {}},
+    {
+        "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+        "$defs": {
+            name: {"type": "object", "properties": {"kind": {"const": name}}, "required": ["kind"]} for name in "AB"
+        },
+    },
+    {"type": "object", "propertyNames": {"$ref": "#/$defs/name"}, "$defs": {"name": {"enum": ["a", "b"]}}},
+    {"type": "integer", "multipleOf": 3.0},
+    {"enum": [2**63 - 1, -(2**63), 1.5]},
+    {"$ref": "#"} | {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
 ]
 WRONG = [
     ({"type": "array", "items": {}, "uniqueItems": True}, "#/uniqueItems is not supported"),
@@ -70,6 +80,15 @@ WRONG = [
     ({"type": "string", "minLength": -1}, "#/minLength must be an integer from 0, not -1"),
     ({"type": "array", "items": {}, "maxItems": True}, "#/maxItems must be an integer from 0, not true"),
     ({"type": "string", "pattern": 3}, "#/pattern must be a text, not 3"),
+    ({"$ref": "#/x/A", "x": {"A": {"type": "array", "uniqueItems": True}}}, "#/x/A/uniqueItems is not supported"),
+    ({"properties": {"a": {"$ref": "#/x"}}, "x": {"$ref": "#/y"}, "y": {"minimum": 1}}, "#/y/minimum needs"),
+    ({"type": "object", "unevaluatedProperties": {"minimum": 1}}, "#/unevaluatedProperties/minimum needs"),
+    ({"type": "object", "minProperties": 2, "unevaluatedProperties": {}}, "#/minProperties over 1"),
+    ({"type": "integer", "multipleOf": 2.5}, "#/multipleOf must be a positive whole number, not 2.5"),
+    ({"type": "integer", "multipleOf": float("inf")}, "#/multipleOf must be a positive whole number"),
+    ({"const": 2**63}, "#/const holds a number beyond int64"),
+    ({"enum": [1, {"a": [-(2**63) - 1]}]}, "#/enum holds a number beyond int64"),
+    ({"const": float("inf")}, "#/const holds a number beyond"),
 ]
 
 

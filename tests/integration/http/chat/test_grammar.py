@@ -147,6 +147,22 @@ def test_strict_tools_follow_their_schemas_where_the_call_is_left_to_the_model(c
     assert num_calls or family == "llama3_json"
 
 
+@pytest.mark.parametrize("family", ["qwen3_coder", "glm45"])
+def test_a_text_parameter_that_is_a_reference_has_the_values_of_its_target(compiler, family):
+    schema = {
+        "$defs": {"Color": {"$ref": "#/$defs/Named"}, "Named": {"type": "string", "enum": ["red", "green"]}},
+        "type": "object", "properties": {"x": {"$ref": "#/$defs/Color"}}, "required": ["x"],
+    }  # fmt: skip
+    form = form_of(family, "required", tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    grammar = grammar_of(compiler, form)
+    drawn = set()
+    for seed in range(12):
+        ids, _ = draw(grammar, seed)
+        calls = parts_of(form.answers, [text_of(form, ids)]).calls
+        drawn |= {json.loads(arguments)["x"] for _, arguments in calls}
+    assert drawn == {"red", "green"}
+
+
 def test_markers_are_the_tokens_that_the_model_has_learned(compiler):
     form = form_of("hermes", NAMED, thinks=True)
     ids, _ = draw(grammar_of(compiler, form, Beginning(is_done=True)), 1)
