@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
+
+from .kept_kv import KVStart
 
 if TYPE_CHECKING:
     from .request_options import RequestOptions
@@ -29,21 +31,6 @@ class WeightSpan:
     digest: str | None
     start: int
     end: int
-
-
-class KeptKV(NamedTuple):
-    """Rows of a sequence whose KV a commit of other weights has left as it was, up to row `end` - 1."""
-
-    version: str  # of the weights that computed them
-    digest: str | None
-    end: int
-
-
-class KVStart(NamedTuple):
-    """The kept KV under which the output tokens from `start` on were drawn; later rows are of each token's weights."""
-
-    start: int
-    kept: tuple[KeptKV, ...]  # one run of rows after another, from row 0
 
 
 TopLogprobs = tuple[tuple[float, int], ...]  # (log-probability, token id), most likely first

@@ -7,7 +7,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from .completion import KVStart
+from .kept_kv import KVStart
 
 
 class _Drawn(Protocol):

@@ -54,6 +54,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "integration/router": SERVE,
     "integration/router/test_parts.py": HYPOTHESIS,
     "integration/trl/test_trainer.py": ("peft",),
+    "integration/weights/test_adapter_folders.py": ("peft",),
     "integration/weights/test_adapters.py": ("peft",),
     "integration/weights/test_verify.py": SERVE,
     "integration/replay/test_grammars.py": ("xgrammar",),

@@ -68,7 +68,8 @@ def parse_json(text: str, what: str) -> Any:
 
 def check_schema(schema: object) -> None:
     """Check a schema. Raises ValueError naming, by JSON pointer, everything that would not be enforced."""
-    walk, faults = _Walk(schema), []
+    walk = _Walk(schema)
+    faults: list[str] = []
     walk.waiting.append((schema, "#"))
     while walk.waiting:
         faults += _faults(*walk.waiting.pop(0), walk)

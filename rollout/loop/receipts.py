@@ -7,7 +7,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from ..completion import Completion, FinishReason, KeptKV
+from ..completion import Completion, FinishReason
+from ..kept_kv import KeptKV
 from ..receipt import GRAMMAR_SETTINGS, Guarantee, guarantee, listed, sealed, settings_json
 from ..sequences.output_record import OutputRecord
 from ..sequences.request import Request, fresh_ids

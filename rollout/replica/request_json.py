@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from ..completion import KeptKV, KVStart
+from ..kept_kv import KeptKV, KVStart
 from ..request_options import Begun, Renewal, RequestOptions
 from ..sampling_params import SamplingParams
 from ..sequences.request import Request

@@ -6,8 +6,9 @@ from array import array
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..completion import DraftCounts, KeptKV, KVStart, ListedLogprobs, TopLogprobs, WeightSpan
+from ..completion import DraftCounts, ListedLogprobs, TopLogprobs, WeightSpan
 from ..grammars.jump import NO_JUMP, Jump
+from ..kept_kv import KeptKV, KVStart
 from .step import NewToken, SequenceResult
 
 

@@ -32,11 +32,12 @@ PLACES = {
         "sequences speculation"
     ),
     "rollout.loop": (
-        "check completion config errors grammars kv model nothing ranks receipt replica reports running scheduling "
+        "check completion config errors grammars kept_kv kv model nothing ranks receipt replica reports running scheduling "
         "sequences speculation states"
     ),
     "rollout.replica": (
-        "completion errors grammars kv model ranks reports request_options running sampling_params sequences states"
+        "completion errors grammars kept_kv kv model ranks reports request_options running sampling_params sequences "
+        "states"
     ),
     "rollout.running": "completion errors kv model reports sampling_params sequences states",
     "rollout.scheduling": "config kv sequences",
@@ -46,13 +47,14 @@ PLACES = {
     "rollout.model": "errors held_signals ranks sharding",
     "rollout.check": "model",
     "rollout.reports": "completion nothing sequences",
-    "rollout.sequences": "completion errors grammars request_options sampling_params",
+    "rollout.sequences": "completion errors grammars kept_kv request_options sampling_params",
     "rollout.sharding": "ranks",
     "rollout.grammars": "errors giving_way sampling_params",
     "rollout.ranks": "errors",
-    "rollout.completion": "request_options sampling_params",
+    "rollout.completion": "kept_kv request_options sampling_params",
     "rollout.receipt": "model sampling_params",
-    "rollout.request_options": "",
+    "rollout.request_options": "kept_kv",
+    "rollout.kept_kv": "",
     "rollout.config": "",
     "rollout.errors": "",
     "rollout.sampling_params": "stop_patterns",
@@ -159,7 +161,7 @@ PLACES = {
     "integration.grpo.sampling_check": "grpo.settings",
     "integration.push.local_target": "plain_values service",
     "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",
-    "integration.router.relay": "router.calls router.counters router.fleet",
+    "integration.router.relay": "router.calls router.counters router.fleet router.wire",
     "integration.router.fleet": "http.edge router.calls router.config router.wire",
     "integration.service": "replay service_config weights",
     "integration.grpo.training": "grpo.backends grpo.settings ranks",

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lockstep.kernels.sampling.draws import derive_seed
-from lockstep.rollout.completion import KeptKV, KVStart
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.kept_kv import KeptKV, KVStart
 from lockstep.rollout.loop import receipts
 from lockstep.rollout.receipt import (
     batch_hash,

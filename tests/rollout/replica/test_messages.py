@@ -12,13 +12,12 @@ from lockstep.rollout.completion import (
     DrawnWith,
     FinishReason,
     KeptIds,
-    KeptKV,
-    KVStart,
     NextToken,
     WeightSpan,
 )
 from lockstep.rollout.errors import BrokenLogits
 from lockstep.rollout.grammars.jump import Jump
+from lockstep.rollout.kept_kv import KeptKV, KVStart
 from lockstep.rollout.ranks.remote_errors import error_bytes, error_from, is_of_a_group
 from lockstep.rollout.replica.calls import completions_bytes, completions_from
 from lockstep.rollout.replica.event_stream import EventReader, EventWriter, Op
