@@ -32,8 +32,8 @@ PLACES = {
         "sequences speculation"
     ),
     "rollout.loop": (
-        "check completion config errors grammars kept_kv kv model nothing ranks receipt replica reports running scheduling "
-        "sequences speculation states"
+        "check completion config errors grammars kept_kv kv model nothing ranks receipt replica reports running "
+        "scheduling sequences speculation states"
     ),
     "rollout.replica": (
         "completion errors grammars kept_kv kv model ranks reports request_options running sampling_params sequences "
