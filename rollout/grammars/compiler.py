@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import numpy as np
 
 from ..sampling_params import SamplingParams
-from .json_schema import check_schema, escape_fault, parse_json
 from .library import make_compiler
 from .matcher import CompiledGrammar, Pieces, Vocabulary, pack_ids
+from .schemas.check import check_schema, parse_json
+from .schemas.patterns import escape_fault
 from .shortest_text import ENDLESS, ForcedBound, Rules
 from .token_text import WRONG_SECOND_BYTES, can_be_text
 
@@ -135,7 +136,7 @@ class GrammarCompiler:
         if kind == "ebnf":
             return compiler.compile_grammar_from_strings(text, "root")
         if kind == "structural_tag":
-            _check_parts(parse_json(text, kind))
+            _check_tag(parse_json(text, kind))
             return compiler.compile_structural_tag(text)
         if text == ANY_JSON:
             text = "true"
@@ -145,23 +146,28 @@ class GrammarCompiler:
         return compiler.compile_json_schema(text, self._any_whitespace, None, None, True, None, False)
 
 
-def _check_parts(tag: object) -> None:
-    """Check the schemas and regular expressions of a structural tag. Raises ValueError."""
+def _parts_of(tag: object) -> Iterator[dict[str, Any]]:
+    """Yield the objects in a structural tag, without those inside its schemas, whose properties may have any names."""
     todo = [tag]
     while todo:
         part = todo.pop()
         if isinstance(part, dict):
-            if "json_schema" in part and not isinstance(part["json_schema"], str):
-                try:
-                    check_schema(part["json_schema"])
-                except ValueError as error:
-                    raise ValueError(f"structural_tag: {error}") from error
-            if isinstance(pattern := part.get("pattern"), str) and (fault := escape_fault(pattern)) is not None:
-                raise ValueError(f"structural_tag: the pattern {pattern[:100]!r} {fault}")
-            # A schema's properties may have any names.
+            yield part
             todo += [value for name, value in part.items() if name != "json_schema"]
         elif isinstance(part, list):
             todo += part
+
+
+def _check_tag(tag: object) -> None:
+    """Check the schemas and regular expressions of a structural tag. Raises ValueError."""
+    for part in _parts_of(tag):
+        if "json_schema" in part:
+            try:
+                check_schema(part["json_schema"])
+            except ValueError as error:
+                raise ValueError(f"structural_tag: {error}") from error
+        if isinstance(pattern := part.get("pattern"), str) and (fault := escape_fault(pattern)) is not None:
+            raise ValueError(f"structural_tag: the pattern {pattern[:100]!r} {fault}")
 
 
 def named_tokens(constraint: Constraint) -> frozenset[int]:
@@ -169,17 +175,10 @@ def named_tokens(constraint: Constraint) -> frozenset[int]:
     if constraint.kind != "structural_tag":
         return frozenset()
     found: set[int] = set()
-    todo = [json.loads(constraint.text)]
-    while todo:
-        part = todo.pop()
-        if isinstance(part, dict):
-            for value in (part.get("token"), part.get("trigger_tokens")):
-                listed = value if isinstance(value, list) else [value]
-                found.update(id for id in listed if isinstance(id, int) and not isinstance(id, bool))
-            # A schema's properties may have any names.
-            todo += [value for name, value in part.items() if name != "json_schema"]
-        elif isinstance(part, list):
-            todo += part
+    for part in _parts_of(json.loads(constraint.text)):
+        for value in (part.get("token"), part.get("trigger_tokens")):
+            listed = value if isinstance(value, list) else [value]
+            found.update(id for id in listed if isinstance(id, int) and not isinstance(id, bool))
     return frozenset(found)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....rollout.grammars.json_schema import check_schema
+from ....rollout.grammars.schemas.check import check_schema
 from ..edge.errors import BadField
 from .formats import ReasoningFormat
 from .tools import Tools

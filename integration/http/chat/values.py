@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from ....rollout.grammars.schemas.references import target
+
 _MAX_PARTS = 64  # of a schema that are looked at to find the types of a value
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
@@ -78,7 +80,7 @@ def types_of(schema: object, root: Mapping[str, Any]) -> set[str]:
         if not isinstance(part, Mapping):
             continue
         if isinstance(reference := part.get("$ref"), str):
-            todo.append(_target(reference, root))
+            todo.append(target(reference, root))
         declared = part.get("type")
         named = {one for one in (declared if isinstance(declared, list) else [declared]) if isinstance(one, str)}
         values = [part["const"]] if "const" in part else part.get("enum")
@@ -89,26 +91,6 @@ def types_of(schema: object, root: Mapping[str, Any]) -> set[str]:
             if isinstance(choices := part.get(union), list):
                 todo += choices[:_MAX_PARTS]
     return found
-
-
-def resolved(schema: object, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a schema's reference names, and what that one's does; {}: it is no object, or its references go round
-    in a circle."""
-    for _ in range(_MAX_PARTS):
-        if not isinstance(schema, Mapping):
-            break
-        if not isinstance(reference := schema.get("$ref"), str):
-            return schema
-        schema = _target(reference, root)
-    return {}
-
-
-def _target(reference: str, root: Mapping[str, Any]) -> object:
-    """Return the part of a schema that a reference such as #/$defs/NAME names; None: it has none."""
-    target: object = root
-    for name in reference.removeprefix("#").split("/")[1:_MAX_PARTS]:
-        target = target.get(name) if isinstance(target, Mapping) else None
-    return target
 
 
 def _type_of(value: object) -> set[str]:

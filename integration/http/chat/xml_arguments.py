@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ....rollout.grammars.schemas.references import resolved
 from ..edge.errors import BadField
-from .values import resolved, types_of
+from .values import types_of
 
 Format = dict[str, Any]  # a part of a structural tag
 Text = Callable[[str], list[Format]]  # the parts of a text with markers
@@ -68,6 +69,7 @@ def _value(
         schema = {**member, **shared} if isinstance(member, Mapping) else member
         return [{"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 1}, *end]
     member = resolved(member, root)
+    member = member if isinstance(member, Mapping) else {}
     options = [member["const"]] if "const" in member else member.get("enum")
     if isinstance(options, list):
         choices = [{"type": "const_string", "value": option} for option in options if isinstance(option, str)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lockstep.rollout.grammars.json_schema import check_schema, parse_json
+from lockstep.rollout.grammars.schemas.check import check_schema, parse_json
 
 FINE = [
     {},

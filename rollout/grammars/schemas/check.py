@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from .kinds import TYPES, has_type, kind_of, listed, types_of
+from .patterns import pattern_faults
+from .references import resolved, target
+from .unions import overlapping
 
 MAX_NESTING = 64  # the time to compile grows with its cube
 
@@ -35,22 +39,6 @@ _FORMATS = (
     "uri-template", "json-pointer", "relative-json-pointer",
 )  # fmt: skip
 _ALONE = ("anyOf", "oneOf", "allOf", "$ref", "const", "enum")  # the engine ignores other keywords beside these
-# Character classes that exclude characters, as quotes always are. One that is not closed reaches to the end, so that no
-# character is looked at twice.
-_NEGATED = re.compile(r"\[\^(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)", re.DOTALL)
-_ESCAPED = re.compile(r"(?<!\\)(?:\\\\)*\\(?:[nrtfv0xucb]|\\)")
-_LATE_START = re.compile(r"(?<![\\|\[])(?<!^)\^")
-_EARLY_END = re.compile(r"(?<!\\)\$(?!$|\|)")
-# What is left of a pattern without its escapes and character classes, which may be unclosed.
-_CLASSES_AND_ESCAPES = re.compile(r"\\[pPu]\{[^}]*+\}|\\.|\[\^?\]?(?:[^\]\\]|\\.)*+(?:\]|\\?\Z)", re.DOTALL)
-_GROUP = re.compile(r"\(\?(?!:|<[a-zA-Z])[^a-zA-Z]?[a-zA-Z]?")
-_POSSESSIVE = re.compile(r"(?:[*+?]|\{\d+(?:,\d*)?\})\+")
-_LETTER_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
-_KNOWN_ESCAPES = frozenset("dDsSwWbBnrtfvxupPkc")  # the compiler reads them, or refuses them by itself
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "array": list,
-    "object": dict,
-}  # fmt: skip
 
 
 def parse_json(text: str, what: str) -> Any:
@@ -91,7 +79,7 @@ def _faults(schema: object, at: str, walk: _Walk) -> Iterator[str]:
         return
     walk.seen[id(schema)] = schema
     if not isinstance(schema, dict):
-        yield f"{at} is {_kind(schema)}, not a schema"
+        yield f"{at} is {kind_of(schema)}, not a schema"
         return
     if malformed := list(_malformed(schema, at)):
         yield from malformed
@@ -111,7 +99,7 @@ def _faults(schema: object, at: str, walk: _Walk) -> Iterator[str]:
         names = {"type": "string", **names} if is_bare else names  # this type is implied
         yield from _faults(names, f"{at}/propertyNames", walk)
     for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        for index, member in enumerate(_listed(schema.get(name))):
+        for index, member in enumerate(listed(schema.get(name))):
             yield from _faults(member, f"{at}/{name}/{index}", walk)
 
 
@@ -119,8 +107,8 @@ def _malformed(schema: dict, at: str) -> Iterator[str]:
     """Yield keywords whose values are none that a schema can have."""
     types = schema.get("type", "object")
     for name in types if isinstance(types, list) and types else [types]:
-        if not isinstance(name, str) or name not in _TYPES:
-            yield f"{at}/type {_short(name)} is none of {', '.join(_TYPES)}"
+        if not isinstance(name, str) or name not in TYPES:
+            yield f"{at}/type {_short(name)} is none of {', '.join(TYPES)}"
     for keywords, words, is_right in _FORMS:
         for keyword in keywords:
             if keyword in schema and not is_right(schema[keyword]):
@@ -140,7 +128,7 @@ def _is_object(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return _has_type(value, "number")
+    return has_type(value, "number")
 
 
 def _is_count(value: object) -> bool:
@@ -174,7 +162,7 @@ def _not_enforced(schema: dict, at: str) -> Iterator[str]:
     for name in _IGNORED:
         if schema.get(name) not in (None, False):
             yield f"{at}/{name} is not supported"
-    types = _types(schema)
+    types = types_of(schema)
     for needed, names in _BY_TYPE.items():
         ok = {"number", "integer"} if needed == "number" else {needed}
         for name in names:
@@ -190,9 +178,9 @@ def _not_enforced(schema: dict, at: str) -> Iterator[str]:
     if "format" in schema and ("minLength" in schema or "maxLength" in schema):
         yield f"{at}/format cannot stand beside minLength and maxLength"
     if isinstance(pattern := schema.get("pattern"), str):
-        yield from (f"{at}/pattern {pattern!r} {why}" for why in _pattern_faults(pattern))
+        yield from (f"{at}/pattern {pattern!r} {why}" for why in pattern_faults(pattern))
     if isinstance(named := schema.get("patternProperties"), dict):
-        yield from (f"{at}/patternProperties {key!r} {why}" for key in named for why in _pattern_faults(key))
+        yield from (f"{at}/patternProperties {key!r} {why}" for key in named for why in pattern_faults(key))
     is_open = any(schema.get(name) not in (None, False) for name in ("additionalProperties", "unevaluatedProperties"))
     is_open = is_open or "patternProperties" in schema
     if schema.get("minProperties", 0) > 1 and (is_open or "propertyNames" in schema):
@@ -205,7 +193,7 @@ def _not_enforced(schema: dict, at: str) -> Iterator[str]:
         yield f'{at}/multipleOf is supported for "type": "integer" without bounds only'
     declared = schema.get("properties")
     known = set(declared) if isinstance(declared, dict) else set()
-    if unknown := [name for name in _listed(schema.get("required")) if name not in known]:
+    if unknown := [name for name in listed(schema.get("required")) if name not in known]:
         yield f"{at}/required names {', '.join(map(repr, unknown))}, which properties does not declare"
     patterned = [name for name in ("patternProperties", "propertyNames") if name in schema]
     others = ("properties", "additionalProperties", "minProperties", "maxProperties")
@@ -213,53 +201,25 @@ def _not_enforced(schema: dict, at: str) -> Iterator[str]:
         yield f"{at}/{patterned[0]} cannot stand beside {', '.join(mixed)}"
 
 
-def escape_fault(pattern: str) -> str | None:
-    r"""Return what is wrong with a regular expression's first escape that languages read differently, or None.
-
-    The compiler would take \A or \Z for the letter, as JavaScript does, where Python means an end of the text.
-    """
-    for letter in _LETTER_ESCAPE.findall(pattern):
-        if letter.isascii() and letter.isalpha() and letter not in _KNOWN_ESCAPES:
-            return f"has \\{letter}, which is not supported: languages read it differently"
-    return None
-
-
-def _pattern_faults(pattern: str) -> Iterator[str]:
-    """Yield reasons why a text that matches from end to end may be no JSON string between quotes, or not match
-    there."""
-    outside = _NEGATED.sub("", pattern)
-    if '"' in outside or _ESCAPED.search(outside) or any(character < " " for character in pattern):
-        yield "allows quotes, backslashes or control characters, which JSON writes in another way"
-    if _LATE_START.search(outside) or _EARLY_END.search(outside):
-        yield "has ^ or $ in its middle"
-    bare = _CLASSES_AND_ESCAPES.sub("_", pattern)
-    if (group := _GROUP.search(bare)) is not None:
-        yield f"has a group {group[0]}, which is not supported: of those that begin with (?, only (?: and (?<name> are"
-    if _POSSESSIVE.search(bare):
-        yield "has a possessive quantifier, which is not supported"
-    if (fault := escape_fault(pattern)) is not None:
-        yield fault
-
-
 def _shadowed(schema: dict, at: str, root: object) -> Iterator[str]:
     """Yield keywords that another keyword beside them would disable, and unions whose choice is not checked."""
     present = [name for name in _ALONE if name in schema]
     validating = [name for names in _BY_TYPE.values() for name in names if name in schema]
-    values = _listed(schema.get("enum")) if "enum" in schema else [schema.get("const")]
+    values = listed(schema.get("enum")) if "enum" in schema else [schema.get("const")]
     if "type" in schema and present:
         if set(present) <= {"enum", "const"}:
-            wrong = [value for value in values if not any(_has_type(value, name) for name in _types(schema))]
+            wrong = [value for value in values if not any(has_type(value, name) for name in types_of(schema))]
             if wrong:
                 yield f"{at}/{present[0]} holds {wrong[0]!r}, which is not of the type beside it"
         else:
             validating.append("type")
     if present and (hidden := present[1:] + validating):
         yield f"{at}/{present[0]} cannot stand beside {', '.join(hidden)}"
-    if len(_listed(schema.get("allOf"))) > 1:
+    if len(listed(schema.get("allOf"))) > 1:
         yield f"{at}/allOf is supported with one schema only"
     if present and any(map(_is_rounded, values)):
         yield f"{at}/{present[0]} holds a number beyond int64 or float64, which the grammar would have rounded"
-    for index in _overlapping([_resolved(branch, root) for branch in _listed(schema.get("oneOf"))]):
+    for index in overlapping([resolved(branch, root) for branch in listed(schema.get("oneOf"))]):
         yield f"{at}/oneOf/{index} may hold together with an earlier one: give them types, or a required property "\
               "whose const values differ, or use anyOf"  # fmt: skip
 
@@ -273,28 +233,6 @@ def _is_rounded(value: object) -> bool:
     return isinstance(value, int) and not -(2**63) <= value < 2**63
 
 
-def _resolved(schema: object, root: object) -> object:
-    """Return what a schema's reference names, and what that one's does; a schema without one as it is."""
-    for _ in range(MAX_NESTING):
-        if not isinstance(schema, dict) or not isinstance(reference := schema.get("$ref"), str):
-            return schema
-        if (found := _target(reference, root)) is None:
-            return schema
-        schema = found
-    return schema
-
-
-def _target(reference: str, root: object) -> object | None:
-    """Return the part of a schema that a reference names; None: there is none."""
-    found = root
-    for part in reference.removeprefix("#").strip("/").split("/") if reference != "#" else ():
-        key = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or key not in found:
-            return None
-        found = found[key]
-    return found
-
-
 def _wrong_references(schema: dict, at: str, walk: _Walk) -> Iterator[str]:
     reference = schema.get("$ref")
     if reference is None:
@@ -302,84 +240,10 @@ def _wrong_references(schema: dict, at: str, walk: _Walk) -> Iterator[str]:
     if not isinstance(reference, str) or not reference.startswith("#"):
         yield f"{at}/$ref {reference!r} is not inside this schema"
         return
-    if (target := _target(reference, walk.root)) is None:
+    if (named := target(reference, walk.root)) is None:
         yield f"{at}/$ref {reference!r} points nowhere"
     else:
-        walk.waiting.append((target, reference))
-
-
-def _overlapping(branches: list) -> Iterator[int]:
-    """Yield the index of each branch that may hold together with an earlier one."""
-    others: list[object] = []  # earlier branches without constants
-    constants: set[str] = set()  # of the earlier branches with them
-    for index, branch in enumerate(branches):
-        values = _constants(branch) if isinstance(branch, dict) else None
-        if values is None:
-            is_apart = all(_are_disjoint(branch, other) for other in branches[:index])
-            others.append(branch)
-        else:
-            its_own = {_canonical(value) for value in values}
-            is_apart = constants.isdisjoint(its_own) and all(_are_disjoint(branch, other) for other in others)
-            constants |= its_own
-        if not is_apart:
-            yield index
-
-
-def _are_disjoint(a: object, b: object) -> bool:
-    """Return whether no value can fit both, as far as their types and constants show."""
-    if not isinstance(a, dict) or not isinstance(b, dict):
-        return False
-    values_a, values_b = _constants(a), _constants(b)
-    if values_a is not None and values_b is not None:
-        return {_canonical(value) for value in values_a}.isdisjoint(map(_canonical, values_b))
-    if (types_a := _types(a)) and (types_b := _types(b)):
-        numbers = {"integer", "number"}
-        meet = set(types_a) & set(types_b) or (set(types_a) & numbers and set(types_b) & numbers)
-        if not meet:
-            return True
-    common = set(_listed(a.get("required"))) & set(_listed(b.get("required")))
-    of_a, of_b = a.get("properties"), b.get("properties")
-    if not isinstance(of_a, dict) or not isinstance(of_b, dict):
-        return False
-    return any(_are_disjoint(of_a.get(name), of_b.get(name)) for name in common)
-
-
-def _constants(schema: dict) -> list | None:
-    if "const" in schema:
-        return [schema["const"]]
-    return _listed(schema["enum"]) if "enum" in schema else None
-
-
-def _canonical(value: object) -> str:
-    """Return a text that is the same for equal JSON values; 1 and 1.0 are equal, 1 and true are not."""
-    return json.dumps(_with_integers(value), sort_keys=True)
-
-
-def _with_integers(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _with_integers(member) for name, member in value.items()}
-    if isinstance(value, list):
-        return [_with_integers(member) for member in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _types(schema: dict) -> list[str]:
-    types = schema.get("type")
-    return [types] if isinstance(types, str) else [t for t in _listed(types) if isinstance(t, str)]
-
-
-def _has_type(value: object, name: str) -> bool:
-    if isinstance(value, bool):
-        return name == "boolean"
-    return isinstance(value, _TYPES.get(name, ()))
-
-
-def _listed(value: object) -> list:
-    return value if isinstance(value, list) else []
-
-
-def _kind(value: object) -> str:
-    return next(name for name, kind in _TYPES.items() if isinstance(value, kind))
+        walk.waiting.append((named, reference))
 
 
 def _depth(values: object) -> int:
