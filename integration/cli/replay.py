@@ -20,7 +20,6 @@ from .arguments.settings import named, read_settings
 
 Receipts = list[dict[str, Any]]
 # Settings of the engine that change the bits of the receipts' samples: name of the guarantee's value.
-_MOST_TOKENS = 1 << 24  # of one list: what says more is no sample of this model
 _FROM_GUARANTEE = {"dtype": "dtype", "k_blocks": "k_blocks"}
 
 
@@ -72,6 +71,7 @@ def _proven(
 ) -> Any:  # fmt: skip
     """Load the model and prove the receipts with the weights of their digests; returns the report."""
     from ...rollout.engine import Engine  # heavy imports come after the checks
+    from ...rollout.model.loading import read_config
     from ..replay.folders import FolderWeights, model_folder
     from ..service import RolloutService
 
@@ -79,7 +79,10 @@ def _proven(
     if folder is None:
         raise ValueError(f"no folder of a model (with config.json) at {', '.join(weights)}: give one with --model")
     given = {"max_num_seqs": 4, "speculation": "off", **_settings_of(receipts), **settings}
-    given.setdefault("kv_cache", f"{_num_blocks(receipts, given.get('block_size', 16))} blocks")
+    if "kv_cache" not in given:
+        context = read_config(Path(folder)).get_text_config(decoder=True).max_position_embeddings
+        size = given.get("block_size", EngineConfig.block_size)
+        given["kv_cache"] = f"{_num_blocks(receipts, context, size)} blocks"
     logging.getLogger(PACKAGE).setLevel(logging.WARNING)
     config = named("--engine", lambda: EngineConfig.from_dict(given))
     try:
@@ -96,15 +99,16 @@ def _proven(
         service.close()
 
 
-def _num_blocks(receipts: Receipts, block_size: object) -> int:
-    """Return the size of a pool in which the longest sample has room beside others."""
+def _num_blocks(receipts: Receipts, context: int, block_size: object) -> int:
+    """Return the size of a pool in which the longest sample has room beside others. context: in tokens, the most that a
+    sample of this model has, whatever its receipt says."""
     longest = 0
     for receipt in receipts:
         lists = [receipt.get(name) for name in ("prompt", "output")]
         nums = [one.get("num") if isinstance(one, dict) else len(one) if isinstance(one, list) else 0 for one in lists]
-        longest = max(longest, sum(num for num in nums if type(num) is int and 0 <= num < _MOST_TOKENS))
-    size = block_size if type(block_size) is int and block_size > 0 else 16  # another one is refused later
-    return max(64, -(-longest // size) + 4)
+        longest = max(longest, sum(num for num in nums if type(num) is int and num > 0))
+    size = block_size if type(block_size) is int and block_size > 0 else EngineConfig.block_size  # refused later
+    return max(64, -(-min(longest, context) // size) + 4)
 
 
 def _settings_of(receipts: Receipts) -> dict[str, Any]:

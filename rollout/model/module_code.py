@@ -15,7 +15,7 @@ hooks      equal where function, closure, defaults and globals are plain values,
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import lru_cache, partial
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -61,11 +61,7 @@ class ModuleCode:
     def look(self) -> None:
         """Compare settings, forwards and hooks with those of the last look. The engine's numerics are installed."""
         settings = [
-            {
-                name: value
-                for name, value in vars(part).items()
-                if isinstance(value, _PLAIN) and name not in _OF_TRAINING
-            }
+            {name: value for name, value in vars(part).items() if _IS_PLAIN[type(value)] and name not in _OF_TRAINING}
             for part in self._parts
         ]
         if not self.version:
@@ -74,7 +70,7 @@ class ModuleCode:
         functions = [index if own is mine else self._mark_of(own) for index, (own, mine) in enumerate(pairs)]
         functions += [*self._forwards, *(mark for part in self._parts for mark in self._hooks_of(part))]
         functions += self._marks_of_classes()
-        functions += [(self._mark_of(hook, id), id) for hooks in global_hooks() for id, hook in hooks.items()]
+        functions += self._marks_of_global_hooks()
         changed = self._changed(settings) if settings != self._settings else []  # the first look finds functions
         if functions != self._functions:
             changed.append("forwards or hooks")
@@ -116,6 +112,13 @@ class ModuleCode:
                 if marks:
                     yield kind, _Same(part), marks
 
+    def _marks_of_global_hooks(self) -> list[object]:
+        """Return the marks of the hooks that torch calls for every module, in their order."""
+        before, behind = nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
+        with_kwargs = nn_module._global_forward_hooks_with_kwargs
+        marks: list[object] = [("before", self._mark_of(hook, id)) for id, hook in before.items()]
+        return [*marks, *(("behind", self._mark_of(hook, id), id in with_kwargs) for id, hook in behind.items())]
+
     def _mark_of(self, function: object, registration: object = None) -> object:
         """Return a value that is equal for functions which compute the same. Where that cannot be told, it is of the
         registration, or of the object itself."""
@@ -132,14 +135,20 @@ class ModuleCode:
                 yield from (function, *vars(type(getattr(function, "__self__", function))).values())
 
 
-def global_hooks() -> tuple[Mapping[int, Any], Mapping[int, Any]]:
-    """Return the hooks that torch calls for every module, before and after its forward, by ids that are given once."""
-    return nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks
-
-
 def class_forward(kind: type) -> object:
     """Return the forward of a class, or that which it inherits, as it stands in the class."""
     return next((vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)), None)
+
+
+class _IsPlain(dict[type, bool]):
+    """Whether values of a type are compared, by type: asking each value took three times as long."""
+
+    def __missing__(self, kind: type) -> bool:
+        self[kind] = issubclass(kind, _PLAIN)
+        return self[kind]
+
+
+_IS_PLAIN = _IsPlain()
 
 
 class _Same:

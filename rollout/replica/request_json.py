@@ -49,7 +49,7 @@ def options_of(given: Mapping[str, Any]) -> RequestOptions:
     if (begun := options.get("begun")) is not None:
         spans = tuple((version, digest, start) for version, digest, start in begun["spans"])
         token_ids, logprobs = tuple(begun["token_ids"]), tuple(begun["logprobs"])
-        kept = kv_starts_of(begun.get("kv_starts", ()))
+        kept = kv_starts_of(begun["kv_starts"])
         options["begun"] = Begun(token_ids, logprobs, spans, begun["seed"], begun["index"], kept)
     return RequestOptions(**options)
 

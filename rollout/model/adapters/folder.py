@@ -30,7 +30,7 @@ _UNSUPPORTED = (
 )
 # Beginnings of adapters for which PEFT leaves the base weights as they are. Others (PiSSA, OLoRA, CorDA, LoftQ) write
 # them when the layers are made, and again at the next load.
-_BEGINNINGS = (True, False, None, "gaussian", "orthogonal", "eva")
+_BEGINNINGS = ("true", "false", "none", "gaussian", "orthogonal", "eva")  # in small letters, as PEFT compares
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class AdapterFolder:
         wrong = [name for name in _UNSUPPORTED if config.get(name)]
         wrong += ["bias"] if config.get("bias", "none") != "none" else []
         beginning = config.get("init_lora_weights", True)
-        if not isinstance(beginning, bool | str | None) or beginning not in _BEGINNINGS:
+        if str(beginning).lower() not in _BEGINNINGS:
             raise ValueError(
                 f"{folder / CONFIG_FILE} has init_lora_weights={beginning!r}, with which PEFT writes the base weights: "
                 "save the adapter as one of the weights before (PEFT's path_initial_model_for_weight_conversion)"

@@ -36,7 +36,6 @@ _RANDOM = (
     *(Tensor.bernoulli, Tensor.bernoulli_, Tensor.multinomial, Tensor.random_, Tensor.uniform_, Tensor.normal_),
     *(Tensor.exponential_, Tensor.cauchy_, Tensor.geometric_, Tensor.log_normal_),
     *(F.rrelu, torch.rrelu, torch.rrelu_, torch.binomial, torch.native_dropout),
-    *(torch.dropout_, torch.alpha_dropout_, torch.feature_dropout_, torch.feature_alpha_dropout_),
     *(torch._standard_gamma, torch._sample_dirichlet),  # which torch.distributions draw with
 )
 _SETTERS = ("__setitem__", "__set__")
@@ -52,6 +51,7 @@ _OPERANDS: Mapping[object, tuple[str, ...]] = {  # names of operands in their or
 _DROPOUTS = (
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout),
     *(torch.dropout, torch.alpha_dropout, torch.feature_dropout, torch.feature_alpha_dropout),
+    *(torch.dropout_, torch.alpha_dropout_, torch.feature_dropout_, torch.feature_alpha_dropout_),
 )
 
 

@@ -173,9 +173,9 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
     The hooks that transformers leaves on layers once their hidden states, attentions or router logits were asked for
     do not count: they do nothing in a forward that asks for none.
     """
-    if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
-        return True
-    return any(module._forward_pre_hooks or any(map(_sees, module._forward_hooks.values())) for module in modules)
+    return _has_global_hooks() or any(
+        module._forward_pre_hooks or any(map(_sees, module._forward_hooks.values())) for module in modules
+    )
 
 
 def observing(hook: Hook) -> Hook:
@@ -187,10 +187,15 @@ def observing(hook: Hook) -> Hook:
 def may_change(modules: Iterable[nn.Module]) -> bool:
     """Return whether any of the modules has forward hooks that may change a weight, an input or a result, or torch
     calls some for all modules."""
-    if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+    if _has_global_hooks():
         return True
     hooks = (hook for m in modules for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values()))
     return any(_sees(hook) and not getattr(hook, "only_observes", False) for hook in hooks)
+
+
+def _has_global_hooks() -> bool:
+    """Return whether torch calls hooks for all modules."""
+    return bool(nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks)
 
 
 def _sees(hook: object) -> bool:

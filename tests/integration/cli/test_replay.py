@@ -79,6 +79,30 @@ def test_digests_are_proven_beside_the_file_of_the_samples_only(made, capsys):
     assert replay(path, "--weights", made / "model", "--samples", made / "samples.jsonl") == 0
 
 
+def test_a_receipt_that_claims_more_tokens_than_there_can_be_takes_no_memory(made, tmp_path, capsys):
+    one, other = receipts(made / "digests.jsonl")[0], receipts(made / "tokens.jsonl")[1]
+    huge = sealed({**one, "output": {**one["output"], "num": 10**15}})
+    path = tmp_path / "huge.jsonl"
+    path.write_text("\n".join(json.dumps(receipt) for receipt in (huge, other)))
+    assert replay(path, "--weights", made / "model") == 3
+    assert "1 of 2 samples proven equal, 0 differ, 1 unproven" in capsys.readouterr().out
+
+
+def test_a_sample_longer_than_a_small_pool_is_proven_by_steps(tmp_path):
+    from lockstep.tests.support.random_models import random_model
+
+    module = random_model("lfm2", max_position_embeddings=2048)  # whose samples are proven by the engine's own steps
+    module.save_pretrained(tmp_path / "model")
+    service = RolloutService(Engine(tmp_path / "model", EngineConfig(kv_cache="128 blocks", receipts="tokens")))
+    service.name_weights()
+    [answer] = service.engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=1100, ignore_eos=True))
+    service.close()
+    assert answer.num_completion_tokens == 1100
+    (tmp_path / "long.json").write_text(json.dumps(answer.receipt))
+    assert replay(tmp_path / "long.json", "--weights", tmp_path / "model") == 0
+    assert replay(tmp_path / "long.json", "--weights", tmp_path / "model", "--engine", "kv_cache=64 blocks") == 3
+
+
 def test_another_guarantee_is_said_first(made, tmp_path, capsys):
     one = receipts(made / "tokens.jsonl")[0]
     path = tmp_path / "other.json"

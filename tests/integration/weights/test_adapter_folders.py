@@ -83,12 +83,18 @@ def test_an_adapter_of_two_parameters_of_one_layer_is_loaded_and_taken_out(serve
     assert with_adapter[0] == with_adapter[1] != before
 
 
-def test_a_load_leaves_the_random_generator_as_it_was(served, make_model, tmp_path):
+@pytest.mark.parametrize("beginning", [True, "Gaussian", "orthogonal"])
+def test_a_load_leaves_the_base_and_the_random_generator_as_they_were(served, make_model, tmp_path, beginning):
     service = served("llama")
-    folder = saved_adapter(make_model("llama"), tmp_path / "adapter", target_modules=["q_proj"])
+    whole = logprobs(service)
+    folder = saved_adapter(
+        make_model("llama"), tmp_path / "adapter", target_modules=["q_proj"], init_lora_weights=beginning
+    )
     before = torch.random.get_rng_state()
     service.load_lora_adapter("a", str(folder))
-    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(torch.random.get_rng_state(), before) and logprobs(service) != whole
+    service.unload_lora_adapter("a")
+    assert logprobs(service) == whole
 
 
 def test_a_refused_folder_says_what_it_lacks(served, make_model, tmp_path):

@@ -253,12 +253,15 @@ def test_a_hook_of_all_modules_and_a_setting_of_numpys_numbers_count(make_model)
     for layer in model.model.layers:
         layer.self_attn.scaling = np.float64(0.4)
     assert num_cached(engine) == 0
-    handle = torch.nn.modules.module.register_module_forward_hook(
-        lambda module, inputs, out: 2 * out if module is value else None
-    )
-    try:
-        assert num_cached(engine) == 0
-        assert num_cached(engine) > 0
-    finally:
-        handle.remove()
+
+    def doubled() -> int:
+        hook = lambda module, inputs, out: 2 * out if module is value else None  # noqa: E731 - anew each time
+        handle = torch.nn.modules.module.register_module_forward_hook(hook)
+        try:
+            return num_cached(engine)
+        finally:
+            handle.remove()
+
+    assert doubled() == 0
+    assert doubled() > 0, "the same one again"
     assert num_cached(engine) == 0

@@ -352,6 +352,7 @@ def test_random_functions_of_every_name_are_refused(make_model, draw):
     model = make_model("qwen3")
     hosted = adopt(model)
     model.model.layers[0].mlp.register_forward_hook(lambda module, inputs, out: draw(out) if module.training else out)
+    logits_of(hosted, [[1, 2, 3]])
     model.train()
     with pytest.raises(ValueError, match=r"random|dropout"):
         logits_of(hosted, [[1, 2, 3]])
