@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +61,7 @@ def check_schema(schema: object) -> None:
     faults: list[str] = []
     walk.waiting.append((schema, "#"))
     while walk.waiting:
-        faults += _faults(*walk.waiting.pop(0), walk)
+        faults += _faults(*walk.waiting.popleft(), walk)
     if faults:
         raise ValueError("json_schema: " + "; ".join(faults))
 
@@ -71,7 +72,7 @@ class _Walk:
 
     root: object
     seen: dict[int, object] = field(default_factory=dict)  # by their ids
-    waiting: list[tuple[object, str]] = field(default_factory=list)
+    waiting: deque[tuple[object, str]] = field(default_factory=deque)
 
 
 def _faults(schema: object, at: str, walk: _Walk) -> Iterator[str]:
