@@ -11,6 +11,7 @@ import _signal  # type: ignore[import-not-found]  # the functions of signal conv
 import inspect
 import signal
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -20,20 +21,51 @@ Handler = Callable[[int, FrameType | None], Any]
 # Those whose handlers programs of Python set, and that may raise. Of each only a handler in Python waits.
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
+_ALL: list[weakref.ref[HeldSignals]] = []
+_PENDING: list[_Place] = []  # whose signals have come and wait; one place of each number
+_RUNNING: list[_Place] = []  # whose handlers are being called, the innermost last
+
+
+class _Place:
+    """A handler's stand-in, which calls it at once or, while the main thread may not be interrupted, later.
+
+    A place's handler never changes. A program's handler that was set meanwhile may call the place that it found, as
+    handlers do that hand a signal on: the next place stands for that handler, and so on down to the first one.
+    """
+
+    __slots__ = ("handler", "number")
+
+    def __init__(self, number: int, handler: Handler) -> None:
+        self.number, self.handler = number, handler
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if _waits() and all(place.number != number for place in _PENDING):
+            _PENDING.append(self)
+        else:
+            self.run(frame)
+
+    def run(self, frame: FrameType | None) -> None:
+        """Call the handler. Raises what it raises."""
+        try:
+            _RUNNING.append(self)
+            self.handler(self.number, frame)
+        finally:
+            _RUNNING.pop()
+
 
 class HeldSignals:
     """Take the place of the handlers of signals, and call them at once or, while `waits()`, later.
 
     The second signal of one number that comes while the first waits is handled at once: a program that hangs can be
-    interrupted. Every method may be called in any thread, and does nothing but in the main one.
+    interrupted. A signal waits for every object of this class that asks for it, in whatever order they begin and end.
+    Every method may be called in any thread, and does nothing but in the main one.
     """
 
     def __init__(self, waits: Callable[[], bool]) -> None:
         """Keep the condition. waits: whether a handler may not be called now; called in the main thread."""
-        self._waits = waits
-        self._own: Handler = self._on_signal
-        self._handlers: dict[int, Handler] = {}  # whose place is taken
-        self._pending: list[int] = []
+        self.waits = waits
+        self._places: dict[int, _Place] = {}  # the newest of each number, which stands for the same handler again
+        _ALL.append(weakref.ref(self, _ALL.remove))
 
     def take_over(self) -> None:
         """Take the place of the present handlers. A handler that raises meanwhile has left it as it was, or in part,
@@ -42,33 +74,38 @@ class HeldSignals:
             return
         for number in _NUMBERS:
             handler = _signal.getsignal(number)
-            if callable(handler) and handler is not self._own:
-                self._handlers[number] = handler
-                _signal.signal(number, self._own)
+            if callable(handler) and type(handler) is not _Place:
+                place = self._places.get(number)
+                if place is None or place.handler is not handler:
+                    place = self._places[number] = _Place(number, handler)
+                _signal.signal(number, place)
 
     def give_back(self) -> None:
         """Give the handlers their place again, but where another has come since, and call those whose signals have
-        come. Raises what they raise."""
-        if threading.get_ident() != threading.main_thread().ident:
+        come. Does nothing while others let signals wait. Raises what the handlers raise."""
+        if threading.get_ident() != threading.main_thread().ident or _waits():
             return
-        for number, handler in self._handlers.items():
-            if _signal.getsignal(number) is self._own:
-                _signal.signal(number, handler)
+        if not _RUNNING:  # a handler that holds a lock may have come while the code under it takes one
+            for number in _NUMBERS:
+                place = _signal.getsignal(number)
+                if type(place) is _Place:
+                    _signal.signal(number, place.handler)
         self.call()
 
     def call(self) -> None:
-        """Call the handlers whose signals have come. Raises what they raise; those that are left are called next
-        time."""
-        if self._pending and threading.get_ident() == threading.main_thread().ident:
-            while self._pending:
-                number = self._pending.pop(0)
-                self._handlers[number](number, inspect.currentframe())
+        """Call the handlers whose signals have come, unless others than this object let them wait. Raises what they
+        raise; those that are left are called next time."""
+        if _PENDING and threading.get_ident() == threading.main_thread().ident and not _waits(but_for=self):
+            while _PENDING:
+                _PENDING.pop(0).run(inspect.currentframe())
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._waits() and number not in self._pending:
-            self._pending.append(number)
-        else:
-            self._handlers[number](number, frame)
+
+def _waits(but_for: HeldSignals | None = None) -> bool:
+    for ref in _ALL:
+        held = ref()
+        if held is not None and held is not but_for and held.waits():
+            return True
+    return False
 
 
 class Uninterrupted:

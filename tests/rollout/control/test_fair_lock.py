@@ -26,3 +26,4 @@ def test_a_block_that_has_lost_the_lock_leaves_its_holders_count_alone():
         for _ in range(2):
             holder.submit(lock.release).result(10)
     assert lock.acquire(timeout=10)
+    lock.release()

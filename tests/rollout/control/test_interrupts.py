@@ -115,6 +115,85 @@ def test_two_locks_keep_one_interrupt():
     assert is_free(a) and signal.getsignal(signal.SIGUSR1) is signal.default_int_handler
 
 
+def test_locks_that_end_in_another_order_than_they_began_keep_one_interrupt():
+    a, b = FairLock(), FairLock()
+
+    def run() -> None:
+        a.acquire()
+        b.acquire()
+        a.release()
+        with a:
+            interrupt()
+            did.append("inner")
+        did.append("outer")
+        b.release()
+
+    for _ in range(2):
+        did: list[str] = []
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        assert did == ["inner", "outer"]
+    assert is_free(a) and is_free(b) and signal.getsignal(signal.SIGUSR1) is signal.default_int_handler
+
+
+def test_a_handler_set_inside_that_hands_on_to_the_one_before_is_called_once():
+    lock, came = FairLock(), []
+    with lock:
+        before = signal.getsignal(signal.SIGUSR1)
+        assert callable(before)
+
+        def other(number: int, frame: FrameType | None) -> None:
+            came.append(number)
+            before(number, frame)
+
+        signal.signal(signal.SIGUSR1, other)
+
+    def run() -> None:
+        with lock:
+            interrupt()
+            assert not came
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert came == [signal.SIGUSR1] and is_free(lock) and signal.getsignal(signal.SIGUSR1) is other
+
+
+def test_a_handler_that_takes_the_lock_leaves_a_wait_for_it_as_it_was():
+    lock, did, held, may_end = FairLock(), [], threading.Event(), threading.Event()
+
+    def other(number: int, frame: FrameType | None) -> None:
+        if "first" in did:
+            raise KeyboardInterrupt
+        did.append("first")
+        may_end.set()
+        with lock:
+            pass
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            while not lock.is_wanted():
+                pass
+            for _ in range(60):  # where the main thread was about to wait Python notices a signal only after the wait
+                os.kill(os.getpid(), signal.SIGUSR1)
+                if may_end.wait(1):
+                    break
+
+    def run() -> None:
+        with lock:
+            interrupt()
+            did.append("second")
+
+    signal.signal(signal.SIGUSR1, other)
+    with ThreadPoolExecutor(1) as thread:
+        holder = thread.submit(hold)
+        assert held.wait(PATIENCE)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+        holder.result(PATIENCE)
+    assert did == ["first", "second"] and is_free(lock)
+
+
 @contextmanager
 def interrupted_soon(when: threading.Event) -> Iterator[None]:
     """Interrupt the main thread from another one, once `when` is set; again if it was about to wait at that moment,
