@@ -11,7 +11,6 @@ import _signal  # type: ignore[import-not-found]  # the functions of signal conv
 import inspect
 import signal
 import threading
-import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -21,7 +20,7 @@ Handler = Callable[[int, FrameType | None], Any]
 # Those whose handlers programs of Python set, and that may raise. Of each only a handler in Python waits.
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
-_ALL: list[weakref.ref[HeldSignals]] = []
+_USERS: list[HeldSignals] = []  # that have taken over; one that was interrupted there may stay, and lets nothing wait
 _PENDING: list[_Place] = []  # whose signals have come and wait; one place of each number
 _RUNNING: list[_Place] = []  # whose handlers are being called, the innermost last
 
@@ -65,13 +64,14 @@ class HeldSignals:
         """Keep the condition. waits: whether a handler may not be called now; called in the main thread."""
         self.waits = waits
         self._places: dict[int, _Place] = {}  # the newest of each number, which stands for the same handler again
-        _ALL.append(weakref.ref(self, _ALL.remove))
 
     def take_over(self) -> None:
         """Take the place of the present handlers. A handler that raises meanwhile has left it as it was, or in part,
         which changes nothing: signals that may not wait are passed on."""
         if threading.get_ident() != threading.main_thread().ident:
             return
+        if self not in _USERS:
+            _USERS.append(self)
         for number in _NUMBERS:
             handler = _signal.getsignal(number)
             if callable(handler) and type(handler) is not _Place:
@@ -82,10 +82,15 @@ class HeldSignals:
 
     def give_back(self) -> None:
         """Give the handlers their place again, but where another has come since, and call those whose signals have
-        come. Does nothing while others let signals wait. Raises what the handlers raise."""
-        if threading.get_ident() != threading.main_thread().ident or _waits():
+        come. Does nothing while this object lets signals wait, and leaves the rest to others that do. Raises what the
+        handlers raise."""
+        if threading.get_ident() != threading.main_thread().ident or self.waits():
             return
-        if not _RUNNING:  # a handler that holds a lock may have come while the code under it takes one
+        if not _RUNNING:  # a handler may use the lock that the code under it is about to take
+            if self in _USERS:
+                _USERS.remove(self)
+            if _waits():
+                return
             for number in _NUMBERS:
                 place = _signal.getsignal(number)
                 if type(place) is _Place:
@@ -101,9 +106,8 @@ class HeldSignals:
 
 
 def _waits(but_for: HeldSignals | None = None) -> bool:
-    for ref in _ALL:
-        held = ref()
-        if held is not None and held is not but_for and held.waits():
+    for user in _USERS:  # noqa: SIM110 -- at each step, for which a generator is slow
+        if user is not but_for and user.waits():
             return True
     return False
 

@@ -16,11 +16,12 @@ import numpy as np
 
 from ..sampling_params import SamplingParams
 from .library import make_compiler
-from .matcher import CompiledGrammar, Pieces, Vocabulary, pack_ids
+from .matcher import CompiledGrammar
 from .schemas.check import check_schema, parse_json
 from .schemas.patterns import escape_fault
 from .shortest_text import ENDLESS, ForcedBound, Rules
 from .token_text import WRONG_SECOND_BYTES, can_be_text
+from .vocabulary import Pieces, Vocabulary, pack_ids
 
 Kind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 ANY_JSON = "$$ANY$$"  # SGLang's value for a json_schema that allows every JSON value
@@ -80,8 +81,9 @@ class GrammarCompiler:
         for id, piece in enumerate(pieces):
             if len(piece) == 1:
                 byte_ids[piece[0]] = id
+        first_bytes = np.fromiter((piece[0] if piece else -1 for piece in pieces), np.int16, vocab_size)
         self.vocabulary = Vocabulary(
-            library, text, stop_token_ids, no_text, no_text | no_json, silent, after_lead, byte_ids
+            library, text, stop_token_ids, no_text, no_text | no_json, silent, after_lead, byte_ids, first_bytes
         )
 
     def compile(self, constraint: Constraint) -> CompiledGrammar:

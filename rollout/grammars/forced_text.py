@@ -2,6 +2,7 @@
 
 The library finds the whole forced text in one call, and never returns where the text has no end. So it is asked only
 where the grammar proves that the text is short. Elsewhere the text is found byte by byte, and taken back afterwards.
+So it is where a grammar names tokens: the library looks at text alone, and such a token may come in its place.
 
 All of it is whole characters, as the library has it from release 0.2.9 on: jumps do not depend on the release.
 """
@@ -13,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from .processor_time import thread_time
-from .shortest_text import ForcedBound
+from .shortest_text import NO_BOUND, ForcedBound
 from .token_text import whole_characters
+from .vocabulary import Vocabulary
 
 MAX_WHOLE_BYTES = 8192  # texts that may be longer are found byte by byte
 MAX_PIECE_BYTES = 128  # of a text that is found so
@@ -24,12 +26,15 @@ _BYTES = [bytes([byte]) for byte in range(256)]
 class ForcedText:
     """Find the forced text at the position of one matcher. Leaves the position as it is."""
 
-    def __init__(self, matcher: Any, row: np.ndarray, byte_ids: np.ndarray, bound: ForcedBound) -> None:
+    def __init__(
+        self, matcher: Any, row: np.ndarray, vocabulary: Vocabulary, banned: np.ndarray, bound: ForcedBound
+    ) -> None:
         """Bind to a matcher.
 
-        row: int32 [1, ceil(V / 32)], overwritten. byte_ids: the token of each single byte, -1 where there is none.
+        row: int32 [1, ceil(V / 32)], overwritten. banned: a mask of tokens that are never allowed.
         """
-        self._matcher, self._row, self._bound = matcher, row, bound
+        self._matcher, self._row, self._banned, self._bound = matcher, row, banned, bound
+        self._first_bytes, byte_ids = vocabulary.first_bytes, vocabulary.byte_ids
         self.is_late = False  # whether a text took longer than its limit, and is not whole
         self._bytes_with_token = np.flatnonzero(byte_ids >= 0)
         ids = byte_ids[self._bytes_with_token]
@@ -76,7 +81,14 @@ class ForcedText:
             if self._matcher.accept_string(byte, False):
                 self._matcher.rollback(1)
                 candidates.append(byte)
-        return candidates[0] if len(candidates) == 1 else None
+        if len(candidates) != 1 or (self._bound == NO_BOUND and self._allows_another(candidates[0][0])):
+            return None
+        return candidates[0]
+
+    def _allows_another(self, byte: int) -> bool:
+        """Return whether the row, filled before, allows a token that does not begin with this byte."""
+        others = np.packbits(self._first_bytes != byte, bitorder="little")
+        return bool((self._row[0].view(np.uint8)[: len(others)] & ~self._banned[: len(others)] & others).any())
 
 
 def _characters(text: bytes) -> bytes:

@@ -21,6 +21,7 @@ from .token_text import TokenText, whole_characters
 
 JumpMode = Literal["text", "exact", "off"]
 MAX_ROLLBACK_TOKENS = 10
+MAX_STRETCH_BYTES = 1024  # a stretch's time grows with its length and with the vocabulary's longest token
 
 
 def plan_text_jump(
@@ -49,13 +50,14 @@ def plan_text_jump(
 
 
 def plan_stretch(forced: bytes, text: TokenText) -> tuple[int, ...]:
-    """Return the first canonical tokens of the forced text that no continuation can change; depends on the text alone.
+    """Return the first canonical tokens of the forced text that no continuation can change; depends on the text alone,
+    of which the first `MAX_STRETCH_BYTES` count.
 
     For every continuation, some token ends the text or extends beyond it, and this token begins at one of the text's
     open ends; the text before that token is tokenised as if nothing followed. So the tokens that all these beginnings
     share are final.
     """
-    forced = whole_characters(forced)
+    forced = whole_characters(forced[:MAX_STRETCH_BYTES])
     tokens = text.encode(forced) or ()
     for end in text.open_ends(forced):
         if not tokens or end == len(forced):

@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from .forced_text import ForcedText
 from .processor_time import thread_time
-from .shortest_text import ForcedBound
+from .shortest_text import NO_BOUND, ForcedBound
+from .vocabulary import Vocabulary, pack_ids
 
 MAX_TOKEN_S = 0.25  # of processor time for one token of one sequence
-
-
-class Pieces(Protocol):
-    """A vocabulary: the bytes that each token spells."""
-
-    @property
-    def pieces(self) -> Sequence[bytes]: ...
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The part of a vocabulary that is the same for every grammar. Masks are those of `GrammarMatcher.mask`."""
-
-    library: Any
-    text: Pieces
-    stop_token_ids: Sequence[int]
-    no_text: np.ndarray  # tokens that are part of no UTF-8 text, or spell nothing
-    no_json: np.ndarray  # these, and control characters, which JSON text does not have
-    silent: np.ndarray  # tokens that spell nothing, stop tokens apart
-    after_lead: Mapping[int, np.ndarray]  # tokens that are not allowed after this byte
-    byte_ids: np.ndarray  # int64 [256]: the token that spells this byte alone, -1: none
 
 
 class CompiledGrammar:
@@ -50,6 +29,11 @@ class CompiledGrammar:
         self._banned = (vocabulary.no_json if is_json else vocabulary.no_text) & ~allowed
         self._compiled = compiled
         self.num_bytes = int(compiled.memory_size_bytes())  # approximate size in memory
+
+    @property
+    def names_tokens(self) -> bool:
+        """Whether the grammar tells tokens apart that spell the same text."""
+        return self.bound == NO_BOUND
 
     @property
     def stop_token_ids(self) -> Sequence[int]:
@@ -86,7 +70,8 @@ class GrammarMatcher:
         self._nests = nests
         self._matcher, self._vocabulary, self._banned = matcher, vocabulary, banned
         self._row = np.zeros((1, -(-len(vocabulary.text.pieces) // 32)), np.int32)  # filled anew for each mask
-        self._forced = ForcedText(matcher, self._row, vocabulary.byte_ids, bound)
+        self._forced = ForcedText(matcher, self._row, vocabulary, banned, bound)
+        self._names_tokens = bound == NO_BOUND
         self._last_bytes: list[int] = []  # last byte of each accepted token
         self._num_steps: list[int] = []  # of the library, for each accepted token
         self._num_bytes = [0]  # length of the text before each accepted token, and after the last
@@ -108,6 +93,9 @@ class GrammarMatcher:
             num_steps = 0
         elif self._nests and len(piece) > 1 and token_id not in self._vocabulary.stop_token_ids:
             num_steps = self._accept_bytes(piece)
+            if self._names_tokens and not self.is_lost:  # it is known to take no longer, but the token may be named
+                self._matcher.rollback(num_steps)
+                num_steps = int(self._matcher.accept_token(token_id, False))
         else:
             num_steps = int(self._matcher.accept_token(token_id, False))
         if not (num_steps or self.is_lost):
@@ -164,10 +152,3 @@ class GrammarMatcher:
 def allows(mask: np.ndarray, token_id: int) -> bool:
     """Return whether a mask, as `GrammarMatcher.mask` builds it, allows a token."""
     return bool(mask[token_id // 8] >> (token_id % 8) & 1)
-
-
-def pack_ids(token_ids: Iterable[int], vocab_size: int) -> np.ndarray:
-    """Build the mask of these ids, in the format of `GrammarMatcher.mask`."""
-    bits = np.zeros(32 * -(-vocab_size // 32), np.uint8)
-    bits[list(token_ids)] = 1
-    return np.packbits(bits, bitorder="little")

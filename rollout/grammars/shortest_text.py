@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 ENDLESS = 2**62  # the length of a text that does not end
 _LONGEST = 2**40  # lengths are counted up to here
-_STRING, _CLASS, _CLASS_STAR, _EMPTY, _RULE, _SEQUENCE, _CHOICES, _TAGS, _REPEAT = range(9)  # the library's numbers
+# The library's numbers. The last three are about tokens, whatever they spell.
+_STRING, _CLASS, _CLASS_STAR, _EMPTY, _RULE, _SEQUENCE, _CHOICES, _TAGS, _REPEAT = range(9)
+_TOKEN, _OTHER_TOKENS, _TOKEN_TAGS = range(9, 12)
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class ForcedBound:
 
 
 NO_TEXT = ForcedBound(0)
+NO_BOUND = ForcedBound(ENDLESS)  # of a grammar that names tokens: what continues a text may be no text
 
 
 class Rules:
@@ -80,7 +83,9 @@ class Rules:
         return sum(map(bool, self._recursive_groups()))
 
     def bound(self) -> ForcedBound:
-        """Return the bound of the text that this grammar forces."""
+        """Return the bound of the text that this grammar forces; `NO_BOUND` for one that names tokens."""
+        if any(kind in (_TOKEN, _OTHER_TOKENS, _TOKEN_TAGS) for kind, _ in self._expressions):
+            return NO_BOUND
         groups = self._recursive_groups()
         base = per_byte = 0
         for rule, body in enumerate(self._bodies):
@@ -123,7 +128,7 @@ class Rules:
             return min((self._length(one) for one in values), default=ENDLESS)
         if kind == _REPEAT:
             return _counted(self._lengths[values[0]] * values[1])
-        return 0 if kind in (_CLASS_STAR, _EMPTY, _TAGS) else 1
+        return 0 if kind in (_CLASS_STAR, _EMPTY, _TAGS, _TOKEN_TAGS) else 1
 
     def _once(self, expression: int) -> int:
         """Return `_length`; of a repetition, that of one repeat."""
@@ -156,6 +161,8 @@ class Rules:
                 yield from self._references(one)
         elif kind == _TAGS:  # pairs of a trigger and a rule, then two settings
             yield from values[1:-2:2]
+        elif kind == _TOKEN_TAGS:  # the number of pairs, and the pairs
+            yield from values[2 : 1 + 2 * values[0] : 2]
 
     def _recursive_groups(self) -> list[set[int]]:
         """Return for each rule the rules that it needs and that need it; empty if it does not recur. (Tarjan's

@@ -14,8 +14,9 @@ import numpy as np
 
 from .jump import NO_JUMP, Jump
 from .jump_forward import MAX_ROLLBACK_TOKENS, JumpMode, cut_jump, plan_text_jump
-from .matcher import CompiledGrammar, pack_ids
+from .matcher import CompiledGrammar
 from .token_text import TokenText
+from .vocabulary import pack_ids
 
 
 class _Stretch(NamedTuple):
@@ -169,7 +170,17 @@ class GrammarState:
         forced = self._matcher.forced()
         if not forced and not follows_jump:
             return NO_JUMP
-        return plan_text_jump(self._followed, forced, self.text, self._max_rollback)
+        jump = plan_text_jump(self._followed, forced, self.text, self._max_rollback)
+        return jump if not (jump and self._grammar.names_tokens) or self._takes(jump) else NO_JUMP
+
+    def _takes(self, jump: Jump) -> bool:
+        """Return whether the grammar, which tells tokens of the same text apart, takes those of a jump."""
+        before = list(self._followed)
+        self.follow(before[: len(before) - jump.num_rolled_back])
+        num_taken = next((i for i, id in enumerate(jump.token_ids) if not self._matcher.accept(id)), None)
+        self._matcher.roll_back(len(jump.token_ids) if num_taken is None else num_taken)
+        self.follow(before)
+        return num_taken is None
 
     def _next_mask(self) -> np.ndarray:
         if self._mask is None:

@@ -26,6 +26,7 @@ _CHECKPOINT = "_gradient_checkpointing_func"  # transformers' attribute of layer
 
 _holders: weakref.WeakKeyDictionary[nn.Module, ForwardNumerics] = weakref.WeakKeyDictionary()
 _holders_lock = threading.Lock()
+_configs_in_use: dict[int, _ConfigInUse] = {}  # by identity; models may share one
 
 
 class ForwardNumerics:
@@ -56,8 +57,7 @@ class ForwardNumerics:
                     entered.enter_context(self._held())
                     entered.enter_context(_uncompiled(self._tree))
                     self.code.note_forwards()
-                    entered.enter_context(restored_implementations(self.module))
-                    self._use_implementations()
+                    self._use_implementations(entered)
                     entered.enter_context(self.numerics.installed())
                     self.code.note_installed()
                     for part in self._tree:
@@ -101,9 +101,13 @@ class ForwardNumerics:
                 "add and remove adapters before the engine is made, or make it anew"
             )
 
-    def _use_implementations(self) -> None:
+    def _use_implementations(self, entered: ExitStack) -> None:
+        """Set the implementations in the configurations until `entered` ends, and other models' numerics that share one
+        have ended. Raises PhaseError where those are not the same."""
         parameter, guarantee = first_weight(self.module.parameters()), self.numerics.guarantee
         path = guarantee.attention if guarantee else attention_path(parameter.device, parameter.dtype)
+        for one in _configs(self.module):
+            entered.enter_context(_ConfigInUse.by(one, (ATTENTION_NAMES[path], self._own_experts)))
         self.module.set_attn_implementation(ATTENTION_NAMES[path])
         if self._own_experts:
             for part in self._tree:
@@ -126,6 +130,35 @@ class ForwardNumerics:
             return own(again, *args, **kwargs)
 
         return checkpoint
+
+
+class _ConfigInUse:
+    """A configuration whose implementations are set: how often, what for, and what it had before."""
+
+    def __init__(self, config: PretrainedConfig, use: object) -> None:
+        self.config, self.use, self.num_users = config, use, 0
+        self.before = config._attn_implementation, config._experts_implementation
+
+    @staticmethod
+    @contextmanager
+    def by(config: PretrainedConfig, use: object) -> Iterator[None]:
+        """Count one more user, and restore the configuration when the last one leaves."""
+        with _holders_lock:
+            in_use = _configs_in_use.setdefault(id(config), _ConfigInUse(config, use))
+            if in_use.use != use:
+                raise PhaseError(
+                    f"the module's {type(config).__name__} is shared with another engine's module that uses other "
+                    f"numerics ({in_use.use}, not {use}): give each module a copy of its own (copy.deepcopy)"
+                )
+            in_use.num_users += 1
+        try:
+            yield
+        finally:
+            with _holders_lock:
+                in_use.num_users -= 1
+                if not in_use.num_users:
+                    del _configs_in_use[id(config)]
+                    _restore(config, *in_use.before)
 
 
 @contextmanager

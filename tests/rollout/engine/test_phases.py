@@ -97,3 +97,36 @@ def test_module_outside_its_phase_refuses_to_run_for_the_engine(make_engine):
     rows = torch.tensor([0])
     with pytest.raises(PhaseError, match="trainer's"):
         model.forward(rows, rows, rows, None)
+
+
+@pytest.mark.parametrize("ends_first", ["first", "second"])
+def test_two_modules_with_one_configuration_are_the_trainers_when_both_phases_have_ended(make_model, ends_first):
+    """As a policy and its reference that were made from one configuration object."""
+    first = make_model("qwen3", attn_implementation="eager")
+    second = type(first)(first.config)
+    assert second.config is first.config
+    engines = [Engine(module, EngineConfig(kv_cache="16 blocks")) for module in (first, second)]
+    expected = [engine.generate([1, 2, 3], sampled(max_new_tokens=3))[0].token_ids for engine in engines]
+    before, phases = [marks(first), marks(second)], [engine.model.rollout_phase() for engine in engines]
+    order = phases if ends_first == "first" else phases[::-1]
+    for phase in phases:
+        phase.__enter__()
+    order[0].__exit__(None, None, None)
+    assert first.config._attn_implementation.startswith("lockstep")
+    order[1].__exit__(None, None, None)
+    assert [marks(first), marks(second)] == before
+    assert [e.generate([1, 2, 3], sampled(max_new_tokens=3))[0].token_ids for e in engines] == expected
+
+
+def test_a_configuration_that_is_shared_under_other_numerics_is_refused_by_name(make_model):
+    first = make_model("qwen3")
+    second = type(first)(first.config).to(torch.bfloat16)
+    engines = [
+        Engine(module, EngineConfig(kv_cache="16 blocks", invariant=invariant))
+        for module, invariant in ((first, True), (second, False))
+    ]
+    before = marks(first)
+    with engines[0].model.rollout_phase(), pytest.raises(PhaseError, match=r"Qwen3Config is shared .* copy of its own"):
+        engines[1].generate([1, 2, 3], sampled(max_new_tokens=1))
+    assert marks(first) == before
+    assert len(engines[1].generate([1, 2, 3], sampled(max_new_tokens=1))[0].token_ids) == 1

@@ -179,3 +179,18 @@ def test_a_stretch_of_the_trained_vocabulary_holds_most_of_its_text(bpe_tokenize
     text = TokenText(bpe_tokenizer, len(bpe_tokenizer))
     forced = b'{"name": {"value": [{"type": "object", "items": "'
     assert len(text.spell(plan_stretch(forced, text))) >= len(forced) - 4
+
+
+def test_a_stretch_of_a_long_text_has_the_tokens_of_its_beginning():
+    """Each end at which a longer token could begin costs the time of all of the text: here there are 256."""
+    runs, text_of_runs = [" "], []
+    while len(runs[-1]) < 256:
+        text_of_runs.append(f"{'Ġ' * len(runs[-1])} {'Ġ' * len(runs[-1])}")
+        runs.append(runs[-1] * 2)
+    text = bpe(text_of_runs)
+    tokenised: list[int] = []
+    encode = text.encode
+    text.encode = lambda piece: tokenised.append(len(piece)) or encode(piece)  # type: ignore[method-assign]
+    whole = plan_stretch(b" " * 8192, text)
+    assert text.spell(whole) == b" " * len(text.spell(whole)) and len(text.spell(whole)) >= 256
+    assert sum(tokenised) < 300_000
