@@ -238,8 +238,8 @@ class IncrementalDetokenizer:
         fresh = settled[self._num_known :]
         self._num_known = max(self._num_known, len(settled))
         pending = text[self._num_known :]
-        if not fresh and not pending and not self._pending and text:
-            self._window.pop()  # a token without text, like a skipped special one, must not displace context
+        if not fresh and text and self._is_without_text(token_id, pending):
+            self._window.pop()  # it must not displace context, nor part the halves of a character
         self._pending = pending
         if is_stuck:
             self._cut_window(len(self._window) - NUM_BYTES_OF_A_CHARACTER)
@@ -250,6 +250,15 @@ class IncrementalDetokenizer:
         self._pieces.append(fresh)
         self._num_chars += len(fresh)
         return fresh
+
+    def _is_without_text(self, token_id: int, pending: str) -> bool:
+        """Return whether a token behind which the final text is the same has no text, like a skipped special one.
+
+        pending: the text with it that is not final yet. A part of a character may leave that the same too.
+        """
+        if not pending and not self._pending:
+            return True
+        return pending == self._pending and self._params.skip_special_tokens and self._skips(token_id)
 
     def _cut_window(self, num_dropped: int) -> None:
         """Drop the oldest tokens of the window and measure its known part again. Pending text stays."""

@@ -132,6 +132,15 @@ def test_a_character_over_several_tokens_appears_when_it_is_whole(text):
     assert {i: piece for i, piece in enumerate(pieces) if piece} == dict(zip(ends, text, strict=True))
 
 
+@pytest.mark.parametrize("num_between", [1, 40])
+@pytest.mark.parametrize("num_halves", [1, 2, 3])
+def test_skipped_tokens_between_the_parts_of_a_character_do_not_part_them(num_between, num_halves):
+    first, special = token_of_each_byte("🙂"), BYTES.convert_tokens_to_ids(SPECIAL[0])
+    ids = [*encode("fox "), *first[:num_halves], *[special] * num_between, *first[num_halves:], *encode(" jumps")]
+    pieces = stream(IncrementalDetokenizer(BYTES, [], SamplingParams()), ids)
+    assert "".join(pieces) == BYTES.decode(ids, skip_special_tokens=True) == "fox 🙂 jumps"
+
+
 def test_byte_fallback_characters_in_a_row_are_whole():
     tokenizer = TOKENIZERS["metaspace"]
     text = "fox 中文🙂字符日本語한국어 jumps"
