@@ -17,7 +17,8 @@ Spans = Sequence[tuple[str, int]]  # weight versions of a sample, in order, and 
 
 
 class ReplayDiverged(ValueError):
-    """A sample that is drawn again by a schedule has not the length that the schedule says."""
+    """A sample that is drawn again by a schedule has not the length that the schedule says, or waits for weights that
+    its turn comes before."""
 
 
 @dataclass(eq=False)
@@ -39,6 +40,11 @@ class Group:
     def num_open(self) -> int:
         """Number of samples that were submitted and have not ended."""
         return 0 if self.begun_in is None else self.params.n - len(self.answers)
+
+    @property
+    def awaits(self) -> str | None:
+        """The sample that waits for other weights than the present ones, in words; None where none does."""
+        return None
 
     def submit(self) -> None:
         """Queue the samples. Where this raises they are not submitted."""
@@ -97,6 +103,16 @@ class ReplayedGroup(Group):
     parts: dict[int, Completion] = field(default_factory=dict)  # what older weights have drawn, by sample
     running: set[int] = field(default_factory=set)  # samples of which a part is being drawn
 
+    @property
+    def awaits(self) -> str | None:
+        """The sample that waits for other weights than the present ones, in words; None where none does."""
+        for index, spans in enumerate(self.spans):
+            if self.begun_in is not None and index not in self.answers and index not in self.running:
+                num_drawn = self.parts[index].num_completion_tokens if index in self.parts else 0
+                version, _ = _next_span(spans, num_drawn)
+                return f"sample {index} of a prompt of {len(self.prompt)} tokens: its token {num_drawn} is of {version!r}"
+        return None
+
     def submit(self) -> None:
         """Queue what the present weights are to draw."""
         self.begun_in = self.engine.epoch
@@ -141,6 +157,7 @@ class ReplayedGroup(Group):
             super()._keep(answer)
         else:
             self.parts[index] = answer
+            self.advance()
 
 
 def _next_span(spans: Spans, num_drawn: int) -> tuple[str, int]:
@@ -150,4 +167,4 @@ def _next_span(spans: Spans, num_drawn: int) -> tuple[str, int]:
         end += num
         if end > num_drawn:
             return version, end
-    return "", end
+    return "no version", end

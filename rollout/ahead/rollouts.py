@@ -21,7 +21,7 @@ from ..control.intake import Params, Prompt, as_params, prompt_ids
 from ..engine import Engine
 from ..errors import EngineStopped
 from ..request_options import RequestOptions
-from .group import Group, ReplayedGroup, Spans
+from .group import Group, ReplayDiverged, ReplayedGroup, Spans
 
 OnCommitPolicy = Literal["verify", "keep", "drop"]
 
@@ -131,7 +131,8 @@ class RolloutsAhead:
         """Return the samples of a batch, those of a prompt side by side; the batch is over then.
 
         Runs the steps itself where no thread does. With "verify" all of them are the present weights' samples, tokens
-        and log-probabilities bit for bit. Raises KeyError for a batch that was not begun, and EngineStopped.
+        and log-probabilities bit for bit. Raises KeyError for a batch that was not begun, ReplayDiverged for a schedule
+        of another run, and EngineStopped.
         """
         return self._engine.requests.together(lambda: self._take(key, 0, len(self._batches[key])))
 
@@ -195,10 +196,9 @@ class RolloutsAhead:
                         group.submit()
                 self._renew_old(batch[first:])  # also those whose turn comes next
             while True:
-                engine.driver.wait_until(lambda: self._failure is not None or not any(g.num_open for g in wanted))
+                engine.driver.wait_until(lambda: self._is_over(wanted))
                 with engine.driver.lock:
-                    if self._failure is not None:
-                        raise self._failure
+                    self._raise_failure(wanted)
                     if not self._renew_old(wanted):
                         ready = takewhile(self._is_ready, batch[end:] if and_ready else ())
                         return self._taken(key, [*wanted, *ready])
@@ -238,6 +238,20 @@ class RolloutsAhead:
         for batch in self._batches.values():
             for group in batch:
                 group.advance()
+
+    def _is_over(self, groups: Sequence[Group]) -> bool:
+        """Return whether nothing more comes for these prompts under the present weights."""
+        return self._failure is not None or all(group.awaits or not group.num_open for group in groups)
+
+    def _raise_failure(self, groups: Sequence[Group]) -> None:
+        """Raise what has gone wrong with a batch whose turn has come."""
+        if self._failure is not None:
+            raise self._failure
+        if awaited := next(filter(None, (group.awaits for group in groups)), None):
+            raise ReplayDiverged(
+                f"the schedule is of another run: {awaited}, and its batch is finished under "
+                f"{self._engine.weight_version!r}"
+            )
 
     def _is_ready(self, group: Group) -> bool:
         """Return whether a prompt's samples are there, and as they have to be."""

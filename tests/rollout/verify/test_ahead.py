@@ -370,6 +370,41 @@ def test_a_schedule_of_another_run_is_noticed(make_engine, weights):
     engine.close()
 
 
+@pytest.mark.parametrize(
+    ("spans", "message"),
+    [
+        ([("v9", 3)], r"sample 0 of a prompt of \d+ tokens: its token 0 is of 'v9', .* finished under 'default'"),
+        ([("default", 2), ("v9", 3)], r"sample 0 of a prompt of \d+ tokens: its token 2 is of 'v9'"),
+        ([], r"sample 0 of a prompt of \d+ tokens: its token 0 is of 'no version'"),
+    ],
+)
+def test_a_schedule_whose_weights_do_not_come_is_named_and_waits_for_nothing(make_engine, weights, spans, message):
+    engine = make_engine(weights())
+    prompts, params = batch(0)
+    params = [replace(one, max_new_tokens=5, min_new_tokens=0) for one in params]
+    ahead = RolloutsAhead(engine, "keep")
+    with engine.model.rollout_phase():
+        ahead.begin(0, prompts, params, schedule=[[spans] * SAMPLES] * PROMPTS)
+        with pytest.raises(ReplayDiverged, match=message):
+            ahead.finish(0)
+    engine.close()
+
+
+def test_a_schedule_may_name_one_version_twice_in_a_row(make_engine, weights):
+    engine = make_engine(weights())
+    prompts, params = batch(0)
+    params = [replace(one, max_new_tokens=6, min_new_tokens=0) for one in params]
+    with engine.model.rollout_phase():
+        answers = []
+        for parts in (1, 2):
+            ahead = RolloutsAhead(engine, "keep")
+            schedule = [[[("default", 6 // parts)] * parts] * SAMPLES] * PROMPTS
+            ahead.begin(0, prompts, params, schedule=schedule)
+            answers.append([one.token_ids for one in ahead.finish(0)])
+    assert answers[0] == answers[1]
+    engine.close()
+
+
 def test_an_answer_goes_on_from_its_beginning(make_engine, weights):
     engine = make_engine(weights())
     params = SamplingParams(max_new_tokens=12, sampling_seed=4, ignore_eos=True)
