@@ -43,7 +43,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = CommandParser(
         prog="lockstep generate",
         description="Answer every prompt of a file. Answers are appended as they finish; `index` is the number of the "
-        "input line, from 0. Run the same command again after an interruption: it continues with the missing answers.",
+        "input line, from 0. Run the same command again after an interruption: it continues with the missing answers, "
+        "and computes those again that the KV pool cut short or that could not be taken.",
     )
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a causal LM in Hugging Face format")
     parser.add_argument("--input", default=offline.STANDARD, metavar="FILE", help="JSONL; default -, standard input")

@@ -22,6 +22,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(folder)
 
 
+def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return all that the tokens of a text, and the text of tokens, follow from, as text."""
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        return str(backend.to_str())
+    return repr([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), tokenizer.special_tokens_map])
+
+
 def find_eos_token_ids(module: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Return every id that ends a sequence, from the module's generation config and the tokenizer."""
     configured = getattr(module.generation_config, "eos_token_id", None)

@@ -24,6 +24,8 @@ def read_settings(flag: str, items: Sequence[str]) -> dict[str, object]:
                 settings.update(json.loads(item))
             except json.JSONDecodeError as error:
                 raise ValueError(f"{flag} {item!r} is not JSON: {error.msg} at column {error.colno}") from error
+            except RecursionError as error:
+                raise ValueError(f"{flag} {item[:40]!r}... is nested too deeply") from error
             continue
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
@@ -32,6 +34,8 @@ def read_settings(flag: str, items: Sequence[str]) -> dict[str, object]:
             settings[key.strip()] = json.loads(text)
         except json.JSONDecodeError:
             settings[key.strip()] = text
+        except RecursionError as error:
+            raise ValueError(f"{flag} {item[:40]!r}... is nested too deeply") from error
     return settings
 
 

@@ -50,11 +50,16 @@ class Conversations:
         settings: dict[str, Any] = {**self.template_kwargs, "tokenize": False}
         settings.setdefault("add_generation_prompt", not settings.get("continue_final_message"))
         try:
-            text = tokenizer.apply_chat_template([dict(message) for message in messages], **settings)
+            text = str(tokenizer.apply_chat_template([dict(message) for message in messages], **settings))
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise ValueError(f"the chat template refuses it: {error}") from error
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise ValueError(f"its text has {half!r}, half of a surrogate pair, which is no character") from error
         # The template has written the special tokens that belong there.
-        return list(tokenizer(str(text), add_special_tokens=False)["input_ids"])
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def is_conversation(prompt: object) -> bool:
@@ -69,7 +74,7 @@ def read_conversations(path: str) -> list[list[Message]]:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"--messages {path}: cannot be read: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--messages {path}: not JSON: {error}") from error
     if not isinstance(found, list) or not found:
         raise ValueError(f"--messages {path}: must be a list of messages, or a list of such lists, and not empty")

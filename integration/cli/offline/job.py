@@ -1,24 +1,23 @@
 """Offline generation: prompts from a file or standard input, answers appended to a JSONL file as they finish.
 
 An answer is one line. Answers are in the order in which they finish; sorted by `index`, the number of the input line
-from 0, they are in the order of the input. A line has four hashes of its sources: the prompt, the sampling settings,
-the engine settings that change results, and the weights; and the number of the definition of draws. A run whose output
-file exists computes the missing answers, and refuses if one of the five differs. The noise of an answer depends only on
-the seed, its index and its sample number: a run that was interrupted and continued gives the answers of an
-uninterrupted one.
+from 0, they are in the order of the input. A line has five hashes of its sources: the prompt, the sampling settings,
+the engine settings that change results, the weights, and the model's configuration with its tokenizer; and the number
+of the definition of draws. A run whose output file exists computes the missing answers, and refuses if one of the six
+differs. It also computes those again that the KV pool cut short, or that were not taken: a larger pool gives others.
+The noise of an answer depends only on the seed, its index and its sample number: a run that was interrupted and
+continued gives the answers of an uninterrupted one.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from tqdm import tqdm
 
@@ -26,30 +25,10 @@ from ....kernels.sampling.definition import DRAW_DEFINITION
 from ....rollout.completion import Completion, FinishReason
 from ....rollout.config import EngineConfig
 from ....rollout.sampling_params import SamplingParams
-from ...failures import files_of
+from .answer_file import GRAMMAR_SETTINGS, MODE, MORE_SETTINGS, RESULT_SETTINGS, STANDARD, AnswerFile
 from .conversations import Conversations, Message, is_conversation, read_conversations
 
-STANDARD = "-"  # as a file name: standard input or output
-_GO_ON = "mend that, then run the same command again: it computes the answers that are missing"
-_FIRST_BYTES = b'{"index": '  # every answer starts with them
 _MAX_FAULTS = 10  # input lines named in one message
-# Other engine settings change speed and memory, never a result.
-_RESULT_SETTINGS = ("dtype", "invariant", "max_model_len", "seed")
-# Nor do these where they have their defaults: then they are left out of the hash, so that it is that of older answers.
-_MORE_SETTINGS = ("k_blocks",)
-# Likewise of answers that a grammar constrains: those of rollout/receipt.py, whose import is heavy (a test compares
-# them), and the mode where the request names none.
-_GRAMMAR_SETTINGS = ("grammar_any_whitespace", "jump_forward_max_rollback", "jump_forward_max_blocks", "block_size")
-_MODE = "jump_forward"
-_MADE_FROM = {  # key of an answer's sources: words for the error when its hash or number differs
-    "prompt": "another prompt",
-    "sampling": "other --sampling settings",
-    "engine": f"other --engine settings (of {', '.join([*_RESULT_SETTINGS, *_MORE_SETTINGS])}; "
-    f"with a grammar also of {', '.join([_MODE, *_GRAMMAR_SETTINGS])})",
-    "weights": "other weights, or by another chat template",
-    "draws": f"draws by another definition (now {DRAW_DEFINITION})",
-}
-_UNNUMBERED_DRAWS = "1"  # of answers that were written before definitions had numbers
 
 
 @dataclass(frozen=True)
@@ -96,10 +75,10 @@ class OfflineJob:
     @property
     def hashes(self) -> dict[str, str]:
         """Hashes of the sampling and engine settings and the number of draws, by the keys of an answer's sources."""
-        engine = {name: getattr(self.engine, name) for name in _RESULT_SETTINGS}
-        more = list(_MORE_SETTINGS)
+        engine = {name: getattr(self.engine, name) for name in RESULT_SETTINGS}
+        more = list(MORE_SETTINGS)
         if self.sampling.is_constrained:
-            more += [*_GRAMMAR_SETTINGS, *([_MODE] if self.sampling.jump_forward is None else [])]
+            more += [*GRAMMAR_SETTINGS, *([MODE] if self.sampling.jump_forward is None else [])]
         usual = EngineConfig()
         engine |= {name: value for name in more if (value := getattr(self.engine, name)) != getattr(usual, name)}
         sampling = _hash(asdict(replace(self.sampling, n=1)))
@@ -115,6 +94,8 @@ def read_prompts(job: OfflineJob) -> list[Prompt]:
         found = enumerate(read_conversations(job.messages))
         return [_opened(job, Prompt(index, cast(Any, one)), job.where(index)) for index, one in found]
     name = "standard input" if job.input == STANDARD else job.input
+    if job.input == STANDARD and sys.stdin is None:
+        raise ValueError("standard input is closed: name a file with --input")
     try:
         data = sys.stdin.buffer.read() if job.input == STANDARD else Path(job.input).read_bytes()
         text = data.decode("utf-8")
@@ -162,6 +143,8 @@ def _parse(index: int, line: str, name: str) -> Prompt:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno}); --text takes lines as prompts") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(record, dict):
         raise ValueError(f"must be a JSON object, not {type(record).__name__}; --text takes lines as prompts")
     if name == "prompt" and name not in record and "messages" in record:
@@ -172,85 +155,6 @@ def _parse(index: int, line: str, name: str) -> Prompt:
     if not prompt or not (isinstance(prompt, str) or _is_ids(prompt) or is_conversation(prompt)):
         raise ValueError(f"field {name!r} must be a text, a list of token ids or a list of messages, and not empty")
     return Prompt(index, prompt, record.get("id"))
-
-
-class AnswerFile:
-    """The output file: read once at the start, then appended to. Only one process at a time can open it."""
-
-    def __init__(self, name: str) -> None:
-        """Open or make the file, and drop a last line that an interruption cut off.
-
-        Raises ValueError, before anything is changed, if the file has other lines than answers, or if another process
-        writes to it.
-        """
-        self.name = name
-        self.answers: dict[tuple[int, int], Mapping[str, str]] = {}  # (index, sample): hashes of the answer's sources
-        self._line_numbers: dict[tuple[int, int], int] = {}
-        if name == STANDARD:
-            if sys.stdout is None:
-                raise ValueError("standard output is closed: name a file with --output")
-            self._file: BinaryIO = sys.stdout.buffer
-            return
-        try:
-            self._file = open(name, "a+b")  # noqa: SIM115 - open as long as this object is used
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"--output {name}: another run is writing to it") from error
-        except OSError as error:
-            raise ValueError(f"--output {name}: cannot be written: {error.strerror}") from error
-        self._file.seek(0)
-        whole = self._read(self._file.read())
-        self._file.truncate(whole)
-
-    def _read(self, data: bytes) -> int:
-        """Note the answer of every complete line. Returns the number of bytes of these lines."""
-        *lines, rest = data.split(b"\n")
-        for number, line in enumerate(lines, start=1):
-            try:
-                answer = json.loads(line)
-                key = (answer["index"], answer["sample"])
-                sources = {"draws": _UNNUMBERED_DRAWS, **answer["made_from"]}
-                made_from = {name: str(sources[name]) for name in _MADE_FROM}
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"--output {self.name}, line {number}: not an answer of lockstep generate") from error
-            self.answers[key], self._line_numbers[key] = made_from, number
-        if not lines and not _FIRST_BYTES.startswith(rest[: len(_FIRST_BYTES)]):  # one line that is no answer
-            raise ValueError(f"--output {self.name}, line 1: not an answer of lockstep generate")
-        return len(data) - len(rest)
-
-    def compare(self, prompts: Iterable[Prompt], num_samples: int, settings: Mapping[str, str]) -> None:
-        """Raise ValueError for the first answer with other hashes. `settings` may lack hashes that are unknown yet."""
-        by_index = {prompt.index: prompt for prompt in prompts}
-        for (index, sample), made_from in self.answers.items():
-            where = f"--output {self.name}, line {self._line_numbers[index, sample]}"
-            if index not in by_index or sample >= num_samples:
-                raise ValueError(f"{where}: answers sample {sample} of input line {index + 1}, which is not asked for")
-            now = {"prompt": by_index[index].hash, **settings}
-            for name in _MADE_FROM:
-                if name in now and now[name] != made_from[name]:
-                    changed = f"input line {index + 1}: " if name == "prompt" else ""
-                    raise ValueError(f"{where}: {changed}made from {_MADE_FROM[name]}; choose another --output")
-
-    def append(self, answers: Iterable[Mapping[str, object]]) -> None:
-        """Write answers to the operating system, so that they survive a kill of this process. Raises FileFailed."""
-        with files_of(self._shown, advice=_GO_ON):
-            self._file.write(b"".join(json.dumps(answer).encode() + b"\n" for answer in answers))
-            self._file.flush()
-
-    def close(self) -> None:
-        """Flush the file to the disk, and release its lock. Raises FileFailed."""
-        with files_of(self._shown, advice=_GO_ON):
-            try:
-                self._file.flush()
-                if self.name != STANDARD:
-                    os.fsync(self._file.fileno())
-            finally:
-                if self.name != STANDARD:
-                    self._file.close()
-
-    @property
-    def _shown(self) -> Path:
-        return Path("standard output" if self.name == STANDARD else self.name)
 
 
 @dataclass(frozen=True)
@@ -270,10 +174,11 @@ def generate(job: OfflineJob) -> OfflineReport:
     prompts = read_prompts(job)
     file = AnswerFile(job.output)
     try:
-        file.compare(prompts, job.sampling.n, job.hashes)
+        file.compare({prompt.index: prompt.hash for prompt in prompts}, job.sampling.n, job.hashes)
+        run = _OfflineRun(job, file, prompts)  # also where no answer is missing: only it knows the weights
+        file.drop_unfinished()
         every = [(prompt, sample) for prompt in prompts for sample in range(job.sampling.n)]
-        work = [(prompt, sample) for prompt, sample in every if (prompt.index, sample) not in file.answers]
-        return _OfflineRun(job, file, prompts).run(work) if work else OfflineReport(len(every), 0, 0)
+        return run.run([(prompt, sample) for prompt, sample in every if (prompt.index, sample) not in file.answers])
     finally:
         file.close()
 
@@ -285,6 +190,8 @@ class _OfflineRun:
         # Heavy imports come after the checks, so that a wrong option or line is reported at once.
         from ....kernels.sampling.draws import derive_seed
         from ....rollout.engine import Engine
+        from ....rollout.model.tokenizer import tokenizer_content
+        from ....rollout.receipt import guarantee
         from ...service import RolloutService
 
         self._job, self._file, self._derive_seed = job, file, derive_seed
@@ -301,8 +208,12 @@ class _OfflineRun:
         if any(is_conversation(prompt.prompt) for prompt in prompts):
             assert self._engine.tokenizer is not None  # checked above
             made_by = [digest, str(self._engine.tokenizer.chat_template)]
-        self._hashes = {**job.hashes, "weights": _hash(made_by)}
-        file.compare(prompts, job.sampling.n, self._hashes)
+        model = [
+            guarantee(self._engine.model)["model"], sorted(self._engine.parts.eos_token_ids),
+            None if self._engine.tokenizer is None else tokenizer_content(self._engine.tokenizer),
+        ]  # fmt: skip
+        self._hashes = {**job.hashes, "weights": _hash(made_by), "model": _hash(model)}
+        file.compare({prompt.index: prompt.hash for prompt in prompts}, job.sampling.n, self._hashes)
 
     def _with_template(self, prompt: Prompt) -> Prompt:
         """Return a prompt with its tokens, if it is a conversation. Raises ValueError naming its place."""

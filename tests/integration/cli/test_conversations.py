@@ -118,6 +118,7 @@ def test_answers_by_another_template_are_refused(folder, capsys):
         ([*QUESTION, {"role": "assistant", "content": "4"}], "line 1: the last message is the assistant's"),
         ([{"role": "tool", "content": "4"}], "line 1: the chat template refuses it: no tools here"),
         ([*QUESTION, 3], "line 1: message 1 must be an object"),
+        ([{"role": "user", "content": "a\ud800"}], r"line 1: its text has '\ud800', half of a surrogate pair"),
         ([], "line 1: field 'prompt' must be a text, a list of token ids or a list of messages, and not empty"),
     ],
 )
@@ -137,7 +138,8 @@ def test_files_of_messages(tmp_path):
     for content in (QUESTION, [QUESTION, QUESTION]):
         path.write_text(json.dumps(content))
         assert read_conversations(str(path)) == ([QUESTION] if content == QUESTION else [QUESTION] * 2)
-    for content, why in (("{}", "must be a list of messages"), ("[]", "must be a list of messages"), ("[", "not JSON")):
+    for content, why in (("{}", "must be a list of messages"), ("[]", "must be a list of messages"), ("[", "not JSON"),
+                         ("[" * 100_000, "not JSON")):  # fmt: skip
         path.write_text(content)
         with pytest.raises(ValueError, match=rf"--messages .*chat\.json: {why}"):
             read_conversations(str(path))

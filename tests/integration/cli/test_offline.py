@@ -5,6 +5,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,8 +19,11 @@ import torch
 import transformers
 
 from lockstep.integration.cli import main as cli
+from lockstep.integration.cli.arguments.settings import read_settings
+from lockstep.integration.cli.offline import answer_file
 from lockstep.integration.cli.offline import job as offline
-from lockstep.integration.cli.offline.job import AnswerFile, OfflineJob, generate, read_prompts
+from lockstep.integration.cli.offline.answer_file import AnswerFile
+from lockstep.integration.cli.offline.job import OfflineJob, generate, read_prompts
 from lockstep.integration.failures import FileFailed
 from lockstep.integration.grpo.tasks.warm_start import ModelSpec, build_model
 from lockstep.rollout.config import EngineConfig
@@ -173,8 +177,8 @@ def test_engine_settings_that_change_results_are_those_of_the_hash():
 def test_every_setting_that_a_receipt_has_of_a_grammar_is_in_the_hash(model_folder):
     pytest.importorskip("xgrammar")
     [answer] = Engine(model_folder, replace(ENGINE, receipts="tokens")).generate(["1+1="], BOOLEANS)
-    assert {*answer.receipt["grammar"]} - {"mode", "jumps"} == {*OTHERS} == {*offline._GRAMMAR_SETTINGS}
-    assert offline._GRAMMAR_SETTINGS == GRAMMAR_SETTINGS
+    assert {*answer.receipt["grammar"]} - {"mode", "jumps"} == {*OTHERS} == {*answer_file.GRAMMAR_SETTINGS}
+    assert answer_file.GRAMMAR_SETTINGS == GRAMMAR_SETTINGS
 
 
 @pytest.mark.parametrize(
@@ -224,7 +228,95 @@ def test_changed_weights_are_refused(make_job, tmp_path):
         generate(OfflineJob(**{**vars(make_job(SUMS[:3])), "model": str(other)}))
 
 
-@pytest.mark.parametrize("content", ['{"prompt": "1+1="}\n', '{"prompt": "1+1="}', "notes", '{"index": 0}\n', "[]\n"])
+def folder_of(base: str, folder: Path, name: str, old: str, new: str) -> str:
+    """Copy a model's folder, with a change of one of its files."""
+    shutil.copytree(base, folder)
+    text = (folder / name).read_text()
+    assert old in text
+    (folder / name).write_text(text.replace(old, new))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-03'),
+        ("tokenizer.json", '"unk_token": "<unk>"', '"unk_token": "<pad>"'),
+        ("generation_config.json", '"eos_token_id": 2', '"eos_token_id": 5'),
+    ],
+)
+def test_another_configuration_or_tokenizer_is_refused_also_where_no_answer_is_missing(
+    make_job, tmp_path, name, old, new
+):
+    job = make_job(SUMS[:2])
+    generate(job)
+    other = replace(job, model=folder_of(job.model, tmp_path / "other", name, old, new))
+    with pytest.raises(ValueError, match="line 1: made from another configuration or tokenizer of the model"):
+        generate(other)
+    lines = [json.loads(line) for line in Path(job.output).read_text().splitlines()]
+    for line in lines:  # as an older version wrote them
+        del line["made_from"]["model"]
+    Path(job.output).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(ValueError, match="an older version did not write which"):
+        generate(job)
+
+
+def test_a_complete_output_is_not_taken_for_answers_of_other_weights(make_job, tmp_path):
+    job = make_job(SUMS[:2])
+    generate(job)
+    shutil.copytree(job.model, tmp_path / "other")
+    module = transformers.AutoModelForCausalLM.from_pretrained(job.model)
+    module.model.norm.weight.data[0] += 1
+    module.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="line 1: made from other weights"):
+        generate(replace(job, model=str(tmp_path / "other")))
+
+
+def test_answers_that_a_small_pool_cut_or_refused_are_computed_again_when_a_run_goes_on(make_job, tmp_path):
+    records = [*SUMS[:2], {"prompt": [5] * 10}, {"prompt": [6] * 40}]
+    sampling = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    job = make_job(records, sampling=sampling, engine=replace(ENGINE, kv_cache=2))
+    assert generate(job).num_ignored == 1
+    assert [answer["finish_reason"]["type"] for answer in answers_of(job)] == [*["length"] * 3, "ignored"]
+    assert sum("message" in answer["finish_reason"] for answer in answers_of(job)) == 4
+    larger = replace(job, engine=ENGINE)
+    tally = generate(larger)
+    assert (tally.num_before + tally.num_written, tally.num_ignored) == (4, 0) and tally.num_before == 0
+    at_once = replace(larger, output=str(tmp_path / "at_once.jsonl"))
+    generate(at_once)
+    assert [(a["index"], a["token_ids"]) for a in answers_of(larger)] == [
+        (a["index"], a["token_ids"]) for a in answers_of(at_once)
+    ]
+    assert generate(larger).num_written == 0
+    assert not list(tmp_path.glob(".*.partial"))
+
+
+def test_a_run_that_renewed_answers_keeps_its_file_to_itself(tmp_path):
+    made_from = dict.fromkeys(answer_file._MADE_FROM, "1")
+    rows = [
+        {"index": index, "sample": 0, "finish_reason": reason, "made_from": made_from}
+        for index, reason in enumerate(({"type": "stop"}, {"type": "ignored"}, {"type": "length", "length": 3}))
+    ]
+    name = tmp_path / "answers.jsonl"
+    name.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "link.jsonl").symlink_to(name)
+    file = AnswerFile(str(tmp_path / "link.jsonl"))
+    with open(name) as before:  # as a run that opened the file just before
+        file.drop_unfinished()
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(before, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    kept = [json.loads(line)["index"] for line in name.read_text().splitlines()]
+    assert kept == [index for index, _ in file.answers] == [0, 2]
+    with pytest.raises(ValueError, match="another run is writing to it"):
+        AnswerFile(str(name))
+    file.append([rows[1]])
+    file.close()
+    assert [json.loads(line)["index"] for line in name.read_text().splitlines()] == [0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "content", ['{"prompt": "1+1="}\n', '{"prompt": "1+1="}', "notes", '{"index": 0}\n', "[]\n", "[" * 100_000 + "\n"]
+)
 def test_a_foreign_file_is_refused_and_left_alone(tmp_path, content):
     file = tmp_path / "mine.jsonl"
     file.write_text(content)
@@ -250,6 +342,7 @@ def test_two_runs_cannot_share_an_output(tmp_path):
         ('{"prompt": [1, -2]}\n', "line 1: field 'prompt' must be"),
         ('{"prompt": [1, true]}\n', "line 1: field 'prompt' must be"),
         (b'{"prompt": "a"}\n\xff\n', "line 2: not UTF-8"),
+        ('{"prompt": "a"}\n' + "[" * 100_000, "line 2: nested too deeply"),
         ("\n", "holds no prompt"),
     ],
 )
@@ -263,6 +356,22 @@ def test_wrong_input_names_the_line(tmp_path, content, message):
 def test_an_input_that_is_not_there_is_named():
     with pytest.raises(ValueError, match=r"--input nowhere\.jsonl: cannot be read"):
         read_prompts(OfflineJob("model", "nowhere.jsonl"))
+
+
+def test_an_input_that_is_closed_or_an_output_that_is_no_file_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(ValueError, match="standard input is closed: name a file with --input"):
+        read_prompts(OfflineJob("model"))
+    os.mkfifo(tmp_path / "fifo")
+    for name in (tmp_path, tmp_path / "fifo", "/dev/null"):
+        with pytest.raises(ValueError, match=f"--output {name}: is no regular file; --output - writes to standard"):
+            AnswerFile(str(name))
+
+
+def test_settings_that_are_nested_too_deeply_are_named_by_their_option():
+    for item in ("stop=" + "[" * 100_000, '{"stop": ' + "[" * 100_000):
+        with pytest.raises(ValueError, match=r"--sampling .* is nested too deeply"):
+            read_settings("--sampling", [item])
 
 
 def test_text_lines_are_prompts_as_they_stand(monkeypatch):
