@@ -57,6 +57,7 @@ _HARMLESS = frozenset(
 # transformers' mask functions pass a 4-D attention mask on unchanged. This one means that the attention needs no mask.
 NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.float32)
 _PACKED = torch.zeros(1, 1, 1, 0, dtype=torch.float32)  # mask of a packed row: needs cu_seq_lens_q
+_STARTS_OVER = "position_ids start over within a row: pass cu_seq_lens_q to say where sequences begin"
 
 
 class LayerKV(NamedTuple):
@@ -172,6 +173,8 @@ def hosted_attention(
         if PROBING.get() is not None:
             attention_mask = None  # it may be the probe's own
         query_start = _query_start(attention_mask, cu_seq_lens_q, batch, num_rows, query.device)
+        if cu_seq_lens_q is None:
+            _refuse_packed_positions(others.get("position_ids"))
         if chunk is not None:
             query_start = chunked_starts(query_start, chunk, batch * num_rows)
         out = _packed(rows, query_start, options, indices)
@@ -295,8 +298,21 @@ def _query_start(mask: Tensor | None, packed: Tensor | None, batch: int, num_row
     if mask is not None and mask is not NO_MASK and mask is not _PACKED:
         raise ValueError("a 4-D attention mask is not supported: attention is causal within each sequence")
     if mask is _PACKED:
-        raise ValueError("position_ids start over within a row: pass cu_seq_lens_q to say where sequences begin")
+        raise ValueError(_STARTS_OVER)
     return torch.arange(0, (batch + 1) * num_rows, num_rows, dtype=torch.int32, device=device)
+
+
+def _refuse_packed_positions(positions: object) -> None:
+    """Raise ValueError for position_ids [B, T] that count on after they have started over, as in packed rows.
+
+    transformers' mask tells of them in a forward without a cache alone. Positions that stay or fall up to the end of a
+    row are those of padding.
+    """
+    if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return
+    counts_on = positions.diff(dim=-1) == 1
+    if bool((counts_on & (~counts_on).cumsum(-1).bool()).any()):
+        raise ValueError(_STARTS_OVER)
 
 
 def hosted_mask(

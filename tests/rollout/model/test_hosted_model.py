@@ -236,6 +236,27 @@ def test_packed_row_must_say_where_its_sequences_begin(make_model):
         logits_of(hosted, [[1, 2, 3]] * 2, cu_seq_lens_q=torch.tensor([0, 3], dtype=torch.int32))
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama", "gemma3", "gpt_oss", "qwen3_5"])
+@pytest.mark.parametrize("mask", [None, [[1, 1, 1, 1, 1]]])
+def test_packed_row_is_refused_with_a_cache_and_with_a_mask_too(make_model, family, mask):
+    """transformers looks at position_ids in a forward without both alone."""
+    hosted = adopt(make_model(family))
+    given = {"attention_mask": None if mask is None else torch.tensor(mask), "use_cache": mask is None}
+    with hosted.training_numerics(), pytest.raises(ValueError, match="start over within a row: pass cu_seq_lens_q"):
+        hosted.module(torch.tensor([[1, 2, 3, 4, 5]]), position_ids=torch.tensor([[0, 1, 2, 0, 1]]), **given)
+
+
+@pytest.mark.parametrize("padding", [0, 1, 2, 3])
+def test_positions_of_padding_may_stay_as_they_are(make_model, padding):
+    """Trainers make them of the mask: the last position goes on, or another number is written."""
+    hosted = adopt(make_model("qwen3"))
+    positions = torch.tensor([[0, 1, 2, padding, padding]])
+    padded = logits_of(
+        hosted, [[1, 2, 3, 0, 0]], position_ids=positions, attention_mask=torch.tensor([[1, 1, 1, 0, 0]])
+    )
+    assert torch.equal(padded[0, :3], logits_of(hosted, [[1, 2, 3]])[0])
+
+
 SEQUENCES = [[(5 * i + k) % 250 for i in range(n)] for k, n in enumerate((1, 150, 3, 33, 16))]
 
 
