@@ -40,7 +40,22 @@ def read_config(path: Path) -> PretrainedConfig:
     """Return the configuration of a model folder. Raises ValueError that names what is wrong with it."""
     refuse_missing_folder(path)
     with named_by_folder(path):
-        return AutoConfig.from_pretrained(path)
+        config: PretrainedConfig = AutoConfig.from_pretrained(path)
+    _refuse_quantised_weights(path, config)
+    return config
+
+
+def _refuse_quantised_weights(path: Path, config: PretrainedConfig) -> None:
+    """Raise ValueError for a folder of quantised weights. transformers needs a package for most kinds, and returns the
+    others dequantised on some machines and quantised on others."""
+    for one in (config, config.get_text_config(decoder=True)):
+        if (found := getattr(one, "quantization_config", None)) is not None:
+            method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+            raise ValueError(
+                f"model folder {str(path)!r} holds quantised weights (quantization_config in its config.json, "
+                f"quant_method {method!r}): not supported, the engine computes in float32 or bfloat16. Take the "
+                "model's folder in bfloat16, or save the model dequantised"
+            )
 
 
 def load_whole(path: Path, config: PretrainedConfig, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:

@@ -74,3 +74,12 @@ def test_a_configuration_that_makes_no_model_is_refused_with_its_folder(folder, 
     configure(folder, **values)
     with pytest.raises(ValueError, match=r"model folder .* cannot be loaded: "):
         Engine(folder, SETTINGS)
+
+
+@pytest.mark.parametrize("load", [lambda folder: Engine(folder, SETTINGS), lambda folder: load_module(folder, "")])
+@pytest.mark.parametrize("method", ["gptq", "fp8", "mxfp4", "of no known name"])
+def test_quantised_weights_are_refused_by_the_name_of_their_kind(folder, method, load):
+    """transformers asks for a package, or dequantises, or skips what it does not know: each in its own words."""
+    configure(folder, quantization_config={"quant_method": method, "bits": 4})
+    with pytest.raises(ValueError, match=rf"holds quantised weights \(quantization_config .* quant_method '{method}'"):
+        load(folder)
