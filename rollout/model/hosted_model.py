@@ -35,6 +35,7 @@ from .supported import (
     has_state,
     refuse_different_choices,
     refuse_other_kinds,
+    refuse_other_outputs,
     refuse_randomness,
     refuse_unsupported,
     refused_if_it_fails,
@@ -382,8 +383,7 @@ class HostedModel:
         finally:
             PROBING.reset(token)
         name = type(self.module).__name__
-        if not self.mesh.is_last_stage and out.shape != (4, self.hidden_size):
-            raise ValueError(f"{name} cannot be cut into stages: a stage gave {list(out.shape)} for hidden states")
+        refuse_other_outputs(name, out, self.hidden_size, self.vocab_size if self.mesh.is_last_stage else None)
         probe.refuse_faults([i for i in self.division.layers if has_state(self.config, i)], name)
         return probe
 

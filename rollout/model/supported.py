@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -100,6 +100,21 @@ def refuse_other_kinds(module: PreTrainedModel) -> None:
         wrong.append("an encoder")
     if wrong:
         raise ValueError(f"{type(module).__name__} cannot be hosted: {', '.join(wrong)}")
+
+
+def refuse_other_outputs(name: str, out: Tensor, hidden_size: int, vocab_size: int | None) -> None:
+    """Raise ValueError for a forward that gives no hidden states of four rows, or not one logit for each token.
+
+    name: of the module's class. vocab_size: None for a stage that gives hidden states."""
+    if vocab_size is None:
+        if out.shape != (4, hidden_size):
+            raise ValueError(f"{name} cannot be cut into stages: a stage gave {list(out.shape)} for hidden states")
+    elif out.shape[-1] != vocab_size:
+        raise ValueError(
+            f"{name} cannot be hosted: it gives {out.shape[-1]} logits, and its configuration has the vocab_size "
+            f"{vocab_size}. A padded head would draw tokens that the vocabulary does not have: give both the same size "
+            "(resize_token_embeddings)"
+        )
 
 
 @contextmanager

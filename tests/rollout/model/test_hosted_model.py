@@ -139,6 +139,16 @@ def test_rope_that_depends_on_the_batch_is_refused_by_name(make_model, rope_type
         adopt(make_model("qwen3", rope_parameters=rope))
 
 
+@pytest.mark.parametrize("num_rows", [320, 200])
+def test_head_of_another_size_than_the_vocabulary_is_refused_by_both_sizes(make_model, num_rows):
+    model = make_model("qwen3")
+    model.lm_head = nn.Linear(model.config.hidden_size, num_rows, bias=False, dtype=torch.float32)
+    with pytest.raises(ValueError, match=f"gives {num_rows} logits, and its configuration has the vocab_size 256"):
+        adopt(model)
+    model.resize_token_embeddings(num_rows)
+    assert adopt(model).vocab_size == num_rows
+
+
 def test_unsupported_dtype_is_refused_by_name(make_model):
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM cannot be hosted: dtype torch\.float16"):
         adopt(make_model("qwen3", torch.float16))
