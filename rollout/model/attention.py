@@ -7,6 +7,8 @@ D head size.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -57,6 +59,7 @@ _HARMLESS = frozenset(
 # transformers' mask functions pass a 4-D attention mask on unchanged. This one means that the attention needs no mask.
 NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.float32)
 _PACKED = torch.zeros(1, 1, 1, 0, dtype=torch.float32)  # mask of a packed row: needs cu_seq_lens_q
+_newest = threading.local()  # position_ids that were found to be of whole rows, and their version
 _STARTS_OVER = "position_ids start over within a row: pass cu_seq_lens_q to say where sequences begin"
 
 
@@ -306,13 +309,19 @@ def _refuse_packed_positions(positions: object) -> None:
     """Raise ValueError for position_ids [B, T] that count on after they have started over, as in packed rows.
 
     transformers' mask tells of them in a forward without a cache alone. Positions that stay or fall up to the end of a
-    row are those of padding.
+    row are those of padding. The layers of a forward, which have the same positions, look at them once: on a GPU that
+    waits for all that was launched.
     """
     if not isinstance(positions, Tensor) or positions.dim() != 2:
+        return
+    version = None if positions.is_inference() else positions._version  # such a tensor has none
+    seen, seen_version = getattr(_newest, "positions", (None, None))
+    if version is not None and seen is not None and seen() is positions and seen_version == version:
         return
     counts_on = positions.diff(dim=-1) == 1
     if bool((counts_on & (~counts_on).cumsum(-1).bool()).any()):
         raise ValueError(_STARTS_OVER)
+    _newest.positions = weakref.ref(positions), version
 
 
 def hosted_mask(

@@ -256,6 +256,17 @@ def test_packed_row_is_refused_with_a_cache_and_with_a_mask_too(make_model, fami
         hosted.module(torch.tensor([[1, 2, 3, 4, 5]]), position_ids=torch.tensor([[0, 1, 2, 0, 1]]), **given)
 
 
+@pytest.mark.parametrize("in_inference_mode", [True, False])
+def test_positions_that_were_changed_in_place_are_looked_at_again(make_model, in_inference_mode):
+    hosted = adopt(make_model("qwen3"))
+    with torch.inference_mode(in_inference_mode), hosted.training_numerics():
+        ids, positions = torch.tensor([[1, 2, 3, 4, 5]]), torch.tensor([[0, 1, 2, 3, 4]])
+        hosted.module(ids, position_ids=positions, use_cache=True)
+        positions[0, 3:] -= 3
+        with pytest.raises(ValueError, match="start over within a row: pass cu_seq_lens_q"):
+            hosted.module(ids, position_ids=positions, use_cache=True)
+
+
 @pytest.mark.parametrize("padding", [0, 1, 2, 3])
 def test_positions_of_padding_may_stay_as_they_are(make_model, padding):
     """Trainers make them of the mask: the last position goes on, or another number is written."""
