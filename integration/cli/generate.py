@@ -12,6 +12,7 @@ from ...rollout.sampling_params import SamplingParams
 from .arguments.parser import PACKAGE, CommandParser
 from .arguments.settings import named, read_settings
 from .offline import job as offline
+from .offline.answer_file import STANDARD
 from .offline.conversations import Conversations
 
 
@@ -47,8 +48,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "and computes those again that the KV pool cut short or that could not be taken.",
     )
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a causal LM in Hugging Face format")
-    parser.add_argument("--input", default=offline.STANDARD, metavar="FILE", help="JSONL; default -, standard input")
-    parser.add_argument("--output", default=offline.STANDARD, metavar="FILE", help="JSONL; default -, standard output")
+    parser.add_argument("--input", default=STANDARD, metavar="FILE", help="JSONL; default -, standard input")
+    parser.add_argument("--output", default=STANDARD, metavar="FILE", help="JSONL; default -, standard output")
     parser.add_argument("--text", action="store_true", help="every input line is a prompt, not a JSON object")
     parser.add_argument(
         "--prompt-field",
@@ -95,6 +96,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="engine settings, or one JSON object of them: kv_cache=2GiB dtype=bfloat16 max_num_seqs=64 ...",
     )
     options = parser.parse_args(arguments)
-    if options.messages and (options.text or options.input != offline.STANDARD):
+    if options.messages and (options.text or options.input != STANDARD):
         parser.error("--messages takes the place of --input, and does not go with --text")
     return options
