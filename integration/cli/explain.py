@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,9 @@ def run(arguments: Sequence[str]) -> int:
     if model is None:
         raise ValueError("--model is missing: the folder of the model that the sequence is of")
     scores = read_scores(Path(options.scores), options.choice) if options.scores else None
-    sequence = gap.sequence if gap is not None else _sequence(options, model, scores)
+    sequence = _sequence(options, model, scores) if gap is None else gap.sequence
+    if gap is not None and options.temperature is not None:
+        sequence = replace(sequence, temperature=options.temperature)
     try:
         report = explain(
             model, sequence, first, second, scores=scores, at_least=options.at_least, tolerance=options.tolerance,
@@ -60,16 +63,20 @@ def _sequence(options: argparse.Namespace, model: Path, scores: Scores | None) -
 
     if options.text is not None:
         with model_folder(model) as folder:
-            return text_sequence(options.text, folder, options.temperature)
+            return text_sequence(options.text, folder, _given(options.temperature))
     if options.source:
         source = Path(options.source)
         if source.is_dir():
             return sample_of(source, options.step, options.sample, options.temperature)
-        return read_sequence(source, options.sample)
+        return read_sequence(source, options.sample, options.temperature)
     if scores is not None and scores.prompt_ids:
-        return TokenSequence(scores.prompt_ids, scores.token_ids, (), options.temperature, options.scores)
+        return TokenSequence(scores.prompt_ids, scores.token_ids, (), _given(options.temperature), options.scores)
     without = f": {options.scores} has no token ids of the prompt" if scores is not None else ""
     raise ValueError(f"there is no sequence{without}; give a file, the folder of a run, or --text")
+
+
+def _given(temperature: float | None) -> float:
+    return 1.0 if temperature is None else temperature
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -98,7 +105,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--sample", type=int, default=0, metavar="N", help="sample of the step, or line of the file, from 0"
     )
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="that log-probabilities are of")
+    parser.add_argument(
+        "--temperature", type=float, metavar="T", help="that log-probabilities are of; default: the file's, or 1"
+    )
     parser.add_argument(
         "--scores",
         metavar="FILE",
@@ -117,6 +126,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--way stands twice, not {len(options.way)} times")
     if options.text is not None and options.source:
         parser.error("--text takes the place of SOURCE")
+    if options.temperature is not None and not options.temperature > 0:
+        parser.error(f"--temperature must be above 0, not {options.temperature}: a greedy draw reports it as 1")
     if options.at_least < 1:
         parser.error(f"--at-least must be at least 1, not {options.at_least}")
     return options

@@ -120,11 +120,13 @@ def run_engine(model: PreTrainedModel | Path, way: Way, sequence: TokenSequence,
 
     records: False to read no operations, only the log-probabilities, as the engine usually computes them: with several
     layers in one call of a kernel, and recorded decode steps. Raises ValueError for a model that no engine
-    hosts, and RunFailed if the engine did not go the way.
+    hosts and a sequence beyond its context, and RunFailed if the engine did not go the way.
     """
     watch = _Watch()
     engine = Engine(model, _config(way, sequence), make_runner=_maker(sequence.ids, watch, records=records))
     try:
+        if len(sequence.ids) > (context := engine.max_model_len):
+            raise ValueError(f"the sequence has {len(sequence.ids)} tokens, and the model's context has {context}")
         if engine.parts.speculation is not None:
             engine.parts.speculation.lengths = WholeDrafts()
         hosted = engine.model

@@ -77,7 +77,13 @@ def scores_of(found: Any, choice: int, source: str) -> Scores:
 
 
 def gaps(recording: Recording, sequence: TokenSequence, scores: Scores) -> list[TokenGap]:
-    """Return the gap of every reported token. Raises ValueError if the tokens are others than the sequence's."""
+    """Return the gap of every reported token. Raises ValueError if the tokens, or those of the prompt, are others than
+    the sequence's."""
+    if scores.prompt_ids and scores.prompt_ids != sequence.prompt_ids:
+        raise ValueError(
+            f"the scores are behind another prompt, of {len(scores.prompt_ids)} tokens; that of the sequence has "
+            f"{len(sequence.prompt_ids)}"
+        )
     for index, (known, its) in enumerate(zip(sequence.token_ids, scores.token_ids, strict=False)):
         if known != its:
             raise ValueError(f"the scores are of other tokens: output token {index} is {its}, in the sequence {known}")

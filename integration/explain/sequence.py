@@ -76,8 +76,9 @@ def _temperature(values: Mapping[str, Any], source: str) -> float:
     return float(given)
 
 
-def read_sequence(path: Path, line: int = 0) -> TokenSequence:
-    """Read a JSON object, or line `line` (from 0) of a file of such lines. Raises ValueError naming the file."""
+def read_sequence(path: Path, line: int = 0, temperature: float | None = None) -> TokenSequence:
+    """Read a JSON object, or line `line` (from 0) of a file of such lines. temperature: None: the object's, or 1.
+    Raises ValueError naming the file."""
     try:
         text = path.read_text(encoding="utf-8")
         try:
@@ -89,12 +90,16 @@ def read_sequence(path: Path, line: int = 0) -> TokenSequence:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
     if not 0 <= line < len(found) or not isinstance(found[line], dict):
         raise ValueError(f"{path} has {len(found)} lines, of which number {line} is no JSON object")
-    return sequence_of(found[line], str(path))
+    return sequence_of({**found[line], **_replaced(temperature)}, str(path))
 
 
-def sample_of(run: Path, step: int | None, sample: int, temperature: float) -> TokenSequence:
-    """Read a sample that a run of the job has kept. step: None: of the newest step. Raises ValueError for one that is
-    not there."""
+def _replaced(temperature: float | None) -> dict[str, float]:
+    return {} if temperature is None else {"temperature": temperature}
+
+
+def sample_of(run: Path, step: int | None, sample: int, temperature: float | None) -> TokenSequence:
+    """Read a sample that a run of the job has kept. step: None: of the newest step; temperature: None: 1. Raises
+    ValueError for one that is not there."""
     steps = saved_steps(run)
     if not steps:
         raise ValueError(f"{run} has no samples")
@@ -102,7 +107,7 @@ def sample_of(run: Path, step: int | None, sample: int, temperature: float) -> T
     rows = read_samples(run, step)
     if not 0 <= sample < len(rows):
         raise ValueError(f"step {step} of {run} has samples 0 to {len(rows) - 1}, not {sample}")
-    return sequence_of({**rows[sample], "temperature": temperature}, f"sample {sample} of step {step} of {run}")
+    return sequence_of({**rows[sample], **_replaced(temperature)}, f"sample {sample} of step {step} of {run}")
 
 
 def text_sequence(text: str, model: Path, temperature: float) -> TokenSequence:

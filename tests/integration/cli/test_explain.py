@@ -85,6 +85,18 @@ def test_reported_log_probabilities_are_compared_with_the_first_way(model, logpr
     assert explained(capsys, path, "--model", model, "--tolerance", "0.3")[0] == 0
 
 
+def test_the_temperature_of_the_command_goes_before_that_of_the_file(model, tmp_path, capsys):
+    own = list(
+        run_way(Way(), TokenSequence(SEQUENCE.prompt_ids, SEQUENCE.token_ids, temperature=0.5), model).logprobs.values()
+    )
+    row = {"prompt_ids": SEQUENCE.prompt_ids, "token_ids": SEQUENCE.token_ids, "logprobs": own}
+    for name, values in (("plain", {}), ("other", {"temperature": 2.0})):
+        (tmp_path / name).write_text(json.dumps({**row, **values}))
+        code, out, _ = explained(capsys, tmp_path / name, "--model", model, "--temperature", "0.5")
+        assert code == 0 and "all 10 log-probabilities are the first way's, bit for bit" in out
+    assert explained(capsys, tmp_path / "other", "--model", model)[0] == 1
+
+
 def test_another_engines_answer_brings_its_own_sequence(model, logprobs, tmp_path, capsys):
     pairs = list(zip(SEQUENCE.token_ids, logprobs, strict=True))
     triples = [[value + (0.125 if token == 33 else 0.0), token, None] for token, value in pairs]
@@ -135,12 +147,21 @@ def test_changed_weights_are_found_between_two_folders(model, file, tmp_path, ca
         (["--text", "a b", "--model", "MODEL"], "needs a tokenizer"),
         (["FILE", "--text", "a", "--model", "MODEL"], "--text takes the place of SOURCE"),
         (["FILE", "--model", "MODEL", "--at-least", "0"], "--at-least must be at least 1"),
+        (["FILE", "--model", "MODEL", "--temperature", "0"], "--temperature must be above 0, not 0.0"),
+        (["LONG", "--model", "MODEL"], "the sequence has 605 tokens, and the model's context has 512"),
+        (["FILE", "--model", "MODEL", "--scores", "OTHER"], "the scores are behind another prompt, of 2 tokens"),
         (["FILE", "--model", "MODEL", "--way", "decode", "--way", "transformers,attention=none"], "attention=none"),
     ],
 )
 def test_mistakes_are_named_in_one_line(arguments, said, model, file, tmp_path, capsys):
     paths = {"FILE": str(file), "MODEL": str(model)}
-    for name, text in (("DEEP", "[" * 100_000), ("NULL", '{"prompt_ids":[1],"token_ids":[2],"logprobs":[null]}')):
+    files = {
+        "DEEP": "[" * 100_000,
+        "NULL": '{"prompt_ids":[1],"token_ids":[2],"logprobs":[null]}',
+        "LONG": json.dumps({"prompt_ids": [1] * 600, "token_ids": [2] * 5}),
+        "OTHER": json.dumps({"prompt_ids": [1, 2], "token_ids": SEQUENCE.token_ids, "logprobs": [-1.0] * 10}),
+    }
+    for name, text in files.items():
         paths[name] = str(tmp_path / name)
         (tmp_path / name).write_text(text)
     given = [paths.get(word, word) for word in arguments]
