@@ -49,6 +49,13 @@ class WeightFolder:
         match = _STEP.fullmatch(self.path.name)
         return match[1] if match and self.is_checkpoint else None
 
+    @property
+    def is_newer_than_index(self) -> bool:
+        """Whether weights came here after the index was written, by the time of change, which no copy keeps."""
+        paths = [*self.path.glob("*.safetensors"), *([self.path] if self.path != self.index else [])]
+        written = (self.index / FILE).stat().st_ctime_ns
+        return any(path.stat().st_ctime_ns >= written for path in paths)
+
 
 def weight_folders(path: str | Path) -> list[WeightFolder]:
     """Find the folders of weights at or under a path. Raises ValueError where there are none."""
@@ -114,7 +121,8 @@ class FolderWeights:
         on_folder: Callable[[Path], object] = lambda path: None,
     ) -> None:
         """Find the folders of the wanted digests: by the indexes first, and where these know too little, by loading the
-        folders that no index names. on_folder: called before a folder is loaded to compute its digest."""
+        folders that no index names, then those that are newer than their index. on_folder: called before a folder is
+        loaded to compute its digest."""
         self._service = service
         self._dtype = str(service.engine.model.dtype).removeprefix("torch.")
         self._by_digest: dict[str, Path] = {}
@@ -124,6 +132,7 @@ class FolderWeights:
         self._present = present.digest
         roots = [Path(path).resolve() for path in paths]
         unknown: list[WeightFolder] = []
+        newer: list[WeightFolder] = []
         for root in roots:
             entries = [entry for entry in read_index(root) if entry.dtype == self._dtype]
             newest = {
@@ -131,24 +140,38 @@ class FolderWeights:
             }  # a folder whose weights were replaced has several
             for entry in entries:
                 self._know(entry, (root / entry.folder).resolve(), newest[entry.folder])
-            unknown += [folder for folder in weight_folders(root) if folder.name not in newest]
+            for folder in weight_folders(root):
+                if folder.name not in newest:
+                    unknown.append(folder)
+                elif folder.is_newer_than_index:
+                    newer.append(folder)
         missing = set(wanted) - {self._present} - set(self._by_digest)
         for folder in unknown:
             if not missing:
                 break
-            on_folder(folder.path)
-            try:
-                self._load(folder.path, None)
-            except (ValueError, WeightSyncError, OSError) as error:
-                logger.warning("%s is passed over: %s", folder.path, error)
-                continue
-            entry = IndexedWeights(folder.name, self._present, self._dtype, folder.version)
-            self._know(entry, folder.path, entry.digest)
+            self._read(folder, on_folder)
             missing.discard(self._present)
-            try:
-                add_to_index(folder.index, [entry])
-            except OSError as error:
-                logger.info("%s keeps no index of digests: %s", folder.index, error)
+        if missing:
+            for folder in newer:  # all of them: none is newer than the index that each of them changes
+                self._read(folder, on_folder)
+
+    def _read(self, folder: WeightFolder, on_folder: Callable[[Path], object]) -> None:
+        """Load a folder, and note the digest of its weights, in the index too."""
+        on_folder(folder.path)
+        try:
+            self._load(folder.path, None)
+        except (ValueError, WeightSyncError, OSError) as error:
+            logger.warning("%s is passed over: %s", folder.path, error)
+            return
+        for digest in [digest for digest, path in self._by_digest.items() if path == folder.path]:
+            del self._by_digest[digest]
+            self._gone[digest] = f"{folder.path} had them, and holds others now"
+        entry = IndexedWeights(folder.name, self._present, self._dtype, folder.version)
+        self._know(entry, folder.path, entry.digest)
+        try:
+            add_to_index(folder.index, [entry])
+        except OSError as error:
+            logger.info("%s keeps no index of digests: %s", folder.index, error)
 
     def _know(self, entry: IndexedWeights, path: Path, newest: str) -> None:
         """Note an entry of the index. newest: the digest of the weights that its folder was given last."""

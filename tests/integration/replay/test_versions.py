@@ -194,6 +194,26 @@ def test_a_folder_whose_weights_were_replaced_is_not_taken_for_what_it_held_befo
     assert verdicts[0].what.endswith("v1 had them, and is there no more")
 
 
+def test_weights_that_came_after_the_index_are_found_all_the_same(trainer):
+    receipts = []
+    for _ in range(2):
+        [answer] = trainer.service.engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=6), options=ASKED)
+        receipts.append(answer.receipt)
+        trainer.commit()
+    digests = [receipt["spans"][0]["digest"] for receipt in receipts]
+    add_to_index(trainer.folder, [IndexedWeights("v1", digests[0], "float32")])
+    shutil.rmtree(trainer.folder / "v1")
+    (trainer.folder / "v2").rename(trainer.folder / "v1")  # its files are older than the index
+    loaded: list[Path] = []
+    for said in ("v1 had them, and holds others now", "are at hand"):
+        service = prover_of(trainer.folder / "v3")
+        weights = FolderWeights(service, [trainer.folder], digests, loaded.append)
+        verdicts = service.replay(receipts, weights=weights).verdicts
+        assert [v.status for v in verdicts] == ["unproven", "equal"]
+        assert verdicts[0].what.endswith(said)
+    assert [path.name for path in loaded] == ["v3", "v1"]  # the second time the index knows both
+
+
 def test_the_last_entry_of_a_folder_in_the_index_is_the_one_that_was_added_last(tmp_path):
     one, two = (IndexedWeights("best", digest, "float32", version) for digest, version in (("a", "1"), ("b", "2")))
     for entry in (one, two, one):
