@@ -72,13 +72,15 @@ def _proven(
     """Load the model and prove the receipts with the weights of their digests; returns the report."""
     from ...rollout.engine import Engine  # heavy imports come after the checks
     from ...rollout.model.loading import read_config
+    from ...rollout.proving.fields import wrong_fields
     from ..replay.folders import FolderWeights, model_folder
     from ..service import RolloutService
 
     folder = model or model_folder(weights)
     if folder is None:
         raise ValueError(f"no folder of a model (with config.json) at {', '.join(weights)}: give one with --model")
-    given = {"max_num_seqs": 4, "speculation": "off", **_settings_of(receipts), **settings}
+    sound = [receipt for receipt in receipts if not wrong_fields(receipt)]  # the others have no proof, but a verdict
+    given = {"max_num_seqs": 4, "speculation": "off", **_settings_of(sound), **settings}
     if "kv_cache" not in given:
         context = read_config(Path(folder)).get_text_config(decoder=True).max_position_embeddings
         size = given.get("block_size", EngineConfig.block_size)
@@ -89,7 +91,7 @@ def _proven(
         service = RolloutService(Engine(folder, config))
     except OSError as error:  # transformers raises it for a folder that lacks a file
         raise ValueError(f"--model {folder}: {error}") from error
-    wanted = {str(digest) for receipt in receipts for digest in _digests(receipt) if digest}
+    wanted = {str(digest) for receipt in sound for digest in _digests(receipt) if digest}
     bar = tqdm(total=len(receipts), unit="sample", dynamic_ncols=True, file=sys.stderr, disable=options.quiet)
     try:
         with bar:
@@ -117,7 +119,7 @@ def _settings_of(receipts: Receipts) -> dict[str, Any]:
 
     found: dict[str, set[Any]] = {}
     for receipt in receipts:
-        guarantee, grammar = receipt.get("guarantee") or {}, receipt.get("grammar") or {}
+        guarantee, grammar = receipt["guarantee"], receipt.get("grammar") or {}
         for setting, name in _FROM_GUARANTEE.items():
             if name in guarantee:
                 found.setdefault(setting, set()).add(guarantee[name])
@@ -131,8 +133,7 @@ def _settings_of(receipts: Receipts) -> dict[str, Any]:
 
 
 def _digests(receipt: Mapping[str, Any]) -> list[Any]:
-    spans = receipt.get("spans") or []
-    return [run.get("digest") for span in spans for run in (span, *span.get("kept_kv", []))]
+    return [run["digest"] for span in receipt["spans"] for run in (span, *span["kept_kv"])]
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

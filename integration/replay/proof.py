@@ -17,6 +17,7 @@ from ...rollout.completion import Completion, DrawnWith
 from ...rollout.proving.claim import Claim, Drawn, Verdict, claim_of, unproven
 from ...rollout.proving.fields import wrong_fields
 from ...rollout.proving.layout import Task
+from ...rollout.proving.own_settings import needs_own
 from ...rollout.proving.prover import Prover
 from ...rollout.receipt import (
     GRAMMAR_SETTINGS,
@@ -30,6 +31,7 @@ from ...rollout.receipt import (
     seal_is_whole,
 )
 from ...rollout.request_options import RequestOptions
+from ...rollout.sampling_params import SamplingParams
 from .cut_answers import first_replaced
 from .report import ReplayReport, ids_of
 
@@ -125,9 +127,9 @@ class _Replay:
             return unproven(why)
         if (position := claim.wrong_end) is not None:
             return Verdict("differs", "end", position)
-        if why := claim.unproven_end:
+        if why := claim.unproven_end or self._other_ends(claim):
             return unproven(why)
-        return self._without_weights(claim) or self._without_grammar(claim) or claim
+        return self._without_weights(claim) or self._without_grammar(claim) or self._without_settings(claim) or claim
 
     def _other_guarantee(self, claimed: object) -> str:
         if not isinstance(claimed, Mapping):
@@ -143,6 +145,15 @@ class _Replay:
         if self._known[key] and not self._anyway:
             return f"the guarantee is another one here: {'; '.join(self._known[key])}"
         return ""
+
+    def _other_ends(self, claim: Claim) -> str:
+        """Return why the tokens of a claim end elsewhere here; "": they do not. Other end-of-sequence tokens than the
+        receipt names are no matter where the output has none of them: an engine without a tokenizer knows fewer."""
+        here = self._engine.parts.eos_token_ids
+        others = set() if claim.params.ignore_eos else (here ^ claim.eos).difference(claim.params.stop_token_ids)
+        if not (found := sorted(others.intersection(claim.token_ids.tolist()))):
+            return ""
+        return f"its output has tokens {found}, which end a sequence there or here alone: {sorted(here)} do here"
 
     def _without_weights(self, claim: Claim) -> Verdict | None:
         """Return a verdict on a sample whose weights are not at hand, or had another version."""
@@ -171,6 +182,16 @@ class _Replay:
         other = [name for name in GRAMMAR_SETTINGS if given.get(name) != getattr(config, name)]
         if other and (claim.grammar["mode"] != "off" or "grammar_any_whitespace" in other):
             return unproven(f"its grammar was followed with other settings: {', '.join(other)}")
+        return None
+
+    def _without_settings(self, claim: Claim) -> Verdict | None:
+        """Return a verdict on a sample whose settings no request to this model could have."""
+        if self._has_prover and not needs_own(claim):
+            return None  # tokens, log-probabilities and numbers were checked as they were read
+        try:
+            self._engine.requests.check(list(claim.prompt_ids), _params(claim, self._engine), RequestOptions())
+        except ValueError as error:
+            return unproven(f"its settings are none for this model: {error}")
         return None
 
     # -- with it --------------------------------------------------------------------------------------------------
@@ -282,13 +303,19 @@ def _first_of(verdicts: Sequence[Verdict]) -> Verdict:
     return Verdict("equal", num_tokens=num_tokens)
 
 
-def _answer(claim: Claim, engine: Engine) -> Completion:
-    """Return a claim as an answer that can be renewed."""
+def _params(claim: Claim, engine: Engine) -> SamplingParams:
+    """Return the settings with which an engine draws a claim again."""
     params = claim.params
     if claim.grammar is not None:
         params = replace(params, jump_forward=claim.grammar["mode"])
     if engine.tokenizer is None:
         params = replace(params, stop=(), stop_regex=())
+    return params
+
+
+def _answer(claim: Claim, engine: Engine) -> Completion:
+    """Return a claim as an answer that can be renewed."""
+    params = _params(claim, engine)
     span, options = claim.spans[-1], RequestOptions(return_receipt=True)
     return Completion(
         claim.id, claim.index, claim.prompt_ids, tuple(claim.token_ids.tolist()), "", (), None, 0, 0, span.version,

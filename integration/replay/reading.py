@@ -10,6 +10,8 @@ from typing import Any
 from ...rollout.proving.claim import with_values
 from ...rollout.receipt import HASH, LISTS, digest_of, float_bits, is_in_full
 
+_Digest = tuple[str, str]  # the hash of a list, and its length
+
 
 def read_lines(path: str | Path) -> list[Any]:
     """Read a file of lines of JSON, or of one JSON value. Raises ValueError naming the file and the line."""
@@ -47,26 +49,32 @@ def completed(receipts: Iterable[Mapping[str, Any]], values: Iterable[Any]) -> l
     A sample is an object with `prompt_ids`, `token_ids` and `logprobs`; it belongs to the receipts that have the hashes
     of all three. The others stay as they are.
     """
-    known: dict[tuple[str, ...], dict[str, list[int]]] = {}
+    known: dict[tuple[_Digest | None, ...], dict[str, list[int]]] = {}
     for value in values:
         for sample in _samples(value):
-            lists = {
-                "prompt": list(sample["prompt_ids"]),
-                "output": list(sample["token_ids"]),
-                "logprobs": float_bits(sample["logprobs"]),
-            }
-            known[tuple(digest_of(lists[name])["sha256"] for name in LISTS)] = lists
+            try:
+                lists = {
+                    "prompt": list(sample["prompt_ids"]),
+                    "output": list(sample["token_ids"]),
+                    "logprobs": float_bits(sample["logprobs"]),
+                }
+                known[tuple(_digest(lists[name]) for name in LISTS)] = lists
+            except (TypeError, ValueError, OverflowError):  # of values that no engine gives: no receipt is of them
+                continue
     done = []
     for receipt in receipts:
-        found = None if is_in_full(receipt) else known.get(tuple(_hash(receipt.get(name)) for name in LISTS))
+        found = None if is_in_full(receipt) else known.get(tuple(_digest(receipt.get(name)) for name in LISTS))
         done.append(dict(receipt) if found is None else with_values(receipt, found))
     return done
 
 
-def _hash(value: object) -> str:
-    if isinstance(value, Mapping):
-        return str(value.get("sha256"))
-    return digest_of(value)["sha256"] if isinstance(value, list) else ""
+def _digest(value: object) -> _Digest | None:
+    """Return the hash and length of a list, or of the digest in its place; None: it is neither."""
+    if isinstance(value, list):
+        value = digest_of(value) if all(type(one) is int for one in value) else None
+    if not isinstance(value, Mapping):
+        return None
+    return str(value.get("sha256")), str(value.get("num"))
 
 
 def _receipts(value: Any) -> Iterator[dict[str, Any]]:

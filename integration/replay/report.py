@@ -52,7 +52,12 @@ class ReplayReport:
         }
 
     def lines(self, most: int = 20) -> Iterator[str]:
-        """Yield the report as text: what differs first, at most so many samples of a kind."""
+        """Yield the report as text: what differs first, at most so many samples of a kind. Characters that would end a
+        line, or that cannot be written, are escaped: receipts may hold any."""
+        for line in self._lines(most):
+            yield line if line.isprintable() else ascii(line)[1:-1]
+
+    def _lines(self, most: int) -> Iterator[str]:
         if self.guarantee:
             yield f"this machine's guarantee is another one: {'; '.join(self.guarantee)}"
         if self.versions:

@@ -62,6 +62,8 @@ class Claim:
     @property
     def wrong_end(self) -> int | None:
         """The position of an output token that cannot stand where it does, for an end before it or none after it."""
+        if self.finish["type"] == "ignored":  # no step took it, and its prompt may be longer than the context
+            return 0 if len(self.token_ids) else None
         stops = np.isin(self.token_ids, list(self.stops))
         if len(early := np.flatnonzero(stops[:-1])):
             return int(early[0]) + 1

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..model.supported import DTYPES
+from ..receipt import GRAMMAR_SETTINGS
+
 _MOST = 2**63  # integers beyond it are no tensor's
 _Check = Callable[[Any], bool]
 
@@ -15,7 +18,7 @@ def wrong_fields(receipt: Mapping[str, Any]) -> list[str]:
     wrong = [f"{name} is no {kind}" for name, (is_right, kind) in _FIELDS.items() if not is_right(receipt.get(name))]
     grammar = receipt.get("grammar")
     if grammar is not None and not _is_grammar(grammar):
-        wrong.append("grammar is no object with a mode and its jumps")
+        wrong.append("grammar is no object with a mode, the engine's settings and its jumps")
     return wrong
 
 
@@ -65,14 +68,17 @@ def _is_span(value: Any) -> bool:
 
 
 def _is_finish(value: Any) -> bool:
-    if not _is_object(value) or value.get("type") not in ("stop", "length", "abort"):
+    if not _is_object(value) or value.get("type") not in ("stop", "length", "abort", "ignored"):
         return False
     matched, message = value.get("matched"), value.get("message")
     return (matched is None or _is_text(matched) or _is_count(matched)) and (message is None or _is_text(message))
 
 
 def _is_guarantee(value: Any) -> bool:
-    return _is_object(value) and _is_object(value.get("versions", {}))
+    if not _is_object(value) or not _is_object(value.get("versions", {})):
+        return False
+    dtype, k_blocks = value.get("dtype", "float32"), value.get("k_blocks", 1)
+    return _is_text(dtype) and dtype in DTYPES and _is_count(k_blocks) and k_blocks > 0
 
 
 def _is_jump(value: Any) -> bool:
@@ -83,7 +89,9 @@ _are_jumps = _is_list_of(_is_jump)
 
 
 def _is_grammar(value: Any) -> bool:
-    return _is_object(value) and _is_text(value.get("mode")) and _are_jumps(value.get("jumps"))
+    if not _is_object(value) or not _is_text(value.get("mode")) or not _are_jumps(value.get("jumps")):
+        return False
+    return all(type(value.get(name, 0)) in (bool, int) for name in GRAMMAR_SETTINGS)
 
 
 _FIELDS: dict[str, tuple[_Check, str]] = {
@@ -94,9 +102,12 @@ _FIELDS: dict[str, tuple[_Check, str]] = {
     "index": (_is_count, "number of 0 or more"),
     "seed": (_is_seed, "int64"),
     "settings": (_is_object, "object"),
-    "finish": (_is_finish, "object with a type (stop, length or abort) and what matched"),
+    "finish": (_is_finish, "object with a type (stop, length, abort or ignored) and what matched"),
     "max_model_len": (_is_count, "number of 0 or more"),
     "eos": (_are_ids, "list of token ids"),
     "spans": (_is_list_of(_is_span), "list of objects with version, digest, start, end and kept_kv"),
-    "guarantee": (_is_guarantee, "object with values by name, and versions by library"),
+    "guarantee": (
+        _is_guarantee,
+        "object with values by name (a dtype of an engine, a number of k_blocks), and versions by library",
+    ),
 }

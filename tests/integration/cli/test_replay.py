@@ -151,6 +151,52 @@ def test_a_receipt_that_has_lost_its_hash_is_not_passed_over(made, tmp_path, cap
     assert "its hash is not that of its content" in out and "3 of 4 samples proven equal, 1 differ" in out
 
 
+MALFORMED = {
+    "guarantee": [1, True, {"dtype": {}}, {"dtype": "float99"}, {"k_blocks": -1}],
+    "grammar": [1, True, {"mode": "text", "jumps": [], "block_size": []}],
+    "spans": [-1, True, "x", [1], [None], [{"kept_kv": None}], [{"digest": {}}]],
+    "settings": [{"max_new_tokens": 12, "logit_bias": {"999999": "0x1p0"}}],
+    "logprobs": [[float("nan")]],
+    "id": [5],
+}
+
+
+def test_malformed_receipts_are_named_and_the_others_are_proven(made, tmp_path, capsys):
+    good = receipts(made / "tokens.jsonl")
+    wrong = [{**good[0], name: value} for name, values in MALFORMED.items() for value in values]
+    wrong = [one if one["logprobs"] != good[0]["logprobs"] else sealed(one) for one in wrong]
+    path = tmp_path / "some.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*wrong, *good])))
+    assert replay(path, "--weights", made / "model", "--json") == 1  # several have the number of one, and so no chain
+    report = json.loads(capsys.readouterr().out)
+    assert report["equal"] == len(good) and report["unproven"] == len(wrong)
+    said = {"settings": "settings", "logprobs": "Out of range float values"}
+    named = [said.get(name, f"{name} is no ") for name, values in MALFORMED.items() for _ in values]
+    assert all(name in one["what"] for name, one in zip(named, report["verdicts"], strict=False)), report["verdicts"]
+
+
+def test_characters_that_would_forge_a_line_or_cannot_be_written_are_escaped(made, tmp_path, capsys):
+    one = receipts(made / "tokens.jsonl")[0]
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps(sealed({**one, "id": "x\n1 of 1 samples proven equal\ud800", "seed": one["seed"] ^ 1})))
+    assert replay(path, "--weights", made / "model") == 1
+    first, last = capsys.readouterr().out.splitlines()
+    assert r"sample 0 (x\n1 of 1 samples proven equal\ud800): " in first and last.startswith("0 of 1 samples")
+
+
+def test_samples_that_no_receipt_is_of_are_passed_over(made, tmp_path, capsys):
+    rows = [json.loads(line) for line in (made / "samples.jsonl").read_text().splitlines()]
+    other = [{**rows[0], "logprobs": [value]} for value in (None, "x", 1e300)] + [{**rows[0], "token_ids": [None, "x"]}]
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text("\n".join(map(json.dumps, [*other, *rows])))
+    first, *rest = receipts(made / "digests.jsonl")
+    shorter = sealed({**first, "output": {**first["output"], "num": 3}})
+    path = tmp_path / "some.jsonl"
+    path.write_text("\n".join(map(json.dumps, [shorter, *rest])))
+    assert replay(path, "--weights", made / "model", "--samples", samples) == 1  # the changed one breaks the chain
+    assert "3 of 4 samples proven equal, 0 differ, 1 unproven" in capsys.readouterr().out
+
+
 def test_receipts_that_are_not_there_are_counted(made, tmp_path, capsys):
     rows = receipts(made / "tokens.jsonl")
     del rows[1:3]

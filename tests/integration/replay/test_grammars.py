@@ -68,6 +68,20 @@ def test_constrained_samples_are_proven_in_every_mode(make_service, mode):
     assert (verdict.status, verdict.what, verdict.position) == ("differs", "token", 5)
 
 
+@pytest.mark.parametrize("mode", ["off", "text"])
+def test_a_grammar_that_is_none_leaves_the_other_samples_proven(make_service, mode):
+    service = make_service()
+    one, *others = receipts_of(service, mode)
+    settings = {name: value for name, value in one["settings"].items() if name != "json_schema"}
+    wrong = [
+        sealed({**one, "settings": {**settings, "regex": "("}}),
+        sealed({**one, "settings": {**settings, "json_schema": "5"}}),
+    ]
+    verdicts = service.replay([*wrong, *others]).verdicts
+    assert [v.status for v in verdicts] == ["unproven"] * 2 + ["equal"] * 5
+    assert "regex: " in verdicts[0].what and "json_schema: " in verdicts[1].what
+
+
 @pytest.mark.parametrize("mode", ["off", "exact", "text"])
 def test_an_output_does_not_end_with_its_grammar_before_the_grammar_does(make_service, mode):
     service = make_service()

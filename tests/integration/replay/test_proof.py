@@ -181,6 +181,25 @@ def test_an_answer_without_tokens_has_a_receipt_and_nothing_to_prove(make_servic
     assert service.replay([aborted.receipt]).num("equal") == 1
 
 
+def test_an_ignored_prompt_has_a_receipt_without_output_and_nothing_to_prove(make_service):
+    service = make_service(max_model_len=16)
+    ignored, answered = receipts_of(service, SamplingParams(max_new_tokens=4), [LONG, [1, 2]])
+    assert ignored["finish"]["type"] == "ignored" and ignored["output"] == []
+    forged = changed(answered, finish=ignored["finish"])
+    assert [(v.status, v.what) for v in service.replay([ignored, answered, forged]).verdicts] == [
+        ("equal", ""), ("equal", ""), ("differs", "end"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])  # proven by prefills, and by the engine's steps
+def test_settings_that_no_request_can_have_leave_the_other_samples_proven(make_service, family):
+    service = make_service(family)
+    receipts = receipts_of(service, SamplingParams(max_new_tokens=4))
+    bias = {"max_new_tokens": 4, "logit_bias": {"9999": "0x1p0"}}
+    verdicts = service.replay([changed(receipts[0], settings=bias), *receipts[1:]]).verdicts
+    assert [v.status for v in verdicts] == ["unproven", "equal", "equal", "equal"]
+
+
 def test_digests_in_the_place_of_tokens_are_not_proven_alone(make_service):
     service = make_service(receipts="digests")
     answers = service.engine.generate(PROMPTS, SamplingParams(max_new_tokens=4))
@@ -206,6 +225,11 @@ def test_digests_in_the_place_of_tokens_are_not_proven_alone(make_service):
         ("grammar", 0, "grammar is no object"),
         ("grammar", {"mode": "text", "jumps": 1}, "grammar is no object"),
         ("grammar", {"mode": "text", "jumps": [{"a": 1}]}, "grammar is no object"),
+        ("grammar", {"mode": "off", "jumps": [], "block_size": []}, "grammar is no object"),
+        ("guarantee", {"dtype": []}, "guarantee is no object"),
+        ("guarantee", {"dtype": "float99"}, "guarantee is no object"),
+        ("guarantee", {"k_blocks": 0}, "guarantee is no object"),
+        ("settings", {"max_new_tokens": 4, "logit_bias": {"9999": "0x1p0"}}, "logit_bias names tokens [9999]"),
         ("eos", ["x"], "eos is no list of token ids"),
         ("number", "x", "number is no number"),
         ("engine", {}, "engine is no text"),
@@ -236,6 +260,17 @@ def test_an_output_goes_on_after_no_stop_and_ends_with_the_one_that_it_names(mak
         ("end", len(receipt["output"])),
         ("end", len(receipt["output"]) - 1),
     ]
+
+
+def test_end_of_sequence_tokens_that_the_model_does_not_have_end_no_output(make_service):
+    service = make_service()
+    [receipt] = receipts_of(service, SamplingParams(max_new_tokens=8, sampling_seed=2), [[1, 2]])
+    last = receipt["output"][-1]
+    ended = changed(receipt, eos=[last], finish={"type": "stop", "matched": last})
+    unseen = changed(receipt, eos=[next(id for id in range(256) if id not in receipt["output"])])
+    verdicts = service.replay([ended, unseen]).verdicts
+    assert [v.status for v in verdicts] == ["unproven", "equal"]
+    assert f"its output has tokens [{last}], which end a sequence there or here alone" in verdicts[0].what
 
 
 def cut_to(receipt: dict, num: int, **finish: object) -> dict:
