@@ -18,7 +18,8 @@ from ..sampling_params import SamplingParams
 from .library import make_compiler
 from .matcher import CompiledGrammar
 from .schemas.check import check_schema, parse_json
-from .schemas.patterns import escape_fault
+from .schemas.patterns import anchor_fault, escape_fault
+from .schemas.references import with_plain_references
 from .shortest_text import ENDLESS, ForcedBound, Rules
 from .token_text import WRONG_SECOND_BYTES, can_be_text
 from .vocabulary import Pieces, Vocabulary, pack_ids
@@ -132,18 +133,22 @@ class GrammarCompiler:
     def _compiled(self, constraint: Constraint) -> Any:
         kind, text, compiler = constraint.kind, constraint.text, self._compiler
         if kind == "regex":
-            if (fault := escape_fault(text)) is not None:
+            if (fault := escape_fault(text) or anchor_fault(text)) is not None:
                 raise ValueError(f"regex: {fault}")
             return compiler.compile_regex(text)
         if kind == "ebnf":
             return compiler.compile_grammar_from_strings(text, "root")
         if kind == "structural_tag":
-            _check_tag(parse_json(text, kind))
-            return compiler.compile_structural_tag(text)
+            tag = parse_json(text, kind)
+            _check_tag(tag)
+            return compiler.compile_structural_tag(_with_plain_schemas(tag, text))
         if text == ANY_JSON:
             text = "true"
         else:
-            check_schema(parse_json(text, kind))
+            schema = parse_json(text, kind)
+            check_schema(schema)
+            if (plain := with_plain_references(schema)) is not schema:
+                text = json.dumps(plain)
         # No indent and the usual separators, nothing but the named properties, in their order.
         return compiler.compile_json_schema(text, self._any_whitespace, None, None, True, None, False)
 
@@ -168,8 +173,18 @@ def _check_tag(tag: object) -> None:
                 check_schema(part["json_schema"])
             except ValueError as error:
                 raise ValueError(f"structural_tag: {error}") from error
-        if isinstance(pattern := part.get("pattern"), str) and (fault := escape_fault(pattern)) is not None:
+        pattern = part.get("pattern")
+        if isinstance(pattern, str) and (fault := escape_fault(pattern) or anchor_fault(pattern)) is not None:
             raise ValueError(f"structural_tag: the pattern {pattern[:100]!r} {fault}")
+
+
+def _with_plain_schemas(tag: object, text: str) -> str:
+    """Return the text of a structural tag whose schemas have references that the library reads. Changes the tag."""
+    is_changed = False
+    for part in _parts_of(tag):
+        if "json_schema" in part and (plain := with_plain_references(part["json_schema"])) is not part["json_schema"]:
+            part["json_schema"], is_changed = plain, True
+    return json.dumps(tag) if is_changed else text
 
 
 def named_tokens(constraint: Constraint) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import numpy as np
@@ -138,6 +139,83 @@ def test_what_is_wrong_with_a_grammar_is_quoted_with_its_place(compiler, kind, g
     with pytest.raises(ValueError, match=why) as caught:
         compiler.compile(Constraint(kind, grammar))
     assert str(caught.value).startswith(f"{kind}: ") and ".cc:" not in str(caught.value)
+
+
+def allows_whole(compiler, text, grammar: Constraint, string: str) -> bool:
+    matcher = compiler.compile(grammar).matcher()
+    return all(matcher.accept(id) for id in text.encode(string.encode())) and matcher.is_complete
+
+
+@pytest.mark.parametrize(
+    ("reference", "defined"),
+    [
+        ("#/$defs/a~1b", {"a/b": "integer"}),
+        ("#/$defs/a~0b", {"a~b": "integer"}),
+        ("#/$defs/a~01b", {"a~1b": "integer", "a/b": "string"}),
+        ("#/$defs/a%20b", {"a b": "integer", "a%20b": "string"}),
+        ("#/$defs/%C3%A4", {"ä": "integer"}),
+        ("#/$defs/", {"": "integer", "$defs": "string"}),
+        ("#/$defs/a%2525~1", {"a%25/": "integer"}),
+        ("#/prefixItems/0", {"unused": "string"}),
+    ],
+)
+def test_references_are_json_pointers_in_schemas_and_in_those_of_tags(compiler, text, reference, defined):
+    definitions = {name: {"type": kind} for name, kind in defined.items()}
+    schema = {
+        "type": "array", "prefixItems": [{"type": "integer"}, {"$ref": reference}], "minItems": 2, "maxItems": 2,
+        "$defs": definitions | {"const": {"const": {"$ref": "#/a~1b"}}},
+    }  # fmt: skip
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    for grammar in (Constraint("json_schema", json.dumps(schema)), Constraint("structural_tag", json.dumps(tag))):
+        assert allows_whole(compiler, text, grammar, "[1, 2]")
+        assert not allows_whole(compiler, text, grammar, '[1, "a"]')
+
+
+def test_a_schema_that_names_itself_by_an_escaped_reference_nests(compiler, text):
+    node = {"type": "object", "properties": {"a": {"$ref": "#/$defs/the%20node"}}, "additionalProperties": False}
+    grammar = Constraint("json_schema", json.dumps({"$ref": "#/$defs/the%20node", "$defs": {"the node": node}}))
+    assert allows_whole(compiler, text, grammar, '{"a": {"a": {}}}')
+    assert not allows_whole(compiler, text, grammar, '{"a": {"a": 1}}')
+
+
+@pytest.mark.parametrize("reference", ["#$defs/a", "#a", "#/$defs/a/", "#/$defs//a", "#/prefixItems/00", "#/$defs/b"])
+def test_references_that_name_nothing_are_refused(compiler, reference):
+    """The library takes some of them for any value."""
+    schema = {"type": "array", "prefixItems": [{}], "items": {"$ref": reference}, "$defs": {"a": {}}}
+    with pytest.raises(ValueError, match="points nowhere"):
+        compiler.compile(Constraint("json_schema", json.dumps(schema)))
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["a^b", "a$b", "x*^a", "a(b$)c", "a$\n", "(a|^b)(^c)", "x(a|^b)", "(^a)+", "(a$){2}", "a$(|b)", "a$[b]", "(a$|b)c"],
+)
+def test_ends_of_the_text_in_the_middle_of_a_pattern_are_refused(compiler, pattern):
+    """The library leaves them out, so that other texts match."""
+    tag = {"type": "structural_tag", "format": {"type": "regex", "pattern": pattern}}
+    schema = {"type": "string", "pattern": pattern}
+    for kind, grammar in (
+        ("regex", pattern), ("structural_tag", json.dumps(tag)), ("json_schema", json.dumps(schema)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"has \^ or \$ in its middle"):
+            compiler.compile(Constraint(kind, grammar))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "string"),
+    [
+        ("^ab$", "ab"), ("^a|b$", "b"), ("a$|^b", "b"), ("(^a|^b)c", "bc"), ("a(b$|c)", "ac"), ("(^yes$|^no$)", "no"),
+        (r"\^\$", "^$"), ("[$^]+", "$^"), ("^(?:a$)?$", "a"), (r"^\u{61}[\]$]$", "a$"), ("a.b", "a\nb"),
+    ],
+)  # fmt: skip
+def test_ends_of_the_text_at_the_ends_of_a_pattern_are_taken(compiler, text, pattern, string):
+    assert allows_whole(compiler, text, Constraint("regex", pattern), string)
+
+
+@pytest.mark.parametrize("pattern", ["\ud800", r"\ud800", r"[\uD800-\uDFFF]", r"\u{dc00}", r"a\\\ud83d\ude00"])
+def test_half_a_character_in_a_pattern_is_refused(compiler, pattern):
+    with pytest.raises(ValueError, match=r"regex: has .* half of a surrogate pair"):
+        compiler.compile(Constraint("regex", pattern))
 
 
 def test_a_structural_tag_leaves_the_rest_free(compiler, text):
