@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from .values import decode_at, decoded, dumped, value_of
+from .values import decode_at, decoded, dumped, types_of, value_of
 
 _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_SEP = "<｜tool▁sep｜>"
@@ -20,6 +21,7 @@ _MISTRAL, _MISTRAL_ARGS, _MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _LLAMA_BEGIN = re.compile(r'\{\s{0,4}"(?:name|type)"\s{0,4}:')
 _LLAMA_BETWEEN = re.compile(r"(?:[\s;,]|<\|python_tag\|>|<\|eom_id\|>)*+")
 _MAX_TRIES = 16  # texts that begin like a call and are none, before the rest is text
+_JSON_BEGIN = re.compile(r"\{|\[\s{0,32}\{")
 _PLAIN_NAME = re.compile(r"[^\s<>\[\]{}\"]{1,256}")
 _SPACE = re.compile(r"\s*+")
 
@@ -53,7 +55,8 @@ def read_qwen_xml(body: str, raw: str, schemas: Schemas) -> list[Item]:
     while not text.has("</function>"):
         text.skip("<parameter=")
         key = text.until(">").strip()
-        given[key] = text.until("</parameter>").removeprefix("\n").removesuffix("\n")
+        value = text.until("</parameter>", may_be_json=_may_be_json(name, key, schemas))
+        given[key] = value.removeprefix("\n").removesuffix("\n")
         text.skip_space()
     text.skip("</function>")
     text.end()
@@ -71,7 +74,7 @@ def read_glm(body: str, raw: str, schemas: Schemas) -> list[Item]:
         key = text.until("</arg_key>").strip()
         text.skip_space()
         text.skip("<arg_value>")
-        given[key] = text.until("</arg_value>")
+        given[key] = text.until("</arg_value>", may_be_json=_may_be_json(name, key, schemas))
         text.skip_space()
         if not text.is_over:
             text.skip("<arg_key>")
@@ -80,10 +83,13 @@ def read_glm(body: str, raw: str, schemas: Schemas) -> list[Item]:
 
 def read_deepseek(body: str, raw: str, schemas: Schemas) -> list[Item]:
     """Read the calls of a block of DeepSeek's, in the forms of V3 and R1 (```json) and of V3.1."""
-    first, *pieces = body.split(_DEEPSEEK_BEGIN)
+    first, *pieces = _split(body, _DEEPSEEK_BEGIN)
     items: list[Item] = [first]
     for piece in pieces:
-        inner, closed, after = piece.partition(_DEEPSEEK_END)
+        end = piece.find(_DEEPSEEK_END, _end_of_json(piece, 0, before=_DEEPSEEK_END))
+        inner = piece if end < 0 else piece[:end]
+        closed = piece[len(inner) : len(inner) + len(_DEEPSEEK_END)]
+        after = piece[len(inner) + len(closed) :]
         its_raw = _DEEPSEEK_BEGIN + inner + closed
         name, _, arguments = inner.partition(_DEEPSEEK_SEP)
         if name.strip() == "function":
@@ -100,7 +106,7 @@ def read_deepseek(body: str, raw: str, schemas: Schemas) -> list[Item]:
 def read_mistral(body: str, raw: str, schemas: Schemas) -> list[Item]:
     """Read all calls after [TOOL_CALLS]: a JSON array of them, or NAME[ARGS]{...}, each with a marker of its own."""
     items: list[Item] = []
-    for piece in body.split(_MISTRAL):
+    for piece in _split(body, _MISTRAL):
         start = len(piece) - len(piece.lstrip())
         if piece.startswith(("[{", "{"), start) or re.match(r"\[\s*\{", piece[start : start + 32]):
             items += _array(piece, start)
@@ -161,14 +167,43 @@ def typed(name: str, given: Mapping[str, Any], raw: str, schemas: Schemas) -> Ca
     """Return the call whose arguments are texts, each of the type that the tool's schema gives it. Raises ValueError.
 
     Other arguments than texts stay as they are."""
-    root = schemas.get(name, {})
-    members = root.get("properties")
-    members = members if isinstance(members, Mapping) else {}
+    root, members = schemas.get(name, {}), _members(name, schemas)
     arguments = {
         key: value_of(value, members.get(key), root) if isinstance(value, str) else value
         for key, value in given.items()
     }
     return _call({"name": name, "arguments": arguments}, raw)
+
+
+def _members(name: str, schemas: Schemas) -> Mapping[str, Any]:
+    members = schemas.get(name, {}).get("properties")
+    return members if isinstance(members, Mapping) else {}
+
+
+def _may_be_json(name: str, key: str, schemas: Schemas) -> bool:
+    """Return whether an argument may be written as JSON: a text is written as it is."""
+    return types_of(_members(name, schemas).get(key), schemas.get(name, {})) != {"string"}
+
+
+def _split(body: str, marker: str) -> list[str]:
+    """Return the texts between markers, of those that stand in no JSON value: the first value after each is whole."""
+    pieces, start, at = [], 0, _end_of_json(body, 0, before=marker)
+    while (found := body.find(marker, at)) >= 0:
+        pieces.append(body[start:found])
+        start = found + len(marker)
+        at = _end_of_json(body, start, before=marker)
+    return [*pieces, body[start:]]
+
+
+def _end_of_json(text: str, start: int, *, before: str) -> int:
+    """Return the place behind the first object, or array of objects, after `start`; `start` itself where there is none
+    that can be read, or the text `before` comes first."""
+    limit = text.find(before, start)
+    begin = _JSON_BEGIN.search(text, start, len(text) if limit < 0 else limit)
+    try:
+        return start if begin is None else decode_at(text, begin.start())[1]
+    except ValueError:
+        return start
 
 
 def _array(piece: str, start: int) -> list[Item]:
@@ -217,9 +252,15 @@ class _Text:
         assert match is not None  # it matches the empty text
         self._at = match.end()
 
-    def until(self, marker: str) -> str:
-        """Return the text before a marker, and go on after it."""
-        end = self._text.find(marker, self._at)
+    def until(self, marker: str, *, may_be_json: bool = False) -> str:
+        """Return the text before a marker, and go on after it. may_be_json: JSON that begins here may hold markers."""
+        start = self._at
+        if may_be_json:
+            self.skip_space()
+            with suppress(ValueError):
+                _, self._at = decode_at(self._text, self._at)
+            start, self._at = self._at, start
+        end = self._text.find(marker, start)
         if end < 0:
             raise ValueError(f"no {marker} after {self._at}")
         start, self._at = self._at, end + len(marker)

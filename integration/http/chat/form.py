@@ -116,6 +116,7 @@ def read_form(fields: FormFields, tokenizer: Any, limits: RequestLimits) -> Chat
         24 if form is None else form.num_id_chars,
         *(("", "") if reasoning is None else (reasoning.opens, reasoning.closes)),
         reasoning is not None and reasoning.begins_inside,
+        values=None if form is None else form.values,
     )
     markers = tuple(marker for one in (form, reasoning) if one is not None for marker in one.markers)
     return ChatForm(tools, answers, form, reasoning, tokenizer, markers)

@@ -14,6 +14,7 @@ from typing import Any
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from . import calls
+from .call_end import Values
 from .calls import Item, Schemas
 
 NONE = "none"
@@ -45,6 +46,7 @@ class ToolFormat:
     markers: tuple[str, ...]  # texts that may be special tokens
     texts: Mapping[str, Any] = field(default_factory=dict)  # further fields, whose bodies are content
     num_id_chars: int = 24  # of a call's id, after "call_"
+    values: Values | None = None  # None: no marker ends a call, or none that a value may hold
 
 
 @dataclass(frozen=True)
@@ -67,11 +69,17 @@ _DEEPSEEK_MARKERS = (
     "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
 )  # fmt: skip
 _ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+_DEEPSEEK_VALUES = Values('"', '"', ("<｜tool▁calls▁end｜>",))
+_CALL_ENDS = ("</tool_call>",)
 
 TOOL_FORMATS = (
-    ToolFormat("hermes", ("qwen", "qwen25"), _TOOL_CALL, calls.read_json, ("<tool_call>", "</tool_call>")),
     ToolFormat(
-        "qwen3_coder", ("qwen3_xml", "qwen3_5"), _TOOL_CALL, calls.read_qwen_xml, ("<tool_call>", "</tool_call>")
+        "hermes", ("qwen", "qwen25"), _TOOL_CALL, calls.read_json, ("<tool_call>", "</tool_call>"),
+        values=Values('"', '"', _CALL_ENDS),
+    ),
+    ToolFormat(
+        "qwen3_coder", ("qwen3_xml", "qwen3_5"), _TOOL_CALL, calls.read_qwen_xml, ("<tool_call>", "</tool_call>"),
+        values=Values("<parameter=", "</parameter>", _CALL_ENDS),
     ),
     ToolFormat(
         "llama3_json", ("llama3", "llama4_json"),
@@ -81,9 +89,17 @@ TOOL_FORMATS = (
         "mistral", (), {"open": "[TOOL_CALLS]"}, calls.read_mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
         num_id_chars=MISTRAL_ID_CHARS,
     ),
-    ToolFormat("deepseek_v3", ("deepseekv3", "deepseek_r1"), _DEEPSEEK, calls.read_deepseek, _DEEPSEEK_MARKERS),
-    ToolFormat("deepseek_v31", ("deepseekv31",), _DEEPSEEK, calls.read_deepseek, _DEEPSEEK_MARKERS),
-    ToolFormat("glm45", ("glm47", "glm"), _TOOL_CALL, calls.read_glm, ("<tool_call>", "</tool_call>", *_ARGUMENTS)),
+    ToolFormat(
+        "deepseek_v3", ("deepseekv3", "deepseek_r1"), _DEEPSEEK, calls.read_deepseek, _DEEPSEEK_MARKERS,
+        values=_DEEPSEEK_VALUES,
+    ),
+    ToolFormat(
+        "deepseek_v31", ("deepseekv31",), _DEEPSEEK, calls.read_deepseek, _DEEPSEEK_MARKERS, values=_DEEPSEEK_VALUES
+    ),
+    ToolFormat(
+        "glm45", ("glm47", "glm"), _TOOL_CALL, calls.read_glm, ("<tool_call>", "</tool_call>", *_ARGUMENTS),
+        values=Values("<arg_value>", "</arg_value>", _CALL_ENDS),
+    ),
     ToolFormat(
         "gpt-oss", ("openai", "harmony"),
         {
@@ -92,7 +108,7 @@ TOOL_FORMATS = (
             r"(?:<\|constrain\|>\w{1,16})?<\|message\|>",
             "close": _HARMONY_ENDS,
         },
-        None, _HARMONY_MARKERS, _HARMONY_TEXTS,
+        None, _HARMONY_MARKERS, _HARMONY_TEXTS, values=Values('"', '"', tuple(_HARMONY_ENDS)),
     ),
 )  # fmt: skip
 _THINK = {"open": "<think>", "close": "</think>"}

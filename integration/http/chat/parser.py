@@ -9,6 +9,7 @@ stays in the content as it was written, markers included. Blanks beside reasonin
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,10 +17,12 @@ from typing import Any
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
-from .calls import Call, Schemas, read_object
+from .call_end import CallEnd, Values
+from .calls import Call, Item, Schemas, read_object
 from .formats import CALL, CONTENT, REASONING, Read
 
 _SLICE_CHARS = 1 << 11  # of a text that are fed at a time
+_MAX_GIVEN_UP = 16  # calls that could not be read with an end marker in a value, before each marker ends its call
 _MAX_KEPT_CHARS = 1 << 14  # of text behind it that a parser of transformers keeps, before a new one follows it
 
 
@@ -48,6 +51,7 @@ class AnswerForm:
     begins_inside: bool = False
     roles: Mapping[str, str] = field(default_factory=dict)  # kinds of fields that have other names
     can_restart: bool = True  # no pattern depends on the text before its match
+    values: Values | None = None  # of calls; see `ToolFormat.values`
 
     def prefix(self, prompt: str, begun: str | None = None) -> str:
         """Return the marker if an answer begins with reasoning that is open already, else an empty text. prompt: its
@@ -101,6 +105,10 @@ class AnswerParser:
         self._opened = ""  # its marker
         self._captures: dict[str, str] = {}
         self._body: list[str] = []  # of a field that is read when it ends
+        self._end: CallEnd | None = None  # of the call that is open
+        self._first_end = 0  # characters of its text up to the first end marker, which a value holds; 0: none has come
+        self._num_given_up = 0  # calls that have ended with such a marker all the same
+        self._waiting: deque[str] = deque()  # text that is fed next
         self._unseen = ""  # text that no event has named yet
         self._num_kept = 0  # characters that the parser of transformers keeps
         self._is_reopening = False  # the next event names a field that is open already
@@ -118,9 +126,17 @@ class AnswerParser:
     def feed(self, text: str) -> list[Part]:
         """Add text and return the parts that are certain now."""
         # Behind each marker the parser of transformers looks for every other one, up to the end of what it has.
-        for start in range(0, len(text), _SLICE_CHARS):
-            self._feed(text[start : start + _SLICE_CHARS])
+        self._waiting.extend(_slices(text))
+        self._feed_waiting()
         return self._taken()
+
+    def _feed_waiting(self) -> None:
+        while self._waiting:
+            text = self._waiting.popleft()
+            if self._first_end:
+                self._feed_value(text)
+            else:
+                self._feed(text)
 
     def _feed(self, text: str) -> None:
         self._unseen += text
@@ -133,6 +149,9 @@ class AnswerParser:
 
     def finish(self) -> list[Part]:
         """End the answer and return its last parts."""
+        while self._first_end:
+            self._end_at_first()
+            self._feed_waiting()
         _, events = self._parser.finalize()
         self._follow(events)
         blanks = self._content.end()
@@ -170,6 +189,8 @@ class AnswerParser:
             elif event["type"] == "region_chunk":
                 self._unseen = self._unseen[len(event["text"]) :]
                 self._add(event["text"])
+            elif self._is_end_in_value(name):
+                return  # the other events are of a text that the value holds
             else:
                 self._close(name)
 
@@ -180,6 +201,8 @@ class AnswerParser:
         self._unseen = self._unseen[match.end() :]
         self._field, self._opened, self._body = name, match.group(), []
         self._captures = {key: value for key, value in match.groupdict().items() if value is not None}
+        if self._kind == CALL:
+            self._end = None if self._form.values is None else CallEnd(self._form.values)
         if self._kind == REASONING:
             self._reasoning.drops_first = True
             if not self._form.separates:
@@ -194,6 +217,8 @@ class AnswerParser:
         if self._kind == CALL:
             self._body.append(text)
             self.num_held += len(text)
+            if self._end is not None:
+                self._end.feed(text)
         elif self._kind != REASONING or not self._form.separates:
             self._add_content(text)
         elif self._form.streams_reasoning:
@@ -202,11 +227,8 @@ class AnswerParser:
             self._body.append(self._reasoning.take(text))
 
     def _close(self, name: str) -> None:
-        close_re = self._form.template.fields[name].close_re
-        match = close_re.search(self._unseen) if close_re is not None and self._unseen else None
-        closed = match.group() if match is not None else ""
-        if match is not None:
-            self._unseen = self._unseen[match.end() :]
+        closed = self._marker(name)
+        self._unseen = self._unseen[len(closed) :]
         body = "".join(self._body)
         if self._kind == CALL:
             self._end_call(body, self._opened + body + closed)
@@ -216,9 +238,70 @@ class AnswerParser:
             self._emit(REASONING, body)
             self._reasoning.end()
             self._drop_blanks()
+        self._leave()
+
+    def _leave(self) -> None:
         self._field, self._opened, self._body, self.num_held = None, "", [], 0
+        self._end, self._first_end = None, 0
+
+    def _marker(self, name: str) -> str:
+        """Return the marker that closes the field here; empty at the end of an answer."""
+        close_re = self._form.template.fields[name].close_re
+        match = close_re.match(self._unseen) if close_re is not None and self._unseen else None
+        return match.group() if match is not None else ""
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def _is_end_in_value(self, name: str) -> bool:
+        """Return whether a value of the call spells the marker that closes the field here. Then the text behind it is
+        fed again, as the call's."""
+        closed = self._marker(name)
+        if self._end is None or not closed or self._num_given_up >= _MAX_GIVEN_UP:
+            return False
+        if self._end.feed(closed) is not None:
+            return False
+        self._body.append(closed)
+        self.num_held += len(closed)
+        self._first_end = self.num_held
+        self._waiting.appendleft(self._unseen[len(closed) :])
+        self._unseen, self._parser = "", self._restarted("")
+        return True
+
+    def _feed_value(self, text: str) -> None:
+        """Add text to a call, one of whose values has spelled its end marker."""
+        assert self._end is not None
+        num_behind = self._end.feed(text)
+        own = text if num_behind is None else text[: len(text) - num_behind]
+        self._body.append(own)
+        self.num_held += len(own)
+        if num_behind is None:
+            return
+        self._waiting.appendleft(text[len(own) :])
+        body = "".join(self._body)
+        closed = next(end for end in self._end.values.ends if body.endswith(end))
+        items = self._read(body.removesuffix(closed), self._opened + body)
+        if items is None:
+            self._end_at_first()
+        else:
+            self._add_items(items)
+            self._leave()
+
+    def _end_at_first(self) -> None:
+        """End the call, as it cannot be read otherwise, with the first end marker; the text behind it is fed again."""
+        assert self._end is not None
+        body = "".join(self._body)
+        own, behind = body[: self._first_end], body[self._first_end :]
+        closed = next(end for end in self._end.values.ends if own.endswith(end))
+        self._num_given_up += 1
+        self._end_call(own.removesuffix(closed), self._opened + own)
+        self._leave()
+        self._waiting.extendleft(reversed(_slices(behind)))
 
     def _end_call(self, body: str, raw: str) -> None:
+        self._add_items(self._read(body, raw) or [raw])
+
+    def _read(self, body: str, raw: str) -> list[Item] | None:
+        """Return the items of a call's text; None where it has no call."""
         form = self._form
         try:
             if form.read is None:
@@ -226,9 +309,11 @@ class AnswerParser:
             else:
                 items = form.read(body, raw, form.schemas)
         except ValueError:
-            items = [raw]
-        if not any(isinstance(item, Call) for item in items):
-            items = [raw]
+            return None
+        return items if any(isinstance(item, Call) for item in items) else None
+
+    def _add_items(self, items: list[Item]) -> None:
+        form = self._form
         for item in items:
             if isinstance(item, str):
                 self._add_content(item)
@@ -246,3 +331,7 @@ class AnswerParser:
         """Forget the blanks around a part that is no content."""
         self._content.end()
         self._content.drops_first = True
+
+
+def _slices(text: str) -> list[str]:
+    return [text[start : start + _SLICE_CHARS] for start in range(0, len(text), _SLICE_CHARS)]

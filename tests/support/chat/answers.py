@@ -119,7 +119,7 @@ def form_of(case: Case, **settings: Any) -> AnswerForm:
     if reasoning is not None:
         settings |= {"opens": reasoning.opens, "closes": reasoning.closes, "begins_inside": reasoning.begins_inside}
     template = template_of(tools and tools.name, reasoning and reasoning.name)
-    return AnswerForm(template, tools and tools.read, SCHEMAS, **settings)
+    return AnswerForm(template, tools and tools.read, SCHEMAS, values=tools and tools.values, **settings)
 
 
 def parts_of(form: AnswerForm, pieces: list[str], prefix: str = "") -> Case:

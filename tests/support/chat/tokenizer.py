@@ -43,6 +43,12 @@ def chat_template(family: str, *, thinks: bool = False, opens: bool = False) -> 
     return template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif") if opens else template
 
 
+def bytes_as_tokens(text: str) -> list[str]:
+    """Return the tokens of a text's single bytes, which spell markers in letters too."""
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return [letter for piece, _ in level.pre_tokenize_str(text) for letter in piece]
+
+
 def byte_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
     """Make a tokenizer with a token for each byte and each marker."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())

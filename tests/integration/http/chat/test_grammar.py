@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -20,7 +21,14 @@ from lockstep.rollout.grammars.matcher import CompiledGrammar, allows
 from lockstep.rollout.grammars.token_text import TokenText
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.chat.answers import parts_of
-from lockstep.tests.support.chat.tokenizer import EOS, FAMILIES, VOCAB_SIZE, byte_tokenizer, chat_template
+from lockstep.tests.support.chat.tokenizer import (
+    EOS,
+    FAMILIES,
+    VOCAB_SIZE,
+    byte_tokenizer,
+    bytes_as_tokens,
+    chat_template,
+)
 
 SCHEMA = {
     "type": "object",
@@ -161,6 +169,97 @@ def test_a_text_parameter_that_is_a_reference_has_the_values_of_its_target(compi
         calls = parts_of(form.answers, [text_of(form, ids)]).calls
         drawn |= {json.loads(arguments)["x"] for _, arguments in calls}
     assert drawn == {"red", "green"}
+
+
+MARKERS = (
+    "</tool_call>", "<tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|call|>", "<|end|>", "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "</function>", "</arg_key>", "<parameter=", '{"name": "f"',
+)  # fmt: skip
+VALUE = '"] }\\"' + "\\".join(MARKERS)
+BEGINS = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": JSON}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=x>\nTEXT\n</parameter>\n</function>\n</tool_call>",
+    "llama3_json": '{"name": "f", "parameters": JSON}',
+    "mistral": "[TOOL_CALLS]f[ARGS]JSON",
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\nJSON\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>JSON<｜tool▁call▁end｜>"
+    "<｜tool▁calls▁end｜>",
+    "glm45": "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>TEXT</arg_value>\n</tool_call>",
+    "gpt-oss": "<|channel|>commentary to=functions.f <|constrain|>json<|message|>JSON",
+}
+
+
+@pytest.mark.parametrize("options", [None, [VALUE, "b"]], ids=["text", "enum"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_whose_value_spells_the_familys_markers_is_read_whole_for_every_cut(compiler, family, options):
+    member = {"type": "string"} | ({} if options is None else {"enum": options})
+    schema = {"type": "object", "properties": {"x": member}, "required": ["x"]}
+    form = form_of(family, "required", tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    written = json.dumps({"x": VALUE}, ensure_ascii=False)
+    before, after = re.split("JSON|TEXT", BEGINS[family])
+    value = written if "JSON" in BEGINS[family] else VALUE
+    letters = [form.tokenizer.convert_tokens_to_ids(letter) for letter in bytes_as_tokens(value)]
+    matcher = grammar_of(compiler, form).matcher()
+    for id in [*form.tokenizer(before)["input_ids"], *letters, *form.tokenizer(after)["input_ids"]]:
+        assert matcher.accept(id), form.tokenizer.decode([id])
+    text = before + value + after + ("<|call|>" if family == "gpt-oss" else "")
+    calls = (("f", written),)
+    for at in range(0, len(text), 3):
+        found = parts_of(form.answers, [text[:at], text[at:]])
+        assert found.calls == calls and not found.content.strip(), (at, found)
+    for pieces in (list(text), [text * 2] if family not in ("llama3_json", "gpt-oss") else [text]):
+        assert set(parts_of(form.answers, pieces).calls) == set(calls)
+    for end in range(len(before), len(text) - len(after) - 1):
+        assert not parts_of(form.answers, [text[:end]]).calls, "cut by max_tokens"
+
+
+@pytest.mark.parametrize(("family", "marker"), [("qwen3_coder", "</parameter>"), ("glm45", "</arg_value>")])
+def test_json_between_the_markers_of_a_text_may_spell_them(compiler, family, marker):
+    schema = {"type": "object", "properties": {"x": {"type": "array", "items": {"type": "string"}}}, "required": ["x"]}
+    form = form_of(family, "required", tools=[{"type": "function", "function": {"name": "f", "parameters": schema}}])
+    before, after = BEGINS[family].split("TEXT")
+    value = json.dumps([f"a{marker}\n<tool_call>", "b"])
+    letters = [form.tokenizer.convert_tokens_to_ids(letter) for letter in bytes_as_tokens(value)]
+    matcher = grammar_of(compiler, form).matcher()
+    for id in [*form.tokenizer(before)["input_ids"], *letters, *form.tokenizer(after)["input_ids"]]:
+        assert matcher.accept(id), form.tokenizer.decode([id])
+    text = before + value + after
+    for pieces in ([text], list(text)):
+        assert parts_of(form.answers, pieces).calls == (("f", f'{{"x": {value}}}'),)
+
+
+@pytest.mark.parametrize(("family", "marker"), [("qwen3_coder", "</parameter>"), ("glm45", "</arg_value>")])
+def test_an_option_with_the_marker_that_ends_a_text_is_refused_by_name(family, marker):
+    for member in ({"enum": ["a", f"b{marker}c"]}, {"const": marker}):
+        schema = {"type": "object", "properties": {"x": member}}
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        form = form_of(family, "required", tools=tools)
+        with pytest.raises(BadField, match=f"f: x: .* holds {marker}"):
+            form.params(SamplingParams(), ANEW)
+
+
+@pytest.mark.parametrize("family", ["hermes", "qwen3_coder", "glm45"])
+def test_references_name_parts_of_the_whole_schema_of_the_parameters(compiler, family):
+    small = {"type": "integer", "minimum": 0, "maximum": 9}
+    schema = {
+        "type": "object", "properties": {"num": small, "same": {"$ref": "#/properties/num"},
+        "more": {"type": "array", "items": {"$ref": "#"}, "maxItems": 1}, "both": {"$ref": "#/$defs/a~1b%20c/anyOf/1"}},
+        "required": ["num", "same", "more", "both"], "additionalProperties": False,
+        "$defs": {"a/b c": {"anyOf": [{"type": "null"}, {"type": "array", "items": {"$ref": "#/properties/same"}}]}},
+    }  # fmt: skip
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    form = form_of(family, NAMED | {"function": {"name": "f"}}, tools=tools)
+    grammar = grammar_of(compiler, form)
+    prefer, num_nested = [form.tokenizer.convert_tokens_to_ids(letter) for letter in '"]}'], 0
+    for seed in range(20):
+        ids, ended = draw(grammar, seed, prefer)
+        calls = parts_of(form.answers, [text_of(form, ids)]).calls
+        assert calls or not ended
+        for _, arguments in calls:
+            jsonschema.validate(json.loads(arguments), schema)
+            num_nested += bool(json.loads(arguments).get("more"))
+    assert num_nested
 
 
 def test_markers_are_the_tokens_that_the_model_has_learned(compiler):

@@ -64,6 +64,40 @@ def test_calls_after_a_broken_one_are_found():
     assert found.calls == (NOW, NOW) and found.content == f"{broken}{broken} x"
 
 
+@pytest.mark.parametrize("tools", ["hermes", "qwen3_coder", "glm45"])
+def test_a_value_that_is_never_closed_costs_the_calls_behind_it_nothing(tools):
+    """A quote too much makes the end marker a part of a text, until the call cannot be read."""
+    broken = {
+        "hermes": '<tool_call>{"name": "now", "arguments": {}"}</tool_call>',
+        "qwen3_coder": "<tool_call><function=now><parameter=a>1</function></tool_call>",
+        "glm45": "<tool_call>now<arg_key>a</arg_key><arg_value>1</tool_call>",
+    }[tools]
+    call = {"hermes": '<tool_call>{"name": "now", "arguments": {}}</tool_call>', "glm45": "<tool_call>now</tool_call>"}
+    good = call.get(tools, "<tool_call><function=now></function></tool_call>")
+    form = form_of(Case(tools, None, ""))
+    for text in (f"{broken} a {good} b", f"{broken}{broken} a {good} b", f"{broken} a {good}{broken} b"):
+        expected = (text.replace(f" {good}", "").replace(good, "").replace(" a b", " a b"), "", (NOW,))
+        found = parts_of(form, [text])[3:]
+        assert (found[0].replace(" ", ""), *found[1:]) == (expected[0].replace(" ", ""), *expected[1:])
+        for at in range(len(text)):
+            assert parts_of(form, [text[:at], text[at:]])[3:] == found
+        assert parts_of(form, list(text))[3:] == found
+
+
+@pytest.mark.parametrize(
+    "begin", ["<tool_call><parameter=", '<tool_call>{"', "<tool_call>f<arg_key>a</arg_key><arg_value>"]
+)
+@pytest.mark.parametrize("tools", ["hermes", "qwen3_coder", "glm45"])
+def test_many_values_that_are_never_closed_take_a_time_that_grows_with_the_length(tools, begin):
+    times = []
+    for num in (2_000, 8_000):
+        text = f"{begin}</tool_call>" * num
+        start = time.process_time()
+        assert parts_of(form_of(Case(tools, None, "")), [text]).content == text
+        times.append(time.process_time() - start)
+    assert times[1] < 10 * times[0], times
+
+
 def test_blanks_beside_calls_belong_to_neither():
     case = WHOLE[0]
     call = case.text[case.text.index("<tool_call>\n") :].strip()
