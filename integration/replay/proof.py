@@ -150,8 +150,8 @@ class _Replay:
         """Return why the tokens of a claim end elsewhere here; "": they do not. Other end-of-sequence tokens than the
         receipt names are no matter where the output has none of them: an engine without a tokenizer knows fewer."""
         here = self._engine.parts.eos_token_ids
-        others = set() if claim.params.ignore_eos else (here ^ claim.eos).difference(claim.params.stop_token_ids)
-        if not (found := sorted(others.intersection(claim.token_ids.tolist()))):
+        others = frozenset() if claim.params.ignore_eos else here.symmetric_difference(claim.eos)
+        if not (found := sorted(others.difference(claim.params.stop_token_ids).intersection(claim.token_ids.tolist()))):
             return ""
         return f"its output has tokens {found}, which end a sequence there or here alone: {sorted(here)} do here"
 
