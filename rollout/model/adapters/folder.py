@@ -23,6 +23,7 @@ from .layers import PEFT_PREFIX, adapter_layers
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # The one adapter of a module. It is PEFT's default, so that tensors have the names that they have in a trainer.
 ADAPTER = "default"
+_FROZEN = ".base_layer."  # in the names of the weights below adapters
 AdapterLayers = dict[str, nn.Module]  # an adapter's layers, by the names of the layers that they are around
 _UNSUPPORTED = (
     *("modules_to_save", "trainable_token_indices", "alora_invocation_tokens", "use_dora", "lora_bias"),
@@ -94,7 +95,15 @@ class AdapterFolder:
         """Give the injected layers the folder's values, in the folder's dtypes: the trainer computed in these."""
         expected = peft.get_peft_model_state_dict(module, adapter_name=ADAPTER, save_embedding_layers=False)
         wrong = [f"{name} is missing" for name in sorted(expected.keys() - self.tensors.keys())]
-        wrong += [f"{name} has no place in the model" for name in sorted(self.tensors.keys() - expected.keys())]
+        # PEFT saves the frozen weights below adapters of embeddings and heads along.
+        frozen = {name: weight for name, weight in module.named_parameters(remove_duplicate=False) if _FROZEN in name}
+        others = sorted(self.tensors.keys() - expected.keys())
+        wrong += [f"{name} has no place in the model" for name in others if name not in frozen]
+        wrong += [
+            f"{name} is not the model's: the adapter was trained on another one"
+            for name in others
+            if name in frozen and not torch.equal(self.tensors[name].to(frozen[name]), frozen[name])
+        ]
         for name in sorted(expected.keys() & self.tensors.keys()):
             have, need = list(self.tensors[name].shape), list(expected[name].shape)
             wrong += [f"{name} is {have}, but the layer needs {need}"] if have != need else []

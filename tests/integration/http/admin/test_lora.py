@@ -151,3 +151,31 @@ def test_adapter_is_refused_where_it_cannot_be_loaded(folders, make_model):
         service.load_lora_adapter("a", folder / "one")
     assert service.loaded_adapters == {} and service.engine.refusal is None
     service.close()
+
+
+@pytest.mark.parametrize(("family", "targets"), [("qwen3", ["embed_tokens", "lm_head"]), ("qwen2", ["embed_tokens"])])
+def test_adapters_of_embeddings_and_heads_are_loaded_with_the_base_that_they_were_trained_on(
+    make_model, tmp_path, family, targets
+):
+    """PEFT saves the frozen weights below them along. qwen2 has tied embeddings."""
+    base = make_model(family)
+    base.save_pretrained(tmp_path / "base")
+    with torch.no_grad():
+        base.get_input_embeddings().weight[3, 3] += 1
+    base.save_pretrained(tmp_path / "other")
+    torch.manual_seed(0)
+    trained = get_peft_model(make_model(family), LoraConfig(**LORA | {"target_modules": targets}))
+    trained.save_pretrained(tmp_path / "adapter")
+    service = RolloutService(Engine(tmp_path / "base", EngineConfig(kv_cache="16 blocks")))
+    service.load_lora_adapter("a", tmp_path / "adapter")
+    [answer] = service.engine.generate(PROMPT, {"max_new_tokens": 8})
+    logits = trained(torch.tensor([[*PROMPT, *answer.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
+    own = logits.log_softmax(-1).gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    assert torch.allclose(own, torch.tensor(answer.logprobs), atol=1e-4)
+    service.close()
+    service = RolloutService(Engine(tmp_path / "other", EngineConfig(kv_cache="16 blocks")))
+    with pytest.raises(
+        ValueError, match=r"embed_tokens\.base_layer\.weight is not the model's: the adapter was trained"
+    ):
+        service.load_lora_adapter("a", tmp_path / "adapter")
+    service.close()
