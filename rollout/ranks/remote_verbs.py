@@ -35,14 +35,17 @@ class RankResult:
 def run_verb(
     handlers: Mapping[str, Callable[..., Any]], verb: str, arguments: Mapping[str, Any], mesh: Mesh
 ) -> RankResult:
-    """Run `handlers[verb](**arguments)` on this rank. An error becomes its result; RankFailure is raised."""
+    """Run `handlers[verb](**arguments)` on this rank. An error becomes its result, as does an answer that is not JSON;
+    RankFailure is raised."""
     place = (mesh.rank, mesh.pp_rank, mesh.tp_rank)
     handler = handlers.get(verb)
     if handler is None:
         data = {"skipped": True, "unsupported": True}
         return RankResult(*place, True, f"rank {mesh.rank} does not support {verb!r}", data)
     try:
-        return RankResult(*place, True, "", handler(**arguments))
+        result = RankResult(*place, True, "", handler(**arguments))
+        result_bytes(result)  # here, where the handler can still be blamed: sending it would end the follower
+        return result
     except RankFailure:
         raise
     except Exception as error:  # a boundary between processes: the error is the result

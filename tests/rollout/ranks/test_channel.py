@@ -72,6 +72,24 @@ def test_every_rank_gets_every_answer_and_verbs_run_everywhere(run_world: RunWor
     assert [r["data"] for r in first[4]] == ["only here"] + [{"skipped": True, "unsupported": True}] * 3
 
 
+def test_an_answer_that_is_not_json_fails_its_verb_and_the_followers_go_on(run_world: RunWorld) -> None:
+    def rank(rank: int) -> object:
+        ranks = open_channel(Mesh.build(2, 1, timeout_s=TIMEOUT_S), TIMEOUT_S)
+        ranks.handlers.update(raw=lambda: b"\0", number=lambda: rank)
+        if rank:
+            _serve(ranks)
+            ranks.close()
+            return None
+        seen = [ranks.run_everywhere(verb, {}) for verb in ("raw", "number")]
+        ranks.close()
+        return seen
+
+    raw, number = run_world(2, rank)[0]
+    assert [(r.rank, r.success, r.error, r.data) for r in raw] == [(n, False, "TypeError", None) for n in range(2)]
+    assert all("bytes is not JSON" in r.message for r in raw)
+    assert [(r.success, r.data) for r in number] == [(True, 0), (True, 1)]
+
+
 def test_a_rank_that_does_not_come_to_a_vote_is_named(run_world: RunWorld) -> None:
     def rank(rank: int) -> object:
         ranks = open_channel(Mesh.build(1, 2, timeout_s=TIMEOUT_S), 3.0)
