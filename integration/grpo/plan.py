@@ -19,6 +19,7 @@ from ..ranks import Ranks
 from .backends.lora import add_adapters, missing_package
 from .engines.schedule import read_schedule
 from .environments.player import job_environment
+from .results.checkpoint import num_steps_done
 from .rewards.scorer import make_scorer
 from .sampling_check import check_sampling, distortions
 from .settings.config import JobConfig
@@ -55,10 +56,22 @@ def _inputs_in_own_folder(config: JobConfig) -> list[str]:
     ]
 
 
+def _steps_already_done(config: JobConfig) -> list[str]:
+    """Return the fault of a run that is resumed for fewer steps than it has done."""
+    folder = config.folder / "checkpoints"
+    num_done = num_steps_done(folder)
+    if num_done <= config.run.num_steps:  # with as many, only the results are written again
+        return []
+    return [
+        f"run.num_steps={config.run.num_steps}, but the newest checkpoint in {folder} is of step {num_done}: raise "
+        "run.num_steps, or remove the later checkpoints"
+    ]
+
+
 def check_job(config: JobConfig, num_ranks: int, *, resume: bool = False) -> None:
     """Check the config before a process group exists. resume: the run goes on in its folder. Raises ValueError with all
     faults in one line."""
-    wrong = [] if resume else _inputs_in_own_folder(config)
+    wrong = _steps_already_done(config) if resume else _inputs_in_own_folder(config)
     if config.run.num_ranks and config.run.num_ranks != num_ranks:
         wrong.append(f"run.num_ranks is {config.run.num_ranks}, but torchrun started {num_ranks}")
     if config.rollout.prompts_per_step % num_ranks:

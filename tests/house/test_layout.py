@@ -155,8 +155,8 @@ PLACES = {
     "integration.router.moving": "http.edge one_line push.http_target router.calls router.relay router.wire",
     "integration.router.sessions": "http.edge router.calls router.fleet",
     "integration.grpo.plan": (
-        "grpo.backends grpo.engines grpo.environments grpo.rewards grpo.sampling_check grpo.settings grpo.tasks "
-        "grpo.training ranks"
+        "grpo.backends grpo.engines grpo.environments grpo.results grpo.rewards grpo.sampling_check grpo.settings "
+        "grpo.tasks grpo.training ranks"
     ),
     "integration.grpo.sampling_check": "grpo.settings",
     "integration.push.local_target": "plain_values service",

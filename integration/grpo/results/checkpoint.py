@@ -71,6 +71,11 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return _checkpoints(folder)[-1] if _checkpoints(folder) else None
 
 
+def num_steps_done(folder: Path) -> int:
+    """Return the number of steps of the newest checkpoint, 0 where the folder has none. Reads names alone."""
+    return max((step for path in _checkpoints(folder) if (step := _step_of(path)) is not None), default=0)
+
+
 def load_checkpoint(path: Path) -> tuple[int, TrainerState]:
     """Read a checkpoint. Returns its number of finished steps, and the state for `TrainerBackend.load_state`. Raises
     FileFailed."""

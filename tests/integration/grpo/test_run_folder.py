@@ -16,6 +16,7 @@ import torch
 from lockstep.integration.failures import FileFailed, files_of
 from lockstep.integration.grpo.backends.backend import TrainerState
 from lockstep.integration.grpo.main import main
+from lockstep.integration.grpo.plan import check_job
 from lockstep.integration.grpo.results.best_model import BestModel
 from lockstep.integration.grpo.results.checkpoint import (
     load_checkpoint,
@@ -26,6 +27,8 @@ from lockstep.integration.grpo.results.checkpoint import (
 )
 from lockstep.integration.grpo.results.run_folder import SOCKETS, owned_folder
 from lockstep.integration.grpo.results.run_log import RunLog, read_metrics
+from lockstep.integration.grpo.settings.config import JobConfig
+from lockstep.integration.grpo.settings.sections import RunSettings
 from lockstep.tests.support.full_disks import no_file_above, small_disk
 from lockstep.weight_sync.disk.claims import SUFFIX
 
@@ -66,6 +69,17 @@ def test_a_second_job_is_refused_by_the_owners_name_until_the_owner_is_dead(tmp_
             assert main([*arguments, "--resume"]) == 2
     with owned_folder(folder, resume=False):
         assert (tmp_path / "arithmetic.1" / "metrics.jsonl").exists() and list(folder.iterdir()) == []
+
+
+def test_a_run_is_not_resumed_for_fewer_steps_than_it_has_done(tmp_path):
+    settings = JobConfig(RunSettings("r", str(tmp_path), num_steps=2))
+    check_job(settings, 1, resume=True)
+    for step in (2, 3):
+        check_job(settings, 1, resume=True)  # as many steps: only the results are written again
+        save_checkpoint(settings.folder / "checkpoints", step, state())
+    with pytest.raises(ValueError, match=r"run\.num_steps=2, but the newest checkpoint in .* is of step 3: raise"):
+        check_job(settings, 1, resume=True)
+    check_job(settings, 1)  # a run from the start
 
 
 def test_the_leftovers_of_killed_runs_go_at_the_next_start(tmp_path, monkeypatch):
