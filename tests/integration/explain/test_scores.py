@@ -119,5 +119,8 @@ def test_every_token_has_its_gap():
 
 
 def test_scores_of_other_tokens_are_refused():
+    scores = scores_of(SGLANG, 0, "answer")
     with pytest.raises(ValueError, match="output token 1 is 8, in the sequence 5"):
-        gaps(Recording(), TokenSequence((1,), (7, 5, 9)), scores_of(SGLANG, 0, "answer"))
+        gaps(Recording(), TokenSequence(scores.prompt_ids, (7, 5, 9)), scores)
+    with pytest.raises(ValueError, match=r"behind another prompt, of 2 tokens; that of the sequence has 1"):
+        gaps(Recording(), TokenSequence((1,), (7, 8, 9)), scores)
