@@ -11,23 +11,11 @@ import pytest
 from lockstep.rollout.errors import EngineStopped, Overloaded
 from lockstep.rollout.grammars.cache import MAX_TEXT_BYTES, GrammarCache
 from lockstep.rollout.grammars.catalog import Grammars
-from lockstep.rollout.grammars.compiler import Constraint, GrammarCompiler, constraint_of
-from lockstep.rollout.grammars.library import load_library
-from lockstep.rollout.grammars.token_text import TokenText
+from lockstep.rollout.grammars.compiler import Constraint, constraint_of
 from lockstep.rollout.sampling_params import SamplingParams
 
 EOS = 0
 VOCAB = 1024
-
-
-@pytest.fixture(scope="module")
-def text(bpe_tokenizer):
-    return TokenText(bpe_tokenizer, VOCAB)
-
-
-@pytest.fixture(scope="module")
-def compiler(text):
-    return GrammarCompiler(load_library(), text, [EOS])
 
 
 def allowed_ids(mask: np.ndarray, vocab_size: int) -> np.ndarray:

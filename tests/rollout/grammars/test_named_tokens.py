@@ -9,23 +9,12 @@ import pytest
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.grammars.compiler import Constraint, GrammarCompiler
-from lockstep.rollout.grammars.library import load_library
+from lockstep.rollout.grammars.compiler import Constraint
 from lockstep.rollout.grammars.token_text import TokenText
 from lockstep.rollout.sampling_params import SamplingParams
 
 EOS = 0
 VOCAB = 1024
-
-
-@pytest.fixture(scope="module")
-def text(bpe_tokenizer):
-    return TokenText(bpe_tokenizer, VOCAB)
-
-
-@pytest.fixture(scope="module")
-def compiler(text):
-    return GrammarCompiler(load_library(), text, [EOS])
 
 
 def tag(format: dict) -> Constraint:

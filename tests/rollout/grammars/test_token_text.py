@@ -10,11 +10,6 @@ from transformers import PreTrainedTokenizerFast
 from lockstep.rollout.grammars.token_text import TokenText, bytes_of_token, can_be_text, whole_characters
 
 
-@pytest.fixture(scope="module")
-def text(bpe_tokenizer):
-    return TokenText(bpe_tokenizer, 1024)
-
-
 def sentencepiece_like() -> PreTrainedTokenizerFast:
     """Build a BPE with byte fallback that puts a space before a text, as Llama 2's."""
     vocab = {"<unk>": 0, "</s>": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
