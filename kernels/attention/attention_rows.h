@@ -50,10 +50,29 @@ struct Seen {
   bool any() const { return begin < end; }
 };
 
-// Computes the scores of R rows in the tile, and the largest of each.
-template <int R, typename Tile>
-void score_rows(const Problem& p, const Tile& tile, const Seen* seen, const typename Tile::Element* query,
-                int64_t stride, int64_t row, Fetch& next, float* scores, float* peaks) {
+// What a row adds to the scores of the keys before it, by their distance to its position.
+template <typename T>
+struct Bias {
+  const T* line;  // of its row and head
+  int64_t position, reach;
+  // Returns those of the keys at W positions from `first` on.
+  Floats of(int64_t first) const {
+    const int64_t distance = position - first;
+    if (distance < reach && distance >= W - 1) return reversed(load(line + distance - (W - 1)));
+    float lanes[W];
+    for (int64_t i = 0; i < W; i++) {
+      const bool is_near = distance >= i && distance - i < reach;
+      lanes[i] = is_near ? scalar(line[distance - i]) : 0.0f;
+    }
+    return load(lanes);
+  }
+};
+
+// Computes the scores of R rows in the tile at `first`, and the largest of each.
+template <int R, typename T, typename Tile>
+void score_rows(const Problem& p, const Tile& tile, const Seen* seen, const Bias<T>* bias, int64_t first,
+                const typename Tile::Element* query, int64_t stride, int64_t row, Fetch& next, float* scores,
+                float* peaks) {
   const Floats minus_infinity = splat(-INFINITY);
   int64_t begin = TILE, end = 0;
   Floats peak[R];
@@ -70,6 +89,7 @@ void score_rows(const Problem& p, const Tile& tile, const Seen* seen, const type
       if (any && j < seen[r].end && j + W > seen[r].begin) {
         score = found[r] * splat(p.scale);
         if (p.softcap != 0.0f) score = simd::tanh(score / splat(p.softcap)) * splat(p.softcap);
+        if (p.bias) score = score + bias[r].of(first + j);
         Ints lane = lane_numbers() + (int32_t)j;
         if (j < seen[r].begin || j + W > seen[r].end)
           score = select((lane >= (int32_t)seen[r].begin) & (lane < (int32_t)seen[r].end), score, minus_infinity);
@@ -178,6 +198,12 @@ class Attending {
   int64_t query_head(int64_t kv_head, int64_t r) const { return kv_head * group_ + r % group_; }
   Seen seen(int64_t r, int64_t t) const { return Seen(p_, item_.position + r / group_, t); }
 
+  Bias<T> bias(int64_t kv_head, int64_t r) const {
+    const int64_t row = item_.row + r / group_, line = row * p_.num_heads + query_head(kv_head, r);
+    const int64_t position = item_.is_shared ? p_.context(item_.sequence + r / group_) - 1 : item_.position + r / group_;
+    return {(const T*)p_.bias + line * p_.bias_reach, position, p_.bias_reach};
+  }
+
   // The state of a row that a shared item saves: top, total, out.
   float* saved(int64_t kv_head, int64_t r) const {
     return saved_ + ((item_.row + r / group_) * p_.num_heads + query_head(kv_head, r)) * (2 * W + out_width_);
@@ -195,7 +221,7 @@ class Attending {
         memcpy(scratch_.out + i * out_width_, from + 2 * W, out_width_ * sizeof(float));
         continue;
       }
-      scratch_.top[i] = p_.sinks ? p_.sinks[head] : -INFINITY;
+      scratch_.top[i] = p_.sinks ? p_.sinks[(item_.row + r / group_) * p_.sink_row + head] : -INFINITY;
       store(scratch_.total + i * W, splat(0.0f));
       if (p_.sinks) scratch_.total[i * W] = 1.0f;
       memset(scratch_.out + i * out_width_, 0, out_width_ * sizeof(float));
@@ -257,9 +283,12 @@ class Attending {
       float peaks[FEW], tops[FEW];
       float* probs = scratch_.probs + first * TILE;
       const Seen its[FEW] = {seen(first, t), seen(first + 1, t), seen(first + 2, t), seen(first + 3, t)};
+      Bias<T> biases[FEW];
+      if (p_.bias)
+        for (int64_t r = first; r < last; r++) biases[r - first] = bias(kv_head, r);
       with_few(last - first, [&](auto rows) {
-        score_rows<rows>(p_, scratch_.tile, its, scratch_.query + state(kv_head, first) * query_width_, query_width_,
-                         first, scratch_.keys, probs, peaks);
+        score_rows<rows>(p_, scratch_.tile, its, biases, t, scratch_.query + state(kv_head, first) * query_width_,
+                         query_width_, first, scratch_.keys, probs, peaks);
       });
       for (int64_t r = first; r < last; r++)
         if (!seen(r, t).any()) memset(scratch_.probs + r * TILE, 0, TILE * sizeof(float));  // scored beside others

@@ -18,7 +18,7 @@ class _Problem(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "sinks")),
-        *((name, ctypes.c_void_p) for name in ("new_key", "new_value", "slots")),
+        *((name, ctypes.c_void_p) for name in ("new_key", "new_value", "slots", "bias")),
         *((name, ctypes.c_void_p) for name in ("block_tables", "query_start", "context_lens")),
         *(
             (name, ctypes.c_int64)
@@ -29,7 +29,7 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("value_block", "value_token", "value_head", "out_row", "out_head")),
         *((name, ctypes.c_int64) for name in ("new_key_row", "new_key_head", "new_value_row", "new_value_head")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        ("window", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("window", "sink_row", "bias_reach")),
     ]
 
 
@@ -49,6 +49,7 @@ def native_attention(
     layout: RowLayout,
     rule: ScoreRule,
     sinks: Tensor | None,
+    bias: Tensor | None = None,
     new: NewRows | None = None,
 ) -> Tensor:
     """Compute attention with the C++ kernel.
@@ -56,13 +57,13 @@ def native_attention(
     new: rows to write into the caches `key` and `value` first, in the same call. Raises ValueError for a layout that
     does not fit.
     """
-    problem = _prepared(query, key, value, layout, rule, new)
+    problem = _prepared(query, key, value, layout, rule, sinks, bias, new)
     num_rows = query.shape[0]
     out = query.new_empty(num_rows, query.shape[1], value.shape[-1])
     if sinks is not None:
         sinks = sinks.detach().float().contiguous()
     problem.query, problem.key, problem.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
-    problem.out, problem.sinks = out.data_ptr(), _address(sinks)
+    problem.out, problem.sinks, problem.bias = out.data_ptr(), _address(sinks), _address(bias)
     if new is not None:
         problem.new_key, problem.new_value = new.key.data_ptr(), new.value.data_ptr()
         problem.slots = new.slots.data_ptr()
@@ -75,11 +76,13 @@ def native_attention(
 
 
 def _prepared(
-    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, rule: ScoreRule, new: NewRows | None
-) -> _Problem:
+    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, rule: ScoreRule, sinks: Tensor | None,
+    bias: Tensor | None, new: NewRows | None,
+) -> _Problem:  # fmt: skip
     """Return the problem without the tensors that change from layer to layer: layers of one kind share it."""
     strides = (query.stride(), key.stride(), value.stride(), new and (new.key.stride(), new.value.stride()))
-    kind = (query.shape, key.shape, value.shape, strides, rule, query.dtype)
+    kinds = (sinks is not None and sinks.dim(), bias is not None and bias.shape[2])
+    kind = (query.shape, key.shape, value.shape, strides, rule, query.dtype, kinds)
     known = layout.prepared.get(kind)
     if known is not None:
         return known
@@ -93,7 +96,7 @@ def _prepared(
         block_strides = (key.stride(0), value.stride(0))
     new_strides = (0, 0, 0, 0) if new is None else (*new.key.stride()[:2], *new.value.stride()[:2])
     problem = _Problem(
-        *(None,) * 8,  # set by each call
+        *(None,) * 9,  # set by each call
         *(_address(tables), starts.data_ptr(), _address(contexts)),
         *(starts.shape[0] - 1, *table_sizes),
         *(num_heads, key.shape[-2], width, value_width),
@@ -101,6 +104,7 @@ def _prepared(
         *(block_strides[1], value.stride(-3), value.stride(-2), num_heads * value_width, value_width),
         *new_strides,
         *(rule.scale, rule.softcap or 0.0, rule.window or 0),
+        *(num_heads if sinks is not None and sinks.dim() == 2 else 0, 0 if bias is None else bias.shape[2]),
     )
     layout.prepared[kind] = problem
     return problem

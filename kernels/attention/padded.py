@@ -43,9 +43,16 @@ class Gathered:
     key: Tensor  # [P * K, L, D] fp32
     value: Tensor  # [P * K, L, E] fp32
     seen: Tensor  # [P, 1, T, L] bool
+    positions: Tensor  # [P, T] of the rows
     rows: Tensor  # [P, T] row of the step
     row_is_real: Tensor  # [P, T] bool
     key_is_real: Tensor  # [P, L] bool
+
+    def distances(self, num_heads: int, reach: int) -> tuple[Tensor, Tensor]:
+        """Return each key's distance to the row, bounded to [0, reach), and whether it was there: [P, H, T, L]."""
+        distance = self.positions[:, None, :, None] - torch.arange(self.key.shape[1], device=self.positions.device)
+        is_near = (distance >= 0) & (distance < reach)
+        return distance.clamp(0, reach - 1).expand(-1, num_heads, -1, -1), is_near
 
 
 def score_budget(device: torch.device) -> int:
@@ -123,6 +130,7 @@ def gather_piece(
         key=key.transpose(1, 2).float().reshape(-1, other.shape[1], width),
         value=value.transpose(1, 2).float().reshape(-1, other.shape[1], value.shape[-1]),
         seen=seen[:, None],
+        positions=position[:, :, 0],
         rows=row_index,
         row_is_real=offset < column(counts),
         key_is_real=other < column(num_keys),
@@ -149,26 +157,31 @@ class Softmax:
     tanh: Tensor | None  # tanh(score / softcap), shape of probs; for the backward
 
 
-def softmax_scores(piece: Gathered, rule: ScoreRule, sinks: Tensor | None) -> Softmax:
+def softmax_scores(piece: Gathered, rule: ScoreRule, sinks: Tensor | None, bias: Tensor | None) -> Softmax:
     num_pieces, _, num_rows, num_keys = piece.seen.shape
     scores = torch.bmm(piece.query, piece.key.transpose(1, 2)).mul_(rule.scale)
     tanh = None
     if rule.softcap is not None:
         tanh = torch.tanh(scores / rule.softcap)
         scores = tanh * rule.softcap
-    by_head = scores.view(num_pieces, -1, num_rows, num_keys).masked_fill(~piece.seen, -math.inf)
+    by_head = scores.view(num_pieces, -1, num_rows, num_keys)
+    if bias is not None:
+        near = bias[:, :, :num_keys][piece.rows].float().transpose(1, 2)  # [P, H, T, up to L distances]
+        index, is_near = piece.distances(*near.shape[1::2])
+        by_head = by_head + near.gather(3, index) * is_near
+    by_head = by_head.masked_fill(~piece.seen, -math.inf)
     if sinks is None:
         return Softmax(torch.softmax(by_head, dim=-1).view_as(scores), None, tanh)
     # The sink is in the first of sixteen columns, so that a longer row still grows only by -inf at its end.
     column = by_head.new_full((num_pieces, by_head.shape[1], num_rows, KEY_MULTIPLE), -math.inf)
-    column[..., 0] = sinks.float()[:, None]
+    column[..., 0] = sinks.float()[:, None] if sinks.dim() == 1 else sinks[piece.rows].float().transpose(1, 2)
     probs = torch.softmax(torch.cat([column, by_head], dim=-1), dim=-1)
     return Softmax(probs[..., KEY_MULTIPLE:].reshape(scores.shape), probs[..., 0], tanh)
 
 
-def attend_piece(piece: Gathered, rule: ScoreRule, sinks: Tensor | None) -> Tensor:
+def attend_piece(piece: Gathered, rule: ScoreRule, sinks: Tensor | None, bias: Tensor | None) -> Tensor:
     """Compute output rows [P,T,H,E] fp32 of a piece, padding rows included."""
-    probs = softmax_scores(piece, rule, sinks).probs
+    probs = softmax_scores(piece, rule, sinks, bias).probs
     total = None
     for first in range(0, probs.shape[-1], VALUE_BLOCK):
         block = slice(first, first + VALUE_BLOCK)
@@ -183,15 +196,16 @@ class PieceGradients:
     query: Tensor  # [P,T,H,D] fp32
     key: Tensor  # [P,L,K,D] fp32
     value: Tensor  # [P,L,K,E] fp32
-    sinks: Tensor | None  # [H] fp32
+    sinks: Tensor | None  # [P,T,H] fp32
+    bias: Tensor | None  # [P,T,H,R] fp32
 
 
 def piece_gradients(
-    piece: Gathered, grad_out: Tensor, rule: ScoreRule, sinks: Tensor | None, num_kv_heads: int
+    piece: Gathered, grad_out: Tensor, rule: ScoreRule, sinks: Tensor | None, bias: Tensor | None, num_kv_heads: int
 ) -> PieceGradients:
     """Compute gradients of a piece from the gradients of all output rows [N,H,E]; recomputes probabilities in fp32."""
     num_pieces, num_rows = piece.rows.shape
-    softmax = softmax_scores(piece, rule, sinks)
+    softmax = softmax_scores(piece, rule, sinks, bias)
     probs = softmax.probs
     # Padding rows repeat a real row, so their part of every gradient is set to zero here.
     grad = _group_heads(grad_out[piece.rows] * piece.row_is_real[..., None, None], num_kv_heads, num_rows)
@@ -199,13 +213,18 @@ def piece_gradients(
     grad_scores = torch.bmm(grad, piece.value.transpose(1, 2))
     delta = (probs * grad_scores).sum(dim=-1, keepdim=True)
     grad_scores.sub_(delta).mul_(probs)
+    grad_bias = None
+    if bias is not None:
+        by_head = grad_scores.view(num_pieces, -1, num_rows, grad_scores.shape[-1])
+        index, is_near = piece.distances(by_head.shape[1], bias.shape[2])
+        grad_bias = by_head.new_zeros(*by_head.shape[:3], bias.shape[2])
+        grad_bias = grad_bias.scatter_add_(3, index, by_head * is_near).transpose(1, 2)
     if softmax.tanh is not None:
         grad_scores.mul_(1 - softmax.tanh.square())
     grad_scores.mul_(rule.scale)
     grad_sinks = None
     if softmax.sink_probs is not None:
-        by_head = delta.view(num_pieces, -1, num_rows)
-        grad_sinks = -(softmax.sink_probs * by_head).sum(dim=(0, 2))
+        grad_sinks = -(softmax.sink_probs * delta.view(num_pieces, -1, num_rows)).transpose(1, 2)
 
     def by_key(rows: Tensor) -> Tensor:
         return rows.view(num_pieces, num_kv_heads, *rows.shape[1:]).transpose(1, 2)
@@ -215,15 +234,17 @@ def piece_gradients(
         key=by_key(torch.bmm(grad_scores.transpose(1, 2), piece.query)),
         value=by_key(grad_value),
         sinks=grad_sinks,
+        bias=grad_bias,
     )
 
 
 def padded_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, rule: ScoreRule, sinks: Tensor | None
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, layout: RowLayout, rule: ScoreRule, sinks: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:  # fmt: skip
     out = query.new_empty(*query.shape[:2], value.shape[-1])
     for _, piece in _pieces(query, key, value, layout, rule):
-        result = attend_piece(piece, rule, sinks)
+        result = attend_piece(piece, rule, sinks, bias)
         out[piece.rows[piece.row_is_real]] = result[piece.row_is_real].to(out.dtype)
     return out
 
@@ -274,23 +295,32 @@ def padded_gradients(
     key: Tensor,
     value: Tensor,
     sinks: Tensor | None,
+    bias: Tensor | None,
     query_start: Tensor,
     rule: ScoreRule,
     grad_out: Tensor,
 ) -> list[Tensor | None]:
-    """Compute gradients of packed attention in query, key, value, sinks: summed in fp32, cast back at the end."""
-    inputs = [query, key, value] if sinks is None else [query, key, value, sinks]
-    grads = [torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in inputs]
+    """Compute gradients of packed attention in query, key, value, sinks, bias: summed in fp32, cast back at the end."""
+    inputs = [query, key, value, sinks, bias]
+    grads = [None if t is None else torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in inputs]
+    of_query, of_key, of_value, of_sinks, of_bias = grads
+    assert of_query is not None and of_key is not None and of_value is not None
     starts = query_start.tolist()
     for piece, gathered in _pieces(query, key, value, RowLayout(query_start, None, None), rule):
         with torch.autocast(query.device.type, enabled=False):  # of a caller whose backward runs inside it
-            found = piece_gradients(gathered, grad_out, rule, sinks, key.shape[1])
-        grads[0][gathered.rows[gathered.row_is_real]] = found.query[gathered.row_is_real]
-        _add_key_gradients(grads[1:3], (found.key, found.value), gathered, [starts[s] for s in piece.sequences])
-        if found.sinks is not None:
-            grads[3] += found.sinks
-    results: list[Tensor | None] = [g.to(t.dtype) for t, g in zip(inputs, grads, strict=True)]
-    return results if sinks is not None else [*results, None]
+            found = piece_gradients(gathered, grad_out, rule, sinks, bias, key.shape[1])
+        real = gathered.row_is_real
+        rows = gathered.rows[real]
+        of_query[rows] = found.query[real]
+        _add_key_gradients([of_key, of_value], (found.key, found.value), gathered, [starts[s] for s in piece.sequences])
+        if of_bias is not None and found.bias is not None:
+            of_bias[rows] = found.bias[real]
+        if of_sinks is not None and found.sinks is not None:
+            if of_sinks.dim() == 1:
+                of_sinks += found.sinks.sum(dim=(0, 1))
+            else:
+                of_sinks[rows] = found.sinks[real]
+    return [None if t is None or g is None else g.to(t.dtype) for t, g in zip(inputs, grads, strict=True)]
 
 
 def _add_key_gradients(

@@ -51,6 +51,7 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     path: AttentionPath | None = None,
     new: NewRows | None = None,
 ) -> Tensor:
@@ -59,22 +60,23 @@ def paged_attention(
     query [N,H,D], key_cache [num_blocks,block_size,K,D], value_cache [num_blocks,block_size,K,E] -> [N,H,E].
     Row i of sequence s is at position context_lens[s] - num_rows(s) + i; its key and value are in the
     cache already, or are in `new` and written there first. It sees positions up to its own, the last
-    `window` of them if given. `softcap` bounds scores as Gemma-2 does (cap * tanh(score / cap)); `sinks` [H]
-    are logits that join the softmax's denominator only, as in gpt-oss. `path` overrides `attention_path`.
+    `window` of them if given. `softcap` bounds scores as Gemma-2 does (cap * tanh(score / cap)); `sinks` [H], or
+    [N,H] of each row, are logits that join the softmax's denominator only, as in gpt-oss; `bias` [N,H,R] is what a row
+    adds to the score of the key 0, 1, ..., R - 1 positions before it, as in Inkling. `path` overrides `attention_path`.
     Raises ValueError naming every argument that does not fit.
     """
-    kind = _kind(query, key_cache, value_cache, window, softcap, sinks, new)
+    kind = _kind(query, key_cache, value_cache, window, softcap, sinks, bias, new)
     if kind not in step.layout.fitting:
-        _refuse_unfitting_step(query, key_cache, value_cache, step, window, softcap, sinks, new)
+        _refuse_unfitting_step(query, key_cache, value_cache, step, window, softcap, sinks, bias, new)
         step.layout.fitting.add(kind)
     path = path or attention_path(query.device, query.dtype)
     rule = ScoreRule(scale, window, softcap)
     if path == "native":
-        return native_attention(query, key_cache, value_cache, step.layout, rule, sinks, new)
+        return native_attention(query, key_cache, value_cache, step.layout, rule, sinks, bias, new)
     if new is not None:
         key_cache.flatten(0, 1).index_copy_(0, new.slots, new.key)
         value_cache.flatten(0, 1).index_copy_(0, new.slots, new.value)
-    return _PATHS[path](query, key_cache, value_cache, step.layout, rule, sinks)
+    return _PATHS[path](query, key_cache, value_cache, step.layout, rule, sinks, bias)
 
 
 def _kind(
@@ -84,16 +86,19 @@ def _kind(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    bias: Tensor | None,
     new: NewRows | None,
 ) -> tuple[Any, ...]:
     """Return the properties that `_refuse_unfitting_step` checks."""
     tensors = [query, key_cache, value_cache]
     if sinks is not None:
         tensors.append(sinks)
+    if bias is not None:
+        tensors.append(bias)
     if new is not None:
         tensors += (new.key, new.value, new.slots)
     described = [(t.shape, t.stride(), t.dtype, t.device) for t in tensors]
-    return (window, softcap, sinks is None, *described)
+    return (window, softcap, sinks is None, bias is None, *described)
 
 
 def _refuse_unfitting_step(
@@ -104,9 +109,10 @@ def _refuse_unfitting_step(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    bias: Tensor | None,
     new: NewRows | None,
 ) -> None:
-    wrong = _mismatches(query, key_cache, value_cache, 4, window, softcap, sinks)
+    wrong = _mismatches(query, key_cache, value_cache, 4, window, softcap, sinks, bias)
     if step.context_lens.device != query.device:
         wrong.append(f"step is on {step.context_lens.device}, query on {query.device}")
     if not wrong and key_cache.shape[:3] != value_cache.shape[:3]:
@@ -132,16 +138,17 @@ def varlen_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     path: AttentionPath | None = None,
 ) -> Tensor:
-    """Compute causal attention within each of S sequences packed in rows; differentiable once in all four tensors.
+    """Compute causal attention within each of S sequences packed in rows; differentiable once in the five tensors.
 
     query [N,H,D], key [N,K,D], value [N,K,E], query_start [S+1] int32 -> [N,H,E]; the rest as in
     `paged_attention`, and the same bits. The backward recomputes probabilities: in tiles on the Triton path
     (`triton_gradients.py`), else in fp32, many sequences at a time, within a fixed budget of memory
     (`padded_attention`). Raises ValueError naming every argument that does not fit.
     """
-    wrong = _mismatches(query, key, value, 3, window, softcap, sinks)
+    wrong = _mismatches(query, key, value, 3, window, softcap, sinks, bias)
     if not wrong and not query.shape[0] == key.shape[0] == value.shape[0]:
         wrong.append(f"query, key and value have {query.shape[0]}, {key.shape[0]} and {value.shape[0]} rows")
     is_offsets = query_start.dtype == torch.int32 and query_start.dim() == 1 and query_start.is_contiguous()
@@ -154,10 +161,10 @@ def varlen_attention(
         raise ValueError("varlen_attention: " + "; ".join(wrong))
     path = path or attention_path(query.device, query.dtype)
     rule = ScoreRule(scale, window, softcap)
-    differentiated = [t for t in (query, key, value, sinks) if t is not None and t.requires_grad]
+    differentiated = [t for t in (query, key, value, sinks, bias) if t is not None and t.requires_grad]
     if differentiated and torch.is_grad_enabled():
-        return _VarlenAttention.apply(query, key, value, sinks, query_start, rule, path)
-    return _PATHS[path](query, key, value, RowLayout(query_start, None, None), rule, sinks)
+        return _VarlenAttention.apply(query, key, value, sinks, bias, query_start, rule, path)
+    return _PATHS[path](query, key, value, RowLayout(query_start, None, None), rule, sinks, bias)
 
 
 def _mismatches(
@@ -168,6 +175,7 @@ def _mismatches(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    bias: Tensor | None,
 ) -> list[str]:
     """List arguments that no path could serve. Runs once a layer and step: formats nothing unless there is an error."""
     if query.dim() != 3 or key.dim() != key_dims or value.dim() != key_dims:
@@ -194,8 +202,19 @@ def _mismatches(
         wrong.append(f"window is {window}, not at least 1")
     if softcap is not None and not softcap > 0:
         wrong.append(f"softcap is {softcap}, not above 0")
-    if sinks is not None and (sinks.shape != (query.shape[1],) or sinks.device != query.device):
-        wrong.append(f"sinks are {list(sinks.shape)} on {sinks.device}, not [{query.shape[1]}] on {query.device}")
+    of_rows = query.shape[:2]
+    if sinks is not None and (sinks.shape not in (of_rows[1:], of_rows) or sinks.device != query.device):
+        wrong.append(
+            f"sinks are {list(sinks.shape)} on {sinks.device}, not [{query.shape[1]}] or {list(of_rows)} on "
+            f"{query.device}"
+        )
+    if bias is not None:
+        fits = bias.dim() == 3 and bias.shape[:2] == of_rows and bias.shape[2] > 0 and bias.is_contiguous()
+        if not fits or bias.dtype != query.dtype or bias.device != query.device:
+            wrong.append(
+                f"bias is {bias.dtype} {list(bias.shape)} on {bias.device}, not {query.dtype} "
+                f"{[*of_rows, 'distances']}, contiguous, on {query.device}"
+            )
     return wrong
 
 
@@ -217,7 +236,7 @@ def attend(
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Compute attention by the given path for arguments that fit."""
-    return _PATHS[path](query, key, value, layout, rule, sinks)
+    return _PATHS[path](query, key, value, layout, rule, sinks, None)
 
 
 class _VarlenAttention(torch.autograd.Function):
@@ -230,25 +249,26 @@ class _VarlenAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
+        bias: Tensor | None,
         query_start: Tensor,
         rule: ScoreRule,
         path: AttentionPath,
     ) -> Tensor:
-        out = _PATHS[path](query, key, value, RowLayout(query_start, None, None), rule, sinks)
-        ctx.save_for_backward(query, key, value, sinks, query_start, *([out] if path == "triton" else []))
+        out = _PATHS[path](query, key, value, RowLayout(query_start, None, None), rule, sinks, bias)
+        ctx.save_for_backward(query, key, value, sinks, bias, query_start, *([out] if path == "triton" else []))
         ctx.rule = rule
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, query_start, *out = ctx.saved_tensors
+        query, key, value, sinks, bias, query_start, *out = ctx.saved_tensors
         if out:
             from .triton_gradients import triton_gradients
 
-            found = triton_gradients(query, key, value, sinks, query_start, ctx.rule, out[0], grad_out)
+            found = triton_gradients(query, key, value, sinks, bias, query_start, ctx.rule, out[0], grad_out)
             return *found, None, None, None
-        return *padded_gradients(query, key, value, sinks, query_start, ctx.rule, grad_out), None, None, None
+        return *padded_gradients(query, key, value, sinks, bias, query_start, ctx.rule, grad_out), None, None, None
 
 
 def reference_attention(
@@ -260,6 +280,7 @@ def reference_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Compute attention by its definition, for one sequence: query [T,H,D] at the last T of key [L,K,D], value [L,K,E].
 
@@ -274,11 +295,16 @@ def reference_attention(
         scores = softcap * torch.tanh(scores / softcap)
     position = torch.arange(num_keys - num_rows, num_keys, device=query.device)[:, None]
     other = torch.arange(num_keys, device=query.device)[None]
+    if bias is not None:
+        distance = (position - other).expand(num_heads, -1, -1)
+        near = bias.float().transpose(0, 1).gather(2, distance.clamp(0, bias.shape[2] - 1))
+        scores = scores + near * ((distance >= 0) & (distance < bias.shape[2]))
     hidden = other > position
     if window is not None:
         hidden = hidden | (other <= position - window)
     scores = scores.masked_fill(hidden, -math.inf)
     if sinks is not None:
-        scores = torch.cat([scores, sinks.float()[:, None, None].expand(-1, num_rows, 1)], dim=-1)
+        of_rows = sinks.float().expand(num_rows, num_heads).t()
+        scores = torch.cat([scores, of_rows[:, :, None]], dim=-1)
     probs = torch.softmax(scores, dim=-1)[..., :num_keys]
     return torch.einsum("htl,lhe->the", probs, value).to(query.dtype)

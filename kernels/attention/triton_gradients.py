@@ -20,16 +20,17 @@ from torch import Tensor
 from ..machine.triton_numbers import INTERPRETED, dot_added, rounded
 from .step import ScoreRule
 from .triton_kernels import SERVED, sequence_of
-from .triton_softmax import LOG2E
+from .triton_softmax import LOG2E, near_keys
 
-_SIZES = ["num_sequences", "num_heads", "group", "window"]
+_SIZES = ["num_sequences", "num_heads", "group", "window", "sink_row", "reach"]
 
 
 def triton_gradients(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, query_start: Tensor, rule: ScoreRule, out: Tensor,
-    grad_out: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bias: Tensor | None, query_start: Tensor,
+    rule: ScoreRule, out: Tensor, grad_out: Tensor,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Compute the gradients of query [N,H,D], key [N,K,D], value [N,K,E] and sinks [H], in their dtypes.
+    """Compute the gradients of query [N,H,D], key [N,K,D], value [N,K,E], sinks [H] or [N,H] and bias [N,H,R], in their
+    dtypes.
 
     out and grad_out [N,H,E]: the result of the forward and its gradient. Sums are float32.
     """
@@ -37,16 +38,18 @@ def triton_gradients(
         raise ValueError(f"Triton's gradients serve floats of 16 and 32 bits on a GPU, not {query.dtype}")
     query, key, value, out, grad_out = (each.contiguous() for each in (query, key, value, out, grad_out))
     grads = [torch.empty_like(each) for each in (query, key, value)]
+    of_bias = None if bias is None else torch.zeros_like(bias)  # a row writes those of the keys that it sees
     (num_rows, num_heads, width), num_sequences = query.shape, len(query_start) - 1
     if not query.numel():
-        return [*grads, None if sinks is None else torch.zeros_like(sinks)]
+        return [*grads, None if sinks is None else torch.zeros_like(sinks), of_bias]
     num_kv_heads, value_width, group = key.shape[1], value.shape[-1], num_heads // key.shape[1]
     log_sums, deltas, of_sinks = (query.new_empty(num_rows, num_heads, dtype=torch.float32) for _ in range(3))
     of_queries, of_keys = _tiles(query.dtype, max(width, value_width))
     numbers: dict[str, Any] = {
         "num_sequences": num_sequences, "num_heads": num_heads, "group": group, "window": rule.window or 0,
         "scale": rule.scale, "softcap": rule.softcap or 0.0, "HAS_WINDOW": rule.window is not None,
-        "HAS_SOFTCAP": rule.softcap is not None, "D": width, "E": value_width,
+        "HAS_SOFTCAP": rule.softcap is not None, "D": width, "E": value_width, "HAS_BIAS": bias is not None,
+        "bias": query if bias is None else bias, "reach": 0 if bias is None else bias.shape[2],
         "D_PAD": max(16, triton.next_power_of_2(width)), "E_PAD": max(16, triton.next_power_of_2(value_width)),
     }  # fmt: skip
     inputs = (query, key, value, grad_out)
@@ -54,11 +57,15 @@ def triton_gradients(
         _query_kernel[(num_rows * group // of_queries["ROWS"] + num_sequences, num_kv_heads)](
             *(*inputs, out, query if sinks is None else sinks.float().contiguous(), query_start),
             *(grads[0], log_sums, deltas, of_sinks), HAS_SINKS=sinks is not None, **numbers, **of_queries,
+            grad_bias=query if of_bias is None else of_bias,
+            sink_row=num_heads if sinks is not None and sinks.dim() == 2 else 0,
         )  # fmt: skip
         _key_kernel[(num_rows // of_keys["KEYS"] + num_sequences, num_kv_heads)](
             *inputs, query_start, log_sums, deltas, grads[1], grads[2], **numbers, **of_keys
         )
-    return [*grads, None if sinks is None else of_sinks.sum(0).to(sinks.dtype)]
+    if sinks is None:
+        return [*grads, None, of_bias]
+    return [*grads, (of_sinks.sum(0) if sinks.dim() == 1 else of_sinks).to(sinks.dtype), of_bias]
 
 
 def _tiles(dtype: torch.dtype, width: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -75,7 +82,7 @@ def _tiles(dtype: torch.dtype, width: int) -> tuple[dict[str, int], dict[str, in
 
 
 @triton.jit
-def _scores(left, right, is_seen, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def _scores(left, right, is_seen, near, scale, softcap, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr):
     """Compute the scores of rows and keys in log2, either to the left, -inf where not seen, and the slopes of their
     dot products, without the scale."""
     score = dot_added(tl.zeros(is_seen.shape, tl.float32), left, tl.trans(right)) * scale
@@ -84,6 +91,8 @@ def _scores(left, right, is_seen, scale, softcap, HAS_SOFTCAP: tl.constexpr):
         tanh = 1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2E) / softcap) + 1.0)
         score = softcap * tanh
         slope = 1.0 - tanh * tanh
+    if HAS_BIAS:
+        score = score + near
     return tl.where(is_seen, score * LOG2E, float("-inf")), slope
 
 
@@ -112,12 +121,14 @@ def _store_tile(tensor, at, is_there, rows, WIDTH: tl.constexpr, PAD: tl.constex
 
 @triton.jit(do_not_specialize=_SIZES)
 def _query_kernel(
-    query, key, value, grad_out, out, sinks, query_start, grad_query, log_sums, deltas, of_sinks,
-    num_sequences, num_heads, group, window, scale, softcap,
-    HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr,
+    query, key, value, grad_out, out, sinks, query_start, grad_query, log_sums, deltas, of_sinks, bias, grad_bias,
+    num_sequences, num_heads, group, window, sink_row, reach, scale, softcap,
+    HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr,
+    E_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of a tile of (row, query head) pairs, and each row's log-sum (log2), delta and sink part."""
+    """Compute the gradient of a tile of (row, query head) pairs and of their bias, and each row's log-sum (log2), delta
+    and sink part."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     s = sequence_of(tile, query_start, num_sequences, group, ROWS)
     start = tl.load(query_start + s)
@@ -138,21 +149,26 @@ def _query_kernel(
     first_key = tile * 0
     if HAS_WINDOW:
         first_key = tl.maximum(first_pair // group - window + 1, 0) // KEYS * KEYS
+    bias_at = at * reach
+    of_real = tl.where(is_real, reach, 0)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     for first in range(first_key, end, KEYS):
         other = first + tl.arange(0, KEYS)
         key_at = ((start + other).to(tl.int64) * kv_heads + kv_head) * D
         k = _tile_of(key, key_at, other < num_rows, D, D_PAD)
-        score, _ = _scores(
-            q, k, _seen(position[:, None], other[None, :], num_rows, window, HAS_WINDOW), scale, softcap, HAS_SOFTCAP
-        )
+        is_seen = _seen(position[:, None], other[None, :], num_rows, window, HAS_WINDOW)
+        near = 0.0
+        if HAS_BIAS:
+            near = near_keys(bias, bias_at[:, None], of_real[:, None], position[:, None] - other[None, :])
+        score, _ = _scores(q, k, is_seen, near, scale, softcap, HAS_SOFTCAP, HAS_BIAS)
         new_top = tl.maximum(top, tl.max(score, 1))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         total = total * tl.exp2(top - base) + tl.sum(tl.exp2(score - base[:, None]), 1)
         top = new_top
     if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=is_real, other=0.0) * LOG2E
+        sink_at = (start + position).to(tl.int64) * sink_row + head
+        sink = tl.load(sinks + sink_at, mask=is_real, other=0.0) * LOG2E
         new_top = tl.maximum(top, sink)
         total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
         top = new_top
@@ -169,20 +185,28 @@ def _query_kernel(
         k = _tile_of(key, key_at * D, is_key, D, D_PAD)
         v = _tile_of(value, key_at * E, is_key, E, E_PAD)
         is_seen = _seen(position[:, None], other[None, :], num_rows, window, HAS_WINDOW) & is_real[:, None]
-        score, slope = _scores(q, k, is_seen, scale, softcap, HAS_SOFTCAP)
+        distance = position[:, None] - other[None, :]
+        near = 0.0
+        if HAS_BIAS:
+            near = near_keys(bias, bias_at[:, None], of_real[:, None], distance)
+        score, slope = _scores(q, k, is_seen, near, scale, softcap, HAS_SOFTCAP, HAS_BIAS)
         prob = tl.exp2(score - log_sum[:, None])
         of_prob = dot_added(tl.zeros((ROWS, KEYS), tl.float32), grad, tl.trans(v))
-        of_score = prob * (of_prob - delta[:, None]) * slope * scale
+        of_score = prob * (of_prob - delta[:, None])
+        if HAS_BIAS:
+            of_near = rounded(of_score, grad_bias.dtype.element_ty)
+            tl.store(grad_bias + bias_at[:, None] + distance, of_near, mask=is_seen & (distance < reach))
+        of_score = of_score * slope * scale
         total_grad = dot_added(total_grad, rounded(of_score, k.dtype), k)
     _store_tile(grad_query, at * D, is_real, total_grad, D, D_PAD)
 
 
 @triton.jit(do_not_specialize=_SIZES)
 def _key_kernel(
-    query, key, value, grad_out, query_start, log_sums, deltas, grad_key, grad_value,
-    num_sequences, num_heads, group, window, scale, softcap,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr,
+    query, key, value, grad_out, query_start, log_sums, deltas, grad_key, grad_value, bias,
+    num_sequences, num_heads, group, window, reach, scale, softcap,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of keys and values from all (row, query head) pairs that see it."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -212,7 +236,11 @@ def _key_kernel(
         log_sum = tl.load(log_sums + at, mask=is_real, other=0.0)
         delta = tl.load(deltas + at, mask=is_real, other=0.0)
         is_seen = _seen(position[None, :], other[:, None], num_rows, window, HAS_WINDOW) & is_real[None, :]
-        score, slope = _scores(k, q, is_seen, scale, softcap, HAS_SOFTCAP)
+        near = 0.0
+        if HAS_BIAS:
+            of_real = tl.where(is_real, reach, 0)
+            near = near_keys(bias, (at * reach)[None, :], of_real[None, :], position[None, :] - other[:, None])
+        score, slope = _scores(k, q, is_seen, near, scale, softcap, HAS_SOFTCAP, HAS_BIAS)
         prob = tl.exp2(score - log_sum[None, :])
         of_value = dot_added(of_value, rounded(prob, grad.dtype), grad)
         of_prob = dot_added(tl.zeros((KEYS, ROWS), tl.float32), v, tl.trans(grad))

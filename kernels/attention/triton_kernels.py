@@ -73,6 +73,7 @@ def triton_attention(
     layout: RowLayout,
     rule: ScoreRule,
     sinks: Tensor | None,
+    bias: Tensor | None = None,
     *,
     tiling: Tiling | None = None,
     sharing: Sharing | None = None,
@@ -94,7 +95,7 @@ def triton_attention(
     out = query.new_empty(num_rows, num_heads, value_width)
     if not out.numel():
         return out
-    tiling, has_sinks = tiling or _tiling_for(query, value_width, num_sequences), sinks is not None
+    tiling = tiling or _tiling_for(query, value_width, num_sequences)
     units = math.gcd(width, 16), math.gcd(value_width, 16)
     blocks = _blocks_of(key, value, layout, units)
     # Each sequence begins a new tile; this is the largest possible number.
@@ -103,15 +104,14 @@ def triton_attention(
         num_splits = 1 if blocks.is_packed else triton.cdiv(blocks.tables.shape[1] * blocks.size, tiling.split)
         row_bytes = num_rows * num_heads * _padded(value_width) * 4
         sharing = share_splits(num_rows, num_sequences, num_tiles * num_kv_heads, num_splits, row_bytes)
-    sinks = query if sinks is None else sinks.detach().float().contiguous()
-    _launch(_aligned(query, units[0]), blocks, layout.query_start, rule, sinks, out, num_tiles, tiling, sharing,
-            has_sinks=has_sinks)  # fmt: skip
+    sinks = None if sinks is None else sinks.detach().float().contiguous()
+    _launch(_aligned(query, units[0]), blocks, layout.query_start, rule, sinks, bias, out, num_tiles, tiling, sharing)
     return out
 
 
 def _launch(
-    query: Tensor, blocks: "_Blocks", query_start: Tensor, rule: ScoreRule, sinks: Tensor, out: Tensor, num_tiles: int,
-    tiling: Tiling, sharing: Sharing, *, has_sinks: bool,
+    query: Tensor, blocks: "_Blocks", query_start: Tensor, rule: ScoreRule, sinks: Tensor | None, bias: Tensor | None,
+    out: Tensor, num_tiles: int, tiling: Tiling, sharing: Sharing,
 ) -> None:  # fmt: skip
     """Launch the kernel, and the second one where programs share splits."""
     (num_rows, num_heads, width), (num_kv_heads, value_width) = query.shape, blocks.value.shape[2:]
@@ -122,14 +122,18 @@ def _launch(
     scales = query.new_empty(*shape, 2, dtype=torch.float32)
     numbers = {"num_sequences": len(query_start) - 1, "num_heads": num_heads, "group": num_heads // num_kv_heads}
     numbers |= {"num_slots": sharing.num_slots, "window": rule.window or 0}
+    numbers["sink_row"] = num_heads if sinks is not None and sinks.dim() == 2 else 0
     fixed = {"ROWS": tiling.rows, "SPLIT": tiling.split, "E": value_width, "E_PAD": _padded(value_width)}
-    fixed |= {"HAS_WINDOW": rule.window is not None, "HAS_SINKS": has_sinks}
+    fixed |= {"HAS_WINDOW": rule.window is not None, "HAS_SINKS": sinks is not None}
+    sinks = query if sinks is None else sinks  # not read
     launch = {"num_warps": tiling.num_warps, **early_launch(query.device), **UNFUSED}
     strides = *_strides(query, units[0]), *_strides(blocks.key, units[0]), *_strides(blocks.value, units[1])
     with torch.cuda.device_of(query):
         _attend_kernel[(num_tiles, num_kv_heads, sharing.num_programs)](
             *(query, blocks.key, blocks.value, sums, scales, out, sinks, blocks.tables, query_start, blocks.contexts),
             *(blocks.tables.stride(0), *strides),
+            bias=query if bias is None else bias, reach=0 if bias is None else bias.shape[2],
+            HAS_BIAS=bias is not None,
             scale=rule.scale, softcap=rule.softcap or 0.0, HAS_SOFTCAP=rule.softcap is not None, KEYS=tiling.keys,
             D=width, D_PAD=_padded(width), D_UNIT=units[0], E_UNIT=units[1],
             BLOCK=0 if blocks.is_packed else blocks.size, IS_SHARED=is_shared, **numbers, **fixed, **launch,
@@ -220,7 +224,7 @@ def _strides(tensor: Tensor, unit: int) -> tuple[int, ...]:
 
 
 # Not specialised to sizes and strides: chunks, decode and training share one binary and all its choices.
-_SIZES = ["num_sequences", "num_heads", "group", "num_slots", "window", "table_stride"]
+_SIZES = ["num_sequences", "num_heads", "group", "num_slots", "window", "table_stride", "sink_row", "reach"]
 _STRIDES = [
     *("query_row", "query_head", "key_block", "key_token", "key_head", "value_block", "value_token", "value_head")
 ]
@@ -243,18 +247,18 @@ def sequence_of(tile, query_start, num_sequences, group, ROWS: tl.constexpr):
 @triton.jit
 def _walk(
     all_top, all_total, all_acc, top, total, acc, q, begin, stop, end, position, key, value, tables, table_at, kv_head,
-    key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr, D_UNIT: tl.constexpr,
-    E_UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap, bias, bias_at, reach,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KEYS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr,
+    E_PAD: tl.constexpr, D_UNIT: tl.constexpr, E_UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the keys from begin to stop, tile by tile, to the sums of their split, and these, where it ends, to the sums
     of all splits. One loop crosses splits: loads run ahead within a loop only."""
     for first in range(begin, stop, KEYS):
         top, total, acc = add_keys(
             top, total, acc, q, first, end, position, key, value, tables, table_at, kv_head,
-            key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap,
-            MASKED, HAS_WINDOW, HAS_SOFTCAP, KEYS, D, E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
+            key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap, bias,
+            bias_at, reach, MASKED, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, KEYS, D, E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
         )  # fmt: skip
         if (first + KEYS) % SPLIT == 0:
             all_top, all_total, all_acc = fold(all_top, all_total, all_acc, top, tl.max(total, 1), acc)
@@ -262,15 +266,15 @@ def _walk(
     return all_top, all_total, all_acc, top, total, acc
 
 
-@triton.jit(do_not_specialize=_SIZES + _STRIDES, do_not_specialize_on_alignment=[*_TABLES, "sinks"])
+@triton.jit(do_not_specialize=_SIZES + _STRIDES, do_not_specialize_on_alignment=[*_TABLES, "sinks", "bias"])
 def _attend_kernel(
     query, key, value, sums, scales, out, sinks, block_tables, query_start, context_lens, table_stride,
     query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head,
-    num_sequences, num_heads, group, num_slots, window, scale, softcap,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr,
-    E_PAD: tl.constexpr, D_UNIT: tl.constexpr, E_UNIT: tl.constexpr, BLOCK: tl.constexpr, IS_SHARED: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    num_sequences, num_heads, group, num_slots, window, sink_row, scale, softcap, bias, reach,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    D_PAD: tl.constexpr, E_PAD: tl.constexpr, D_UNIT: tl.constexpr, E_UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    IS_SHARED: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute the splits p, p + P, ... of one tile of ROWS pairs (row, query head): program (tile, KV head, p).
 
@@ -302,6 +306,8 @@ def _attend_kernel(
 
     q = rows_of(query, row * query_row + head * query_head, is_real, D, D_PAD, D_UNIT, True)
     slot_at = (row * num_heads + head) * num_slots
+    bias_at = (row * num_heads + head) * reach
+    reach = tl.where(is_real, reach, 0)
     table_at = s * table_stride
     if IS_SHARED:
         for split in range(lowest // SPLIT + tl.program_id(2), last // SPLIT + 1, tl.num_programs(2)):
@@ -311,8 +317,9 @@ def _attend_kernel(
             for first in range(begin, end, KEYS):
                 top, total, acc = add_keys(
                     top, total, acc, q, first, end, position, key, value, block_tables, table_at, kv_head,
-                    key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap,
-                    True, HAS_WINDOW, HAS_SOFTCAP, KEYS, D, E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
+                    key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap, bias,
+                    bias_at, reach, True, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, KEYS, D, E, D_PAD, E_PAD, D_UNIT, E_UNIT,
+                    BLOCK,
                 )  # fmt: skip
             store_sums(sums, scales, slot_at + split, is_real, top, tl.max(total, 1), acc, E_PAD)
     else:
@@ -331,26 +338,30 @@ def _attend_kernel(
             all_top, all_total, all_acc, top, total, acc = _walk(
                 all_top, all_total, all_acc, top, total, acc, q, begin, whole, end, position, key, value, block_tables,
                 table_at, kv_head, key_block, key_token, key_head, value_block, value_token, value_head, window, scale,
-                softcap, True, HAS_WINDOW, HAS_SOFTCAP, KEYS, SPLIT, D, E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
+                softcap, bias, bias_at, reach, True, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, KEYS, SPLIT, D, E, D_PAD,
+                E_PAD, D_UNIT, E_UNIT, BLOCK,
             )  # fmt: skip
         all_top, all_total, all_acc, top, total, acc = _walk(
             all_top, all_total, all_acc, top, total, acc, q, whole, partly, end, position, key, value, block_tables,
             table_at, kv_head, key_block, key_token, key_head, value_block, value_token, value_head, window, scale,
-            softcap, False, HAS_WINDOW, HAS_SOFTCAP, KEYS, SPLIT, D, E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
+            softcap, bias, bias_at, reach, False, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, KEYS, SPLIT, D, E, D_PAD, E_PAD,
+            D_UNIT, E_UNIT, BLOCK,
         )  # fmt: skip
         all_top, all_total, all_acc, top, total, acc = _walk(
             all_top, all_total, all_acc, top, total, acc, q, partly, end, end, position, key, value, block_tables,
             table_at, kv_head, key_block, key_token, key_head, value_block, value_token, value_head, window, scale,
-            softcap, True, HAS_WINDOW, HAS_SOFTCAP, KEYS, SPLIT, D, E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
+            softcap, bias, bias_at, reach, True, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, KEYS, SPLIT, D, E, D_PAD, E_PAD,
+            D_UNIT, E_UNIT, BLOCK,
         )  # fmt: skip
         all_top, all_total, all_acc = fold(all_top, all_total, all_acc, top, tl.max(total, 1), acc)
-        store_rows(out, sinks, slot_at, head, is_real, all_top, all_total, all_acc, HAS_SINKS, E, E_PAD)
+        sink_at = row * sink_row + head
+        store_rows(out, sinks, slot_at, sink_at, is_real, all_top, all_total, all_acc, HAS_SINKS, E, E_PAD)
 
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=[*_TABLES, "sinks"])
 def _merge_kernel(
     sums, scales, out, sinks, query_start, context_lens,
-    num_sequences, num_heads, group, num_slots, window,
+    num_sequences, num_heads, group, num_slots, window, sink_row,
     HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
     E: tl.constexpr, E_PAD: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -383,4 +394,5 @@ def _merge_kernel(
         next_total = tl.load(scales + at * 2 + 1, mask=is_its, other=0.0)
         next_acc = tl.load(sums + at[:, None] * E_PAD + e[None, :], mask=is_its[:, None], other=0.0)
         top, total, acc = fold(top, total, acc, next_top, next_total, next_acc)
-    store_rows(out, sinks, row * num_heads + head, head, is_real, top, total, acc, HAS_SINKS, E, E_PAD)
+    sink_at = row * sink_row + head
+    store_rows(out, sinks, row * num_heads + head, sink_at, is_real, top, total, acc, HAS_SINKS, E, E_PAD)

@@ -42,19 +42,34 @@ def rows_of(tensor, at, is_there, WIDTH: tl.constexpr, PAD: tl.constexpr, UNIT: 
 
 
 @triton.jit
+def near_keys(bias, bias_at, reach, distance):
+    """Load what rows add to the scores of keys, by their distance, from the lines [reach] of bias at `bias_at`.
+
+    bias_at and reach fit the shape of distance. Returns it in float32; 0 for keys beyond the reach.
+    """
+    return tl.load(bias + bias_at + distance, mask=(distance >= 0) & (distance < reach), other=0.0).to(tl.float32)
+
+
+@triton.jit
 def add_tile(
-    top, total, acc, q, k, v, is_seen, scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    top, total, acc, q, k, v, is_seen, near, scale, softcap, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Add a tile of keys k [KEYS,D] and values v [KEYS,E] to the sums of rows q [R,D].
 
-    top [R], total [R,COLUMNS] with equal columns, acc [R,E]; is_seen [R,KEYS] is not read unless MASKED. A row that
-    sees none of the keys keeps its bits: it adds zeros.
+    top [R], total [R,COLUMNS] with equal columns, acc [R,E]; is_seen [R,KEYS] is not read unless MASKED, nor is near
+    [R,KEYS], the bias of scores, unless HAS_BIAS. A row that sees none of the keys keeps its bits: it adds zeros.
     """
     score = dot_added(tl.zeros((q.shape[0], k.shape[0]), tl.float32), q, tl.trans(k))
     factor = scale * LOG2E
     if HAS_SOFTCAP:
         score = softcap * (1.0 - 2.0 / (tl.exp2(score * scale * (2.0 * LOG2E) / softcap) + 1.0))
         factor = scale * 0.0 + LOG2E
+    elif HAS_BIAS:
+        score = score * scale
+        factor = scale * 0.0 + LOG2E
+    if HAS_BIAS:
+        score = score + near
     if MASKED:
         score = tl.where(is_seen, score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, 1) * factor)
@@ -80,10 +95,10 @@ def block_of(tables, table_at, other, is_there, BLOCK: tl.constexpr, MASKED: tl.
 @triton.jit
 def add_keys(
     top, total, acc, q, first, end, position, key, value, tables, table_at, kv_head,
-    key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
-    D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr, D_UNIT: tl.constexpr,
-    E_UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap, bias, bias_at, reach,
+    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr,
+    D_UNIT: tl.constexpr, E_UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the keys first, ..., first + KEYS - 1 to the sums of rows; MASKED: those below `end` that each row sees."""
     other = first + tl.arange(0, KEYS)
@@ -99,7 +114,10 @@ def add_keys(
     is_seen = is_there[None, :] & (other[None, :] <= position[:, None])
     if HAS_WINDOW:
         is_seen = is_seen & (other[None, :] > position[:, None] - window)
-    return add_tile(top, total, acc, q, k, v, is_seen, scale, softcap, MASKED, HAS_SOFTCAP)
+    near = 0.0
+    if HAS_BIAS:
+        near = near_keys(bias, bias_at[:, None], reach[:, None], position[:, None] - other[None, :])
+    return add_tile(top, total, acc, q, k, v, is_seen, near, scale, softcap, MASKED, HAS_SOFTCAP, HAS_BIAS)
 
 
 @triton.jit
@@ -119,11 +137,11 @@ def store_sums(sums, scales, at, is_real, top, total, acc, E_PAD: tl.constexpr):
 
 @triton.jit
 def store_rows(
-    out, sinks, at, head, is_real, top, total, acc, HAS_SINKS: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr
+    out, sinks, at, sink_at, is_real, top, total, acc, HAS_SINKS: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr
 ):
-    """Add each row's sink [H] to its sums, divide, and write the rows `at` of out [N * H,E]."""
+    """Add each row's sink to its sums, divide, and write the rows `at` of out [N * H,E]."""
     if HAS_SINKS:
-        sink = tl.load(sinks + head, mask=is_real, other=0.0) * LOG2E
+        sink = tl.load(sinks + sink_at, mask=is_real, other=0.0) * LOG2E
         top, total, acc = fold(top, total, acc, sink, total * 0.0 + 1.0, acc * 0.0)
     result = acc / tl.where(is_real, total, 1.0)[:, None]
     e = tl.arange(0, E_PAD)

@@ -29,6 +29,7 @@ constexpr int W = 16;
 #define SIMD_AWAY_2 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13
 #define SIMD_AWAY_4 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11
 #define SIMD_AWAY_8 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7
+#define SIMD_REVERSED 15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int W = 8;
 #define SIMD_EVEN 0, 2, 8, 10, 4, 6, 12, 14
@@ -38,12 +39,14 @@ constexpr int W = 8;
 #define SIMD_AWAY_1 1, 0, 3, 2, 5, 4, 7, 6
 #define SIMD_AWAY_2 2, 3, 0, 1, 6, 7, 4, 5
 #define SIMD_AWAY_4 4, 5, 6, 7, 0, 1, 2, 3
+#define SIMD_REVERSED 7, 6, 5, 4, 3, 2, 1, 0
 #else
 constexpr int W = 4;
 #define SIMD_EVEN 0, 2, 4, 6
 #define SIMD_ODD 1, 3, 5, 7
 #define SIMD_AWAY_1 1, 0, 3, 2
 #define SIMD_AWAY_2 2, 3, 0, 1
+#define SIMD_REVERSED 3, 2, 1, 0
 #endif
 
 typedef float Floats __attribute__((vector_size(4 * W)));
@@ -168,6 +171,8 @@ static inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 #else
 #define SIMD_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
 #endif
+
+static inline Floats reversed(Floats v) { return SIMD_SHUFFLE(v, v, SIMD_REVERSED); }  // the last lane first
 
 // Adds neighbouring lanes (levels 0 and 1), or neighbouring groups of four lanes, of two vectors.
 template <int LEVEL>

@@ -140,19 +140,23 @@ def rotations(dtype: torch.dtype) -> None:
     triton_rotary.rotary(query, key, angles, angles, back=True)
 
 
-def attention(dtype: torch.dtype, width: int, rule: ScoreRule, has_sinks: bool = False) -> None:
-    """Launch a decode of one sequence and of many, a chunk, and packed rows."""
+def attention(dtype: torch.dtype, width: int, rule: ScoreRule, has_sinks: bool = False, reach: int = 0) -> None:
+    """Launch a decode of one sequence and of many, a chunk, and packed rows. reach: of a bias by distance, beside which
+    each row has sinks of its own."""
     cache, sinks = torch.zeros(8, 16, 2, width, dtype=dtype), torch.zeros(8) if has_sinks else None
+    bias = None
     for rows_each, num_sequences, num_blocks in ((1, 1, 1), (1, 33, 48), (48, 3, 5)):
         starts = torch.arange(num_sequences + 1, dtype=torch.int32) * rows_each
         tables = torch.zeros(num_sequences, num_blocks, dtype=torch.int32)
         contexts = torch.full((num_sequences + 1,), rows_each, dtype=torch.int32)[1:]
         query = torch.zeros(rows_each * num_sequences, 8, width, dtype=dtype)
+        if reach:
+            sinks, bias = torch.zeros(len(query), 8), torch.zeros(len(query), 8, reach, dtype=dtype)
         for sharing in (None, triton_attention.Sharing(3, 4)):
             layout = RowLayout(starts, contexts, tables)
-            triton_attention.triton_attention(query, cache, cache, layout, rule, sinks, sharing=sharing)
+            triton_attention.triton_attention(query, cache, cache, layout, rule, sinks, bias, sharing=sharing)
     packed = cache.flatten(0, 1)[: len(query)]
-    triton_attention.triton_attention(query, packed, packed, RowLayout(starts, None, None), rule, sinks)
+    triton_attention.triton_attention(query, packed, packed, RowLayout(starts, None, None), rule, sinks, bias)
 
 
 def prompts(dtype: torch.dtype, width: int) -> None:
@@ -163,11 +167,13 @@ def prompts(dtype: torch.dtype, width: int) -> None:
     triton_attention.triton_attention(query, key, key, layout, PLAIN, None, tiling=tiling)
 
 
-def gradients(dtype: torch.dtype, width: int, rule: ScoreRule, has_sinks: bool = False) -> None:
-    """Launch the gradients of two packed sequences of 8 heads."""
+def gradients(dtype: torch.dtype, width: int, rule: ScoreRule, has_sinks: bool = False, reach: int = 0) -> None:
+    """Launch the gradients of two packed sequences of 8 heads. reach: as in `attention`."""
     query, key = torch.zeros(96, 8, width, dtype=dtype), torch.zeros(96, 2, width, dtype=dtype)
     starts, sinks = torch.tensor([0, 40, 96], dtype=torch.int32), torch.zeros(8) if has_sinks else None
-    triton_gradients.triton_gradients(query, key, key, sinks, starts, rule, query, query)
+    bias = torch.zeros(96, 8, reach, dtype=dtype) if reach else None
+    sinks = torch.zeros(96, 8) if reach else sinks
+    triton_gradients.triton_gradients(query, key, key, sinks, bias, starts, rule, query, query)
 
 
 def recurrences(dtype: torch.dtype, by_channel: bool) -> None:
@@ -227,10 +233,12 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, bfloat16": lambda: attention(HALF, 128, PLAIN),
     "attention, float32": lambda: attention(FULL, 128, PLAIN),
     "attention with everything, bfloat16": lambda: attention(HALF, 80, RICH, has_sinks=True),
+    "attention with a bias, bfloat16": lambda: attention(HALF, 128, PLAIN, reach=1024),
     "prompts, bfloat16": lambda: prompts(HALF, 128),
     "gradients, bfloat16": lambda: gradients(HALF, 128, PLAIN),
     "gradients, float32": lambda: gradients(FULL, 128, PLAIN),
     "gradients with everything, bfloat16": lambda: gradients(HALF, 80, RICH, has_sinks=True),
+    "gradients with a bias, bfloat16": lambda: gradients(HALF, 128, PLAIN, reach=1024),
     "recurrences, bfloat16": lambda: recurrences(HALF, by_channel=False),
     "recurrences, float32": lambda: recurrences(FULL, by_channel=True),
     "digests, 64 bytes side by side": lambda: digests(FULL, 64),

@@ -35,7 +35,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "window": {"window": 37},
     "softcap": {"softcap": 3.0},
     "sinks": {"sinks": True},
-    "all": {"window": 70, "softcap": 5.0, "sinks": True},
+    "row sinks": {"sinks": "rows"},
+    "bias": {"bias": 45},
+    "far bias": {"bias": 450, "sinks": "rows"},
+    "all": {"window": 70, "softcap": 5.0, "sinks": True, "bias": 90},
 }
 
 
@@ -65,11 +68,20 @@ def random_rows(
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def options(kind: str, num_heads: int) -> dict[str, Any]:
-    chosen = dict(KINDS[kind])
-    if chosen.get("sinks"):
-        chosen["sinks"] = torch.randn(num_heads, generator=torch.Generator().manual_seed(5))
+def options(kind: str, query: Tensor) -> dict[str, Any]:
+    """Return the keywords of a kind; sinks and bias are drawn for the rows of the query."""
+    chosen, generator, of_rows = dict(KINDS[kind]), torch.Generator().manual_seed(5), query.shape[:2]
+    if sinks := chosen.get("sinks"):
+        chosen["sinks"] = torch.randn(of_rows if sinks == "rows" else of_rows[1:], generator=generator)
+    if reach := chosen.get("bias"):
+        chosen["bias"] = torch.randn(*of_rows, reach, generator=generator).to(query.dtype)
     return chosen
+
+
+def of_rows(rows: Tensor | slice, keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return the keywords for some of the rows."""
+    its = {name: keywords[name][rows] for name in ("sinks", "bias") if name in keywords and keywords[name].dim() > 1}
+    return {**keywords, **its}
 
 
 def starts_of(lengths: list[int]) -> Tensor:
@@ -119,13 +131,16 @@ class Cache:
             work = [chunks[s].pop(0) for s in batch]
             waiting += [s for s in batch if chunks[s]]
             rows = torch.cat([torch.arange(starts[s] + begin, starts[s] + end) for s, begin, end in work])
-            out[rows] = paged_attention(query[rows], self.key, self.value, self.step(work), **keywords)
+            its = of_rows(rows, keywords)
+            out[rows] = paged_attention(query[rows], self.key, self.value, self.step(work), **its)
         return out
 
 
 def reference_rows(lengths: list[int], query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Tensor:
     parts = itertools.pairwise(starts_of(lengths).tolist())
-    return torch.cat([reference_attention(query[a:b], key[a:b], value[a:b], **keywords) for a, b in parts])
+    return torch.cat(
+        [reference_attention(query[a:b], key[a:b], value[a:b], **of_rows(slice(a, b), keywords)) for a, b in parts]
+    )
 
 
 HEADS_AND_WIDTHS = [
@@ -134,7 +149,8 @@ HEADS_AND_WIDTHS = [
 ]  # fmt: skip
 # Native path: all shapes with the two extreme kinds, all kinds with one shape; fewer cases of the slow path.
 CASES = [("native", kind, *shape) for shape in HEADS_AND_WIDTHS for kind in ("plain", "all")]
-CASES += [(path, kind, *HEADS_AND_WIDTHS[2]) for kind in ("window", "softcap", "sinks") for path in PATHS]
+OTHER_KINDS = ("window", "softcap", "sinks", "row sinks", "bias", "far bias")
+CASES += [(path, kind, *HEADS_AND_WIDTHS[2]) for kind in OTHER_KINDS for path in PATHS]
 CASES += [("torch", "plain", *shape) for shape in HEADS_AND_WIDTHS[1:4]]
 CASES += [("torch", "all", *shape) for shape in HEADS_AND_WIDTHS[4:]]
 
@@ -153,7 +169,7 @@ def test_a_row_has_the_same_bits_in_every_chunk_block_batch_and_thread_count(
 ) -> None:
     lengths = [1, 3, 16, 17, 64, 65, 131]
     query, key, value = random_rows(lengths, heads, widths, dtype)
-    keywords = {"scale": widths[0] ** -0.5, "path": path, **options(kind, heads[0])}
+    keywords = {"scale": widths[0] ** -0.5, "path": path, **options(kind, query)}
     whole = varlen_attention(query, key, value, starts_of(lengths), **keywords)
     expected = reference_rows(lengths, query, key, value, **{k: v for k, v in keywords.items() if k != "path"})
     tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
@@ -266,14 +282,14 @@ def test_decoding_sequences_that_begin_with_the_same_blocks_have_the_bits_they_h
             blocks = beginning + [next(ids) for _ in range(-(-run[-1] // block_size) - len(beginning))]
             sequences += [(blocks[: -(-context // block_size)], context) for context in run]
     query = torch.randn(len(sequences), heads[0], widths[0], generator=generator).to(dtype)
-    keywords = {"scale": widths[0] ** -0.5, **options(kind, heads[0])}
+    keywords = {"scale": widths[0] ** -0.5, **options(kind, query)}
 
     def attend(chosen: list[int]) -> Tensor:
         width = max(len(sequences[i][0]) for i in chosen)
         tables = torch.tensor([sequences[i][0] + [0] * (width - len(sequences[i][0])) for i in chosen])
         contexts = torch.tensor([sequences[i][1] for i in chosen], dtype=torch.int32)
         step = PagedStep(tables.int(), starts_of([1] * len(chosen)), contexts)
-        return paged_attention(query[chosen], key, value, step, **keywords)
+        return paged_attention(query[chosen], key, value, step, **of_rows(torch.tensor(chosen), keywords))
 
     alone = torch.cat([attend([i]) for i in range(len(sequences))])
     mixed = torch.randperm(len(sequences), generator=generator).tolist()
@@ -315,17 +331,17 @@ def test_no_rows_and_no_sequences_are_fine(path: AttentionPath) -> None:
 def test_gradients_are_those_of_the_definition(path: AttentionPath, dtype: torch.dtype, kind: str) -> None:
     lengths, heads = [1, 2, 30, 37, 90], (6, 2)
     inputs = random_rows(lengths, heads, (32, 24), dtype)
-    keywords = options(kind, heads[0])
-    if "sinks" in keywords:
-        inputs.append(keywords.pop("sinks").to(dtype))
+    keywords = options(kind, inputs[0])
+    names = [name for name in ("sinks", "bias") if name in keywords]
+    inputs += [keywords.pop(name).to(dtype) for name in names]
     weights = [torch.randn(sum(lengths), heads[0], 24).to(dtype) for _ in range(2)]
 
     def gradients(attend: Any) -> list[Tensor]:
         leaves = [t.clone().requires_grad_() for t in inputs]
-        sinks = leaves[3] if len(leaves) == 4 else None
+        every = {**keywords, **dict(zip(names, leaves[3:], strict=True))}
         # Used twice, once of it with swapped rows: gradients must add up, not overwrite.
-        first = attend(*leaves[:3], scale=0.2, sinks=sinks, **keywords)
-        second = attend(leaves[0].flip(-1), *leaves[1:3], scale=0.2, sinks=sinks, **keywords)
+        first = attend(*leaves[:3], scale=0.2, **every)
+        second = attend(leaves[0].flip(-1), *leaves[1:3], scale=0.2, **every)
         ((first * weights[0]).sum() + (second * weights[1]).sum()).backward()
         assert all(leaf.grad is not None and leaf.grad.dtype == dtype for leaf in leaves)
         return [leaf.grad for leaf in leaves if leaf.grad is not None]
@@ -343,8 +359,11 @@ def test_gradients_of_a_sequence_cut_into_runs_of_rows_add_up() -> None:
     inputs = random_rows([length], heads, (16, 16), torch.float32)
     mine = [t.clone().requires_grad_() for t in inputs]
     theirs = [t.clone().requires_grad_() for t in inputs]
-    varlen_attention(*mine, starts_of([length]), scale=0.25, window=500).square().sum().backward()
-    reference_attention(*theirs, scale=0.25, window=500).square().sum().backward()
+    both = [torch.randn(length, heads[0], reach).requires_grad_() for reach in (700, 700)]
+    both[1].data.copy_(both[0].data)
+    mine, theirs = [*mine, both[0]], [*theirs, both[1]]
+    varlen_attention(*mine[:3], starts_of([length]), scale=0.25, window=500, bias=both[0]).square().sum().backward()
+    reference_attention(*theirs[:3], scale=0.25, window=500, bias=both[1]).square().sum().backward()
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad, atol=1e-4, rtol=1e-4)
 
@@ -382,6 +401,10 @@ def test_every_row_falls_in_exactly_one_piece_within_the_budget() -> None:
         ({"window": 0}, "window is 0"),
         ({"softcap": -1.0}, "softcap is -1.0"),
         ({"sinks": torch.zeros(3)}, r"sinks are \[3\]"),
+        ({"sinks": torch.zeros(4, 4)}, r"sinks are \[4, 4\] on cpu, not \[4\] or \[5, 4\]"),
+        ({"bias": torch.zeros(5, 4)}, r"bias is torch.float32 \[5, 4\]"),
+        ({"bias": torch.zeros(5, 4, 8, dtype=torch.bfloat16)}, "bias is torch.bfloat16"),
+        ({"bias": torch.zeros(5, 4, 16)[..., ::2]}, r"bias is .*, contiguous"),
     ],
 )
 @pytest.mark.parametrize("path", PATHS)

@@ -19,19 +19,20 @@ BARS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of th
 
 
 def found_gradients(case: Packed, grad_out: Tensor) -> list[Tensor | None]:
-    starts, sinks = int32(case.starts), case.options.get("sinks")
-    return triton_gradients(case.query, case.key, case.value, sinks, starts, case.rule[0], case.attend(), grad_out)
+    inputs = (case.query, case.key, case.value, *case.terms(), int32(case.starts))
+    return triton_gradients(*inputs, case.rule, case.attend(), grad_out)
 
 
 def exact_gradients(case: Packed, grad_out: Tensor) -> list[Tensor]:
-    leaves = [t.double().requires_grad_() for t in (case.query, case.key, case.value, case.options.get("sinks"))
-              if t is not None]  # fmt: skip
-    options = {**case.options, **({"sinks": leaves[3]} if len(leaves) == 4 else {})}
+    given = {name: case.options[name] for name in ("sinks", "bias") if name in case.options}
+    leaves = [t.double().requires_grad_() for t in (case.query, case.key, case.value, *given.values())]
+    own = dict(zip(given, leaves[3:], strict=True))
     outs = []
     for s, length in enumerate(case.lengths):
         rows = slice(case.starts[s], case.starts[s] + length)
+        its = {name: leaf[rows] if leaf.dim() > 1 else leaf for name, leaf in own.items()}
         if length:
-            outs.append(_attention(*(leaf[rows] for leaf in leaves[:3]), options))
+            outs.append(_attention(*(leaf[rows] for leaf in leaves[:3]), {**case.options, **its}))
     torch.cat(outs).backward(grad_out.double())
     return [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
 
@@ -47,18 +48,22 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any
     hidden = position[None] > position[:, None]
     if (window := options.get("window")) is not None:
         hidden = hidden | (position[None] <= position[:, None] - window)
+    if (bias := options.get("bias")) is not None:
+        distance = (position[:, None] - position).expand_as(scores)
+        near = bias.transpose(0, 1).gather(2, distance.clamp(0, bias.shape[2] - 1))
+        scores = scores + near.masked_fill(distance >= bias.shape[2], 0)
     scores = scores.masked_fill(hidden, -torch.inf)
     if (sinks := options.get("sinks")) is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], dim=-1)
+        scores = torch.cat([scores, sinks.expand(len(query), -1).t()[:, :, None]], dim=-1)
     return torch.einsum("htl,lhe->the", torch.softmax(scores, dim=-1)[..., : len(query)], value)
 
 
 def check(case: Packed, dtype: torch.dtype) -> None:
     grad_out = torch.randn(len(case.query), *case.query.shape[1:2], case.value.shape[-1]).to(DEVICE, dtype)
     found, exact = found_gradients(case, grad_out), exact_gradients(case, grad_out)
-    assert (found[3] is None) == ("sinks" not in case.options)
-    for mine, theirs in zip(found, exact, strict=False):
-        assert mine is not None and mine.shape == theirs.shape
+    assert [found[i] is None for i in (3, 4)] == [name not in case.options for name in ("sinks", "bias")]
+    for mine, theirs in zip([each for each in found if each is not None], exact, strict=True):
+        assert mine.shape == theirs.shape
         error = (mine.double() - theirs).abs().max() / theirs.abs().max().clamp(min=1e-6)
         assert float(error) < BARS[dtype]
 
@@ -81,7 +86,8 @@ def test_a_sequence_has_its_gradients_whatever_is_packed_with_it() -> None:
     grad_out = torch.randn(60, 4, 16, device=DEVICE)
     together = found_gradients(case, grad_out)
     rows = slice(13, 53)
-    alone = Packed([40], case.query[rows], case.key[rows], case.value[rows], case.options)
+    own = {**case.options, **dict(zip(("sinks", "bias"), case.terms(rows), strict=True))}
+    alone = Packed([40], case.query[rows], case.key[rows], case.value[rows], own)
     for one, all_of_them in zip(found_gradients(alone, grad_out[rows])[:3], together[:3], strict=True):
         torch.testing.assert_close(one, all_of_them[rows], rtol=0, atol=1e-6)
     again = found_gradients(case, grad_out)
@@ -103,7 +109,7 @@ def test_the_trainers_attention_takes_these_gradients_and_reads_nothing_on_the_h
 def test_what_is_not_served_is_refused() -> None:
     case = packed([3], (1, 1), (16, 16), torch.float64)
     with pytest.raises(ValueError, match=r"not torch\.float64"):
-        triton_gradients(case.query, case.key, case.value, None, int32([0, 3]), case.rule[0], case.query, case.query)
+        triton_gradients(case.query, case.key, case.value, None, None, int32([0, 3]), case.rule, case.query, case.query)
 
 
 @gpu

@@ -36,7 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "window": {"window": 19},
     "softcap": {"softcap": 3.0},
     "sinks": {"sinks": True},
-    "all": {"window": 37, "softcap": 5.0, "sinks": True},
+    "bias": {"bias": 21, "sinks": "rows"},
+    "all": {"window": 37, "softcap": 5.0, "sinks": True, "bias": 45},
 }
 
 
@@ -56,16 +57,26 @@ class Packed:
 
     def attend(self, **others: Any) -> Tensor:
         layout = RowLayout(int32(self.starts), None, None)
-        return triton_attention(self.query, self.key, self.value, layout, *self.rule, **others)
+        return triton_attention(self.query, self.key, self.value, layout, self.rule, *self.terms(), **others)
 
     @property
-    def rule(self) -> tuple[ScoreRule, Tensor | None]:
-        options = self.options
-        return ScoreRule(options["scale"], options.get("window"), options.get("softcap")), options.get("sinks")
+    def rule(self) -> ScoreRule:
+        return ScoreRule(self.options["scale"], self.options.get("window"), self.options.get("softcap"))
+
+    def terms(self, rows: Tensor | slice = slice(None)) -> tuple[Tensor | None, Tensor | None]:
+        """Return the sinks and the bias of some rows."""
+        sinks, bias = self.options.get("sinks"), self.options.get("bias")
+        of_rows = sinks[rows] if sinks is not None and sinks.dim() == 2 else sinks
+        return of_rows, None if bias is None else bias[rows]
 
     def reference(self) -> Tensor:
-        rows = [slice(a, b) for a, b in itertools.pairwise(self.starts)]
-        return torch.cat([reference_attention(self.query[r], self.key[r], self.value[r], **self.options) for r in rows])
+        parts = []
+        for a, b in itertools.pairwise(self.starts):
+            own = dict(zip(("sinks", "bias"), self.terms(slice(a, b)), strict=True))
+            parts.append(
+                reference_attention(self.query[a:b], self.key[a:b], self.value[a:b], **{**self.options, **own})
+            )
+        return torch.cat(parts)
 
     def cache(self, block_size: int) -> tuple[Tensor, Tensor, list[list[int]]]:
         num_blocks = [-(-n // block_size) for n in self.lengths]
@@ -88,7 +99,7 @@ class Packed:
         starts = [0, *itertools.accumulate(end - begin for _, begin, end in work)]
         rows = torch.cat([torch.arange(self.starts[s] + b, self.starts[s] + e, device=DEVICE) for s, b, e in work])
         layout = RowLayout(int32(starts), int32([end for _, _, end in work]), table)
-        return rows, triton_attention(self.query[rows], key, value, layout, *self.rule, **others)
+        return rows, triton_attention(self.query[rows], key, value, layout, self.rule, *self.terms(rows), **others)
 
 
 def int32(values: list[Any]) -> Tensor:
@@ -104,7 +115,10 @@ def packed(
     query, key, value = (torch.randn(shape, generator=generator).to(DEVICE, dtype) for shape in shapes)
     options = {"scale": widths[0] ** -0.5, **KINDS[kind]}
     if "sinks" in options:
-        options["sinks"] = torch.randn(heads[0], generator=generator).to(DEVICE)
+        shape = (total, heads[0]) if options["sinks"] == "rows" else heads[:1]
+        options["sinks"] = torch.randn(shape, generator=generator).to(DEVICE)
+    if "bias" in options:
+        options["bias"] = torch.randn(total, heads[0], options["bias"], generator=generator).to(DEVICE, dtype)
     return Packed(lengths, query, key, value, options)
 
 
@@ -114,7 +128,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 VALUES = [
     ("plain", (2, 1), (16, 16)), ("all", (6, 2), (36, 20)), ("window", (3, 3), (24, 40)),
-    ("softcap", (20, 1), (8, 8)), ("sinks", (4, 2), (32, 32)),
+    ("softcap", (20, 1), (8, 8)), ("sinks", (4, 2), (32, 32)), ("bias", (4, 2), (16, 16)),
 ]  # fmt: skip
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 QUICK_VALUES = [(torch.float32, *VALUES[1]), (torch.bfloat16, *VALUES[0])]
