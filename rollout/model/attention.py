@@ -27,6 +27,7 @@ from ...kernels.attention.step import RowLayout
 from ...kernels.layers.rotary import rotary_into_cache
 from .layer_probe import PROBING, KVShape, LayerProbe, MaskFunction
 from .operations.deferred import IS_USED, Rotation, plain
+from .operations.distance_bias import DISTANCE_BIAS
 from .operations.functions import outside_modes
 from .operations.indexer import IndexChoice
 from .recurrent.states import StepStates
@@ -119,6 +120,7 @@ class _KernelOptions(TypedDict):
     window: int | None
     softcap: float | None
     sinks: Tensor | None
+    bias: Tensor | None
     path: AttentionPath
 
 
@@ -134,6 +136,8 @@ def hosted_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     indices: IndexChoice | None = None,
     path: AttentionPath,
@@ -141,8 +145,9 @@ def hosted_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention with the signature of transformers' AttentionInterface.
 
-    query [B, H, T, D], key and value [B, K, T, D], after rotary; returns ([B, T, H, D], None). Raises ValueError that
-    names every unknown keyword; none is ignored.
+    query [B, H, T, D], key and value [B, K, T, D], after rotary; returns ([B, T, H, D], None). s_aux [H] and sinks
+    [B, H, T, 1] are logits of the softmax's denominator; position_bias [B, H, T, R] is by distance, from a part of the
+    module that `distance_bias.py` knows. Raises ValueError that names every unknown keyword; none is ignored.
     """
     step = others.pop(STEP_KEYWORD, None)
     rotation, query, key = _unrotated(step, query, key) if IS_USED else (None, query, key)
@@ -157,12 +162,13 @@ def hosted_attention(
         "scale": head_dim**-0.5 if scaling is None else scaling,
         "window": sliding_window,
         "softcap": softcap,
-        "sinks": s_aux,
+        "sinks": s_aux if sinks is None else sinks[..., 0].transpose(1, 2).flatten(0, 1),
+        "bias": None if position_bias is None else _by_distance(module, position_bias, num_rows),
         "path": path,
     }
     chunk = cast(int | None, vars(module).get(CHUNK))
     if indices is not None:
-        _refuse_choice(module, indices, batch * num_rows, sliding_window or chunk)
+        _refuse_choice(module, indices, batch * num_rows, sliding_window or chunk, position_bias)
     if rotation is not None and isinstance(step, StepContext):
         out = _with_rotation(rotation, value, step.of_layer(cast(int, module.layer_idx), chunk), step.slots, options)
         return out.view(batch, num_rows, num_heads, value.shape[3]), None
@@ -195,6 +201,13 @@ def _refuse_call(module: nn.Module, others: Mapping[str, object], dropout: float
         raise ValueError(f"attention dropout ({dropout}) would make the trainer differ from the engine: set it to 0")
 
 
+def _by_distance(module: nn.Module, bias: Tensor, num_rows: int) -> Tensor:
+    """Return the bias [B, H, T, R] of rows as [N, H, R]. Raises ValueError for one that is not by distance."""
+    if bias.shape[2:] != (num_rows, vars(module).get(DISTANCE_BIAS)):
+        raise ValueError(f"{type(module).__name__} asks its attention for position_bias: not supported")
+    return bias.transpose(1, 2).flatten(0, 1).contiguous()
+
+
 def chunk_of(module: nn.Module) -> int | None:
     """Return the tokens of a chunk of positions that the rows of an attention see; None for any other module."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
@@ -216,7 +229,7 @@ def _packed(rows: list[Tensor], query_start: Tensor, options: _KernelOptions, ch
     selected = None if choice is None else _selected(choice, RowLayout(query_start, None, None), path)
     if selected is None:
         return varlen_attention(rows[0], rows[1], rows[2], query_start, **options)
-    rule = {name: value for name, value in options.items() if name != "window"}
+    rule = {name: value for name, value in options.items() if name not in ("window", "bias")}
     return selected_attention(rows[0], rows[1], rows[2], selected, **rule)  # type: ignore[arg-type]
 
 
@@ -249,13 +262,15 @@ def _in_step(
 # -- rows that an indexer selects keys for -----------------------------------------------------------------------------
 
 
-def _refuse_choice(module: nn.Module, choice: object, num_rows: int, window: int | None) -> None:
+def _refuse_choice(module: nn.Module, choice: object, num_rows: int, window: int | None, bias: Tensor | None) -> None:
     """Raise ValueError for a choice that is not one of these rows, as that of a hosted indexer is."""
     name = type(module).__name__
     if not isinstance(choice, IndexChoice):
         raise ValueError(f"{name} brings indices of keys that no hosted indexer has selected: not supported")
     if window is not None:
         raise ValueError(f"{name} selects keys in a window: not supported")
+    if bias is not None:
+        raise ValueError(f"{name} selects keys and adds a bias to their scores: not supported")
     if len(choice.keys) != num_rows:
         raise ValueError(f"{name} brings a selection of keys for {len(choice.keys)} rows to {num_rows}: not supported")
 

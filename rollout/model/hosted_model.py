@@ -176,7 +176,8 @@ class HostedModel:
 
     @property
     def vocab_size(self) -> int:
-        return self.config.vocab_size
+        """The number of tokens that get logits: all but those of padding, if the configuration tells of any."""
+        return getattr(self.config, "unpadded_vocab_size", None) or self.config.vocab_size
 
     @property
     def max_model_len(self) -> int:

@@ -32,6 +32,7 @@ from .attention import CHUNK, chunk_of
 from .experts import GROUPED, REDUCTION, grouped_routes, is_experts
 from .last_layer import LastLayer
 from .module_code import class_forward
+from .operations.distance_bias import DISTANCE_BIAS, distance_bias_forward, reach_of
 from .operations.functions import ReplacedFunctions, invariant_functions, outside_modes
 from .operations.fused_layers import fused_forward, gates_by_halves, is_gated_mlp, silu_as_gated
 from .operations.indexer import indexer_forward
@@ -153,8 +154,11 @@ class Numerics:
             if (forward := recurrent_forward(module, heads)) is not None:
                 self._patches.append((module, "forward", forward))
         for module in root.modules():
-            if (forward := indexer_forward(module) or counting_forward(module)) is not None:
+            forward = indexer_forward(module) or counting_forward(module) or distance_bias_forward(module)
+            if forward is not None:
                 self._patches.append((module, "forward", forward))
+            if (reach := reach_of(module)) is not None:
+                self._patches.append((module, DISTANCE_BIAS, reach))
             if (chunk := chunk_of(module)) is not None:
                 self._patches.append((module, CHUNK, chunk))
 

@@ -25,7 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Rotary tables that are recomputed from the longest sequence of the batch: a row would depend on its neighbours.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
-_RECURRENT_TYPES = {"conv", "linear_attention", "hybrid"}  # "hybrid": beside attention
+_RECURRENT_TYPES = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}  # "hybrid": beside attention
 _STATELESS_TYPES = {"mlp", "moe"}
 _NEEDED = ("hidden_size", "vocab_size", "max_position_embeddings")
 

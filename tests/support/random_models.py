@@ -90,6 +90,15 @@ _CHUNKED = {
     **{"intermediate_size_mlp": 48, "interleave_moe_layer_step": 2},
 }
 
+# A bias that ends before and behind the window, scales that rise from the eighth position, and other heads in windows.
+_INKLING = {
+    **{"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"], "sliding_window_size": 20},
+    **{"swa_num_attention_heads": 6, "swa_num_key_value_heads": 3, "swa_head_dim": 20, "d_rel": 8, "rel_extent": 24},
+    **{"log_scaling_n_floor": 8, "log_scaling_alpha": 0.3, "conv_kernel_size": 4, "num_experts_per_tok": 2},
+    **{"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 32, "route_scale": 2.0},
+    **{"mlp_layer_types": ["dense", "sparse", "sparse"], "logits_mup_width_multiplier": 2.0},
+}
+
 # family -> (config class, settings of its config beyond the common part)
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE}),
@@ -113,6 +122,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "deepseek_v32": ("DeepseekV32Config", _INDEXED),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_INDEXED, "indexer_types": ["full", "shared", "full"]}),
     "llama4": ("Llama4TextConfig", _CHUNKED),
+    "inkling": ("InklingTextConfig", _INKLING),
     "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2_moe": (
         "Lfm2MoeConfig",
@@ -129,7 +139,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: o
 
     Example: `random_model("gemma2", vocab_size=128)`.
     """
-    if family in ("lfm2", "lfm2_moe", "deepseek_v32", "glm_moe_dsa"):
+    if family in ("lfm2", "lfm2_moe", "deepseek_v32", "glm_moe_dsa", "inkling"):
         needs_transformers(5, 23)
     key = repr((family, dtype, sorted(overrides.items()), torch.get_default_device()))
     if key not in _made:

@@ -1,30 +1,41 @@
-"""Attention whose own code counts the positions of its rows from the length of the cache (Llama 4 scales queries by
-them). The rows of a step, and of a packed row, belong to several sequences: the cache that the code sees here has a
-length for each row.
+"""Attention whose own code counts the positions of its rows from the length of the cache (Llama 4 and Inkling scale
+queries by them), and convolutions that are told of nothing but the cache (Inkling).
+
+The rows of a step, and of a packed row, belong to several sequences: the cache that such code sees here has a length
+for each row, and brings a layer's convolutions the keywords of its call.
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import STEP_KEYWORD, StepContext
 from .copied_code import innermost
 
 Forward = Callable[..., Any]
 
+PACKING = "cu_seq_lens_q"
 _CACHE, _LENGTH, _HIDDEN = "past_key_values", "get_seq_length", "hidden_states"
+_CONVOLUTION = "conv_idx"  # attribute of the convolutions of a layer that has several
 
 
 def counting_forward(module: nn.Module) -> Forward | None:
-    """Return the forward of an attention that counts, with the positions of its rows; None for any other module."""
+    """Return the forward of an attention that counts, or of a layer of several convolutions, with a cache that knows
+    its rows; None for any other module."""
     code = innermost(type(module).forward)
-    if code is None or not hasattr(module, "layer_idx") or _LENGTH not in code.__code__.co_names:
+    if code is None:
+        return None
+    counts = hasattr(module, "layer_idx") and _LENGTH in code.__code__.co_names
+    if not counts and not isinstance(module, GradientCheckpointingLayer):
+        return None
+    if not counts and not any(hasattr(part, _CONVOLUTION) for part in module.modules()):
         return None
     own = types.MethodType(type(module).forward, module)
     signature = inspect.signature(own)
@@ -33,31 +44,50 @@ def counting_forward(module: nn.Module) -> Forward | None:
 
     def run(*args: Any, **named: Any) -> Any:
         given = signature.bind(*args, **named)
-        step, packed = named.get(STEP_KEYWORD), named.get("cu_seq_lens_q")
-        num_rows = given.arguments[_HIDDEN].shape[1]
-        cache: _Cache | None = None  # rows count from 0
-        if isinstance(step, StepContext):
-            cache = _Cache(module, num_rows, step.paged.query_start, step.paged.context_lens)
-        elif packed is not None:
-            cache = _Cache(module, num_rows, packed, packed.diff())
-        given.arguments[_CACHE] = cache
+        hidden = given.arguments[_HIDDEN]
+        given.arguments[_CACHE] = RowCache.of(module, hidden.shape[1], hidden.device, named)
         return own(*given.args, **given.kwargs)
 
     return run
 
 
-class _Cache:
+class RowCache:
     """The cache as such code sees it. It keeps nothing: keys and values go to the hosted attention as they are."""
 
     def __init__(self, module: nn.Module, num_rows: int, starts: Tensor, ends: Tensor) -> None:
         """Take the row offsets of the sequences, [S + 1], and the positions after their last rows, [S]."""
         self._name, self._num_rows, self._starts, self._ends = type(module).__name__, num_rows, starts, ends
+        self.keywords: Mapping[str, object] = {}  # of the layer's call, by which convolutions find their rows
+
+    @classmethod
+    def of(cls, module: nn.Module, num_rows: int, device: torch.device, named: Mapping[str, object]) -> RowCache | None:
+        """Return the cache for a call with these keywords; None where every batch row counts its rows from 0."""
+        step, packed = named.get(STEP_KEYWORD), named.get(PACKING)
+        if isinstance(step, StepContext):
+            cache = cls(module, num_rows, step.paged.query_start, step.paged.context_lens)
+        elif isinstance(packed, Tensor):
+            cache = cls(module, num_rows, packed, packed.diff())
+        elif step is not None:  # the start-up probe
+            starts = torch.tensor([0, num_rows], dtype=torch.int32, device=device)
+            cache = cls(module, num_rows, starts, starts[1:])
+        else:
+            return None
+        cache.keywords = {name: named.get(name) for name in (STEP_KEYWORD, PACKING)}
+        return cache
 
     def get_seq_length(self, _: object = 0) -> Tensor:
         """Return what each row's index in this call lacks of its position, int64 [N]."""
         rows = torch.arange(self._num_rows, dtype=self._starts.dtype, device=self._starts.device)
         owner = torch.searchsorted(self._starts, rows, right=True) - 1
         return (self._ends - self._starts[1:]).to(torch.int64)[owner.clamp(max=len(self._ends) - 1)]
+
+    def get_query_offset(self, layer: object = 0) -> Tensor:
+        """Return `get_seq_length`."""
+        return self.get_seq_length(layer)
+
+    def get_mask_sizes(self, num_rows: int, *_: object) -> tuple[int, int]:
+        """Return the number of this call's keys, and 0, the first of them."""
+        return num_rows, 0
 
     def update(self, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
         """Return the keys and values of this call."""

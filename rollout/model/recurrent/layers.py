@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ....kernels.recurrent.conv import causal_conv, causal_conv_in_slots
 from ..operations.copied_code import innermost, with_names
 from ..operations.functions import outside_modes
+from ..operations.row_positions import RowCache
 from .delta_rule import UNLIKE, delta_rule_of, is_channel_delta_rule, is_delta_rule
 from .heads import UNDIVIDED, HeadDivision
 from .rows import rows_of
@@ -25,6 +26,7 @@ from .state_space import is_shortcut, is_state_space, state_space_of, without_sh
 
 Forward = Callable[..., Any]
 
+_PASSED_ON = "seq_idx"  # keyword that every convolution passes on to its function
 _CACHES = ("cache_params", "past_key_values", "cache")  # keywords of layers, up to transformers 5.23 and since
 
 
@@ -46,10 +48,15 @@ def recurrent_forward(module: nn.Module, division: HeadDivision = UNDIVIDED) -> 
 
 
 def _without_cache(forward: Forward) -> Forward:
-    """Return the forward without the cache of transformers, which modules make by themselves and ours does not fill."""
+    """Return the forward without the cache of transformers, which modules make by themselves and ours does not fill.
+
+    A layer's `RowCache` brings the keywords that the layer does not pass to its convolutions. These pass one on.
+    """
 
     def run(*args: Any, **named: Any) -> Any:
-        return forward(*args, **{**named, **{name: None for name in _CACHES if name in named}})
+        of_layer = [cache for name in _CACHES if isinstance(cache := named.get(name), RowCache)]
+        without = {**named, **{name: None for name in _CACHES if name in named}}
+        return forward(*args, **without, **dict(zip((_PASSED_ON,), of_layer, strict=False)))
 
     return run
 
@@ -58,7 +65,8 @@ def _without_cache(forward: Forward) -> Forward:
 
 
 def _conv_of(module: nn.Module, division: HeadDivision) -> Forward:
-    """Return the convolution for one layer. Its states are small, and whole on every rank."""
+    """Return the convolution for one layer, or for one of several. Its states are small, and whole on every rank."""
+    name = f"conv{getattr(module, 'conv_idx', '')}"  # of its state among the layer's
 
     def causal_conv1d_fn(
         hidden_states: Tensor,
@@ -71,14 +79,16 @@ def _conv_of(module: nn.Module, division: HeadDivision) -> Forward:
         if activation not in (None, "silu"):
             raise ValueError(f"{type(module).__name__}: a convolution with activation {activation!r} is not supported")
         batch, num_channels, num_rows = hidden_states.shape
-        rows = rows_of(module, batch, num_rows, hidden_states.device, named)
-        x = hidden_states.transpose(1, 2).reshape(batch * num_rows, num_channels)
-        if (slots := rows.slots("conv")) is not None:
+        cache = named.get(_PASSED_ON)
+        keywords = cache.keywords if isinstance(cache, RowCache) else named
+        rows = rows_of(module, batch, num_rows, hidden_states.device, keywords)
+        x = hidden_states.transpose(1, 2).reshape(batch * num_rows, num_channels).to(weight.dtype)
+        if (slots := rows.slots(name)) is not None:
             out = causal_conv_in_slots(x, weight, bias, rows.cu_seqlens, slots, activation)
         else:
             out, final = causal_conv(x, weight, bias, rows.cu_seqlens, None, activation)
-            rows.keep("conv", final)
-        return out.view(batch, num_rows, num_channels).transpose(1, 2)
+            rows.keep(name, final)
+        return out.to(hidden_states.dtype).view(batch, num_rows, num_channels).transpose(1, 2)
 
     return causal_conv1d_fn
 

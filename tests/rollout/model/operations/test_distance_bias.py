@@ -1,0 +1,95 @@
+"""Tests of attention with a bias by distance: which parts of a module are recognised, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.model.operations.distance_bias import distance_bias_forward, reach_of
+from lockstep.rollout.sampling_params import SamplingParams
+
+
+class Spread(nn.Module):
+    """A part that mixes profiles and spreads them over keys, written otherwise than in transformers."""
+
+    def __init__(self, width: int = 4, reach: int = 12) -> None:
+        super().__init__()
+        self.profiles = nn.Parameter(torch.zeros(width, reach))  # zeros: the values must not matter
+
+    def forward(self, states: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        distance = queries[:, None] - keys
+        known = self.profiles.T[distance.clamp(0, self.profiles.shape[1] - 1)]  # [q, k, width]
+        near = (distance >= 0) & (distance < self.profiles.shape[1])
+        return torch.einsum("bqhd,qkd->bhqk", states, known) * near
+
+
+class Ahead(Spread):
+    """A part that counts distances to keys behind the query, too."""
+
+    def forward(self, states: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        return super().forward(states, queries, 2 * queries[-1] - keys)
+
+
+class Endless(Spread):
+    """A part whose last profile goes on beyond the reach."""
+
+    def forward(self, states: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        return super().forward(states, queries, torch.maximum(keys, queries[0] - self.profiles.shape[1] + 1))
+
+
+class Scaled(Spread):
+    """A part with a second parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, 1))
+
+
+class Attention(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+
+@pytest.mark.parametrize("reach", [1, 3, 12, 700])
+def test_a_part_that_spreads_mixed_profiles_is_recognised_and_stays_by_distance(reach: int) -> None:
+    part = Spread(reach=reach)
+    forward = distance_bias_forward(part)
+    assert forward is not None and reach_of(Attention(part)) == reach
+    part.profiles.data.normal_()
+    states, positions = torch.randn(2, 30, 3, 4), torch.arange(30)
+    found = forward(states, positions, positions)
+    assert found.shape == (2, 3, 30, reach)
+    spread = part(states, positions, positions)
+    for query in range(30):
+        for key in range(query + 1):
+            near = found[:, :, query, query - key] if query - key < reach else torch.zeros(2, 3)
+            torch.testing.assert_close(spread[:, :, query, key], near)
+
+
+@pytest.mark.parametrize("part", [Ahead(), Endless(), Scaled(), nn.Linear(4, 12, bias=False), nn.Bilinear(2, 3, 4)])
+def test_other_parts_are_not_recognised(part: nn.Module) -> None:
+    assert distance_bias_forward(part) is None and reach_of(Attention(part)) is None
+
+
+def test_an_attention_whose_bias_is_not_recognised_is_refused_by_name(make_model, monkeypatch) -> None:
+    model = make_model("inkling")
+    kind = type(model.model.layers[0].self_attn.rel_logits_proj)
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, states, queries, keys: own(self, states, queries, keys) * 2)
+    with pytest.raises(ValueError, match="InklingAttention asks its attention for position_bias: not supported"):
+        Engine(model, EngineConfig(kv_cache="16 blocks"))
+
+
+def test_tokens_of_padding_behind_the_vocabulary_are_never_drawn(make_model) -> None:
+    model = make_model("inkling", unpadded_vocab_size=200)
+    with torch.no_grad():
+        model.lm_head.weight[200:] *= 100  # else they would be the most likely ones
+    engine = Engine(model, EngineConfig(kv_cache="16 blocks"))
+    [sample] = engine.generate([[3, 17, 90]], SamplingParams(max_new_tokens=60, temperature=1.5, sampling_seed=1))
+    assert engine.model.vocab_size == 200 and max(sample.token_ids) < 200
+    with pytest.raises(ValueError, match="integers from 0 to 199"):
+        engine.generate([[3, 200]], SamplingParams(max_new_tokens=1))
