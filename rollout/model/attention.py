@@ -162,8 +162,8 @@ def hosted_attention(
         "scale": head_dim**-0.5 if scaling is None else scaling,
         "window": sliding_window,
         "softcap": softcap,
-        "sinks": s_aux if sinks is None else sinks[..., 0].transpose(1, 2).flatten(0, 1),
-        "bias": None if position_bias is None else _by_distance(module, position_bias, num_rows),
+        "sinks": s_aux if sinks is None else _by_row(sinks)[..., 0],
+        "bias": _by_distance(module, position_bias, num_rows),
         "path": path,
     }
     chunk = cast(int | None, vars(module).get(CHUNK))
@@ -172,18 +172,14 @@ def hosted_attention(
     if rotation is not None and isinstance(step, StepContext):
         out = _with_rotation(rotation, value, step.of_layer(cast(int, module.layer_idx), chunk), step.slots, options)
         return out.view(batch, num_rows, num_heads, value.shape[3]), None
-    rows = [t.transpose(1, 2).reshape(batch * num_rows, t.shape[1], t.shape[3]) for t in (query, key, value)]
+    rows = [_by_row(t) for t in (query, key, value)]
     layer = cast(int, getattr(module, "layer_idx", None))  # the probe refuses a module without
     if isinstance(step, StepContext):
         out = _in_step(rows, step, layer, chunk, options, indices)
     else:
         if isinstance(step, LayerProbe):
             step.attention_called(module, _kv_shape(key, value, indices, layer), sliding_window, chunk, attention_mask)
-        if PROBING.get() is not None:
-            attention_mask = None  # it may be the probe's own
-        query_start = _query_start(attention_mask, cu_seq_lens_q, batch, num_rows, query.device)
-        if cu_seq_lens_q is None:
-            _refuse_packed_positions(others.get("position_ids"))
+        query_start = _query_start(attention_mask, cu_seq_lens_q, others.get("position_ids"), batch, num_rows, query)
         if chunk is not None:
             query_start = chunked_starts(query_start, chunk, batch * num_rows)
         out = _packed(rows, query_start, options, indices)
@@ -201,11 +197,18 @@ def _refuse_call(module: nn.Module, others: Mapping[str, object], dropout: float
         raise ValueError(f"attention dropout ({dropout}) would make the trainer differ from the engine: set it to 0")
 
 
-def _by_distance(module: nn.Module, bias: Tensor, num_rows: int) -> Tensor:
+def _by_row(heads: Tensor) -> Tensor:
+    """Reshape [B, H, T, D] to rows [N, H, D]."""
+    return heads.transpose(1, 2).flatten(0, 1)
+
+
+def _by_distance(module: nn.Module, bias: Tensor | None, num_rows: int) -> Tensor | None:
     """Return the bias [B, H, T, R] of rows as [N, H, R]. Raises ValueError for one that is not by distance."""
+    if bias is None:
+        return None
     if bias.shape[2:] != (num_rows, vars(module).get(DISTANCE_BIAS)):
         raise ValueError(f"{type(module).__name__} asks its attention for position_bias: not supported")
-    return bias.transpose(1, 2).flatten(0, 1).contiguous()
+    return _by_row(bias).contiguous()
 
 
 def chunk_of(module: nn.Module) -> int | None:
@@ -307,8 +310,13 @@ def _with_rotation(rotation: Rotation, value: Tensor, kv: LayerKV, slots: Tensor
     return paged_attention(rotated, *kv, **options)
 
 
-def _query_start(mask: Tensor | None, packed: Tensor | None, batch: int, num_rows: int, device: torch.device) -> Tensor:
+def _query_start(
+    mask: Tensor | None, packed: Tensor | None, positions: object, batch: int, num_rows: int, query: Tensor
+) -> Tensor:
     """Return row offsets [S + 1] of the sequences of a forward: the caller's packing, or one sequence a batch row."""
+    device = query.device
+    if PROBING.get() is not None:
+        mask = None  # it may be the probe's own
     if packed is not None:
         if batch != 1:
             raise ValueError(f"packed sequences (cu_seq_lens_q) stand in one row, not in a batch of {batch}")
@@ -317,6 +325,7 @@ def _query_start(mask: Tensor | None, packed: Tensor | None, batch: int, num_row
         raise ValueError("a 4-D attention mask is not supported: attention is causal within each sequence")
     if mask is _PACKED:
         raise ValueError(_STARTS_OVER)
+    _refuse_packed_positions(positions)
     return torch.arange(0, (batch + 1) * num_rows, num_rows, dtype=torch.int32, device=device)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -95,7 +96,21 @@ def roles_of(module: PreTrainedModel) -> Roles:
     for name, m in module.named_modules():
         if m is head:
             roles[name] = "column_gather" if head.weight.shape[0] == vocab else "whole"
+        # Inkling's plans divide such columns as if gates and ups were interleaved: a rank would have gates alone.
+        if roles.get(gates := f"{name}.gate_up_proj") == "column" and _gates_by_halves(m):
+            roles[gates] = "packed_column"
     return Roles(roles, tuple(problems))
+
+
+def _gates_by_halves(experts: nn.Module) -> bool:
+    """Return whether the first gate of an experts module belongs to the first column behind the middle."""
+    if not getattr(experts, "has_gate", False):
+        return False
+    columns = torch.linspace(0.1, 1, 16, dtype=torch.float32)
+    moved = columns.clone()
+    moved[8] += 1
+    before, after = (experts._apply_gate(each[None])[0] for each in (columns, moved))  # type: ignore[operator]
+    return bool(before[0] != after[0]) and torch.equal(before[1:], after[1:])
 
 
 def plan_shards(module: PreTrainedModel, roles: Roles, tp: int, tp_rank: int, k_blocks: int) -> dict[str, Shard]:

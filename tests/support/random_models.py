@@ -92,12 +92,24 @@ _CHUNKED = {
 
 # A bias that ends before and behind the window, scales that rise from the eighth position, and other heads in windows.
 _INKLING = {
-    **{"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"], "sliding_window_size": 20},
+    **{
+        "num_hidden_layers": 3,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        "sliding_window_size": 20,
+    },
     **{"swa_num_attention_heads": 6, "swa_num_key_value_heads": 3, "swa_head_dim": 20, "d_rel": 8, "rel_extent": 24},
     **{"log_scaling_n_floor": 8, "log_scaling_alpha": 0.3, "conv_kernel_size": 4, "num_experts_per_tok": 2},
     **{"n_routed_experts": 4, "n_shared_experts": 2, "moe_intermediate_size": 32, "route_scale": 2.0},
     **{"mlp_layer_types": ["dense", "sparse", "sparse"], "logits_mup_width_multiplier": 2.0},
 }
+
+_INKLING_2 = {
+    **{name: value for name, value in _INKLING.items() if name not in ("n_shared_experts", "mlp_layer_types")},
+    **{"num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding", "hybrid"]},
+    **{"unpadded_vocab_size": 252, "n_layers_per_attn_res_block": 2, "qk_l2_clip_threshold": 3.0},
+    **{"rel_l2_clip_threshold": 2.0, "final_logit_softcapping": 9.0},
+}
+del _INKLING_2["logits_mup_width_multiplier"]
 
 # family -> (config class, settings of its config beyond the common part)
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
@@ -123,6 +135,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_INDEXED, "indexer_types": ["full", "shared", "full"]}),
     "llama4": ("Llama4TextConfig", _CHUNKED),
     "inkling": ("InklingTextConfig", _INKLING),
+    "inkling2": ("Inkling2TextConfig", _INKLING_2),
     "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2_moe": (
         "Lfm2MoeConfig",
@@ -139,7 +152,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: o
 
     Example: `random_model("gemma2", vocab_size=128)`.
     """
-    if family in ("lfm2", "lfm2_moe", "deepseek_v32", "glm_moe_dsa", "inkling"):
+    if family in ("lfm2", "lfm2_moe", "deepseek_v32", "glm_moe_dsa", "inkling", "inkling2"):
         needs_transformers(5, 23)
     key = repr((family, dtype, sorted(overrides.items()), torch.get_default_device()))
     if key not in _made:
@@ -158,7 +171,16 @@ def initial_model(family: str, **overrides: object) -> PreTrainedModel:
 
 
 def _make(family: str, dtype: torch.dtype, overrides: dict[str, object]) -> PreTrainedModel:
-    return spread_weights(initial_model(family, **overrides).to(dtype)).eval()
+    return spread_weights(cast(initial_model(family, **overrides), dtype)).eval()
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Cast a model in place as `from_pretrained` does: some parameters stay in float32. Returns it."""
+    kept = model._keep_in_fp32_modules_strict or ()
+    for name, parameter in model.to(dtype).named_parameters():
+        if any(f".{part}." in f".{name}." for part in kept):
+            parameter.data = parameter.data.float()
+    return model
 
 
 def with_router_biases(model: PreTrainedModel, step: int = 0) -> PreTrainedModel:

@@ -24,6 +24,7 @@ from ....kernels.layers.embedding import embedding
 from . import deferred
 from .indexer import Recorded
 from .products import Linear, replaced_products
+from .shared_queries import shared_query_attention
 
 logger = logging.getLogger(__name__)
 
@@ -141,6 +142,7 @@ def invariant_functions(
             **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), rsqrt),
             **(dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), deferred.add) if defers else {}),
             **({F.embedding: embedding} if defers else {}),
+            F.scaled_dot_product_attention: shared_query_attention(linear),
             F.silu: lambda x, inplace=False: silu(x),
             F.gelu: lambda x, approximate="none": gelu_tanh(x) if approximate == "tanh" else gelu(x),
             F.mish: lambda x, inplace=False: mish(x),

@@ -23,6 +23,7 @@ from .delta_rule import UNLIKE, delta_rule_of, is_channel_delta_rule, is_delta_r
 from .heads import UNDIVIDED, HeadDivision
 from .rows import rows_of
 from .state_space import is_shortcut, is_state_space, state_space_of, without_shortcut
+from .weighted_conv import weighted_conv_forward
 
 Forward = Callable[..., Any]
 
@@ -39,6 +40,8 @@ def recurrent_forward(module: nn.Module, division: HeadDivision = UNDIVIDED) -> 
     code = innermost(own)
     if code is None or not hasattr(module, "layer_idx"):
         return None
+    if (weighted := weighted_conv_forward(module)) is not None:
+        return weighted
     called = {name: code.__globals__.get(name) for name in code.__code__.co_names if name in _OPERATIONS}
     if not called or not all(_OPERATIONS[name][0](function) for name, function in called.items()):
         return None

@@ -43,6 +43,9 @@ def test_packed_gate_and_up_are_cut_each(meta_model):
     experts = "model.layers.0.mlp.experts."
     halves = [((0, 16), (32, 48)), ((16, 32), (48, 64))]
     assert ranges_of(meta_model("qwen3_moe"), experts + "gate_up_proj", 2) == halves
+    if hasattr(transformers, "Inkling2TextConfig"):  # whose own plan takes them for interleaved ones
+        found = ranges_of(meta_model("inkling2"), experts + "gate_up_proj", 2)
+        assert found == [((0, 48), (96, 144)), ((48, 96), (144, 192))]
     interleaved = meta_model("gpt_oss")  # [experts, in, 2 * 96], gate and up interleaved
     assert ranges_of(interleaved, experts + "gate_up_proj", 2) == [((0, 96),), ((96, 192),)]
     assert ranges_of(interleaved, experts + "down_proj_bias", 2) == [((0, 4),)] * 2
