@@ -22,26 +22,40 @@ def causal_windows(
     states [S, w - 1, C].
     """
     starts = cu_seqlens.to(torch.int64)
-    heads = torch.arange(len(starts) - 1, device=x.device) if slots is None else slots.heads()
-    chains = starts[heads]  # the rows at which the chain of each sequence begins
     rows = torch.arange(len(x), device=x.device)
-    owner = (torch.searchsorted(starts, rows, right=True) - 1).clamp(max=len(chains) - 1)
-    before = rows - chains[owner]  # rows of its chain before each row
-    states = None if slots is None else slots.pool[slots.reads[heads]]  # [S, w - 1, C]
-
-    def earlier(inputs: Tensor, lag: int, offset: Tensor, of_row: Tensor) -> Tensor:
-        """Return inputs, and where a chain has fewer rows, those of its state."""
-        index = (width - 1 + offset - lag).clamp(0, max(width - 2, 0))
-        initial = inputs.new_zeros(()) if states is None else states[of_row, index].to(inputs.dtype)
-        return torch.where((offset >= lag)[:, None], inputs, initial)
-
+    owners = (torch.searchsorted(starts, rows, right=True) - 1).clamp(max=len(starts) - 2)
     taps = [x]
     for lag in range(1, width):
         num_rows = max(len(x) - lag, 0)
         shifted = torch.cat([x.new_zeros(len(x) - num_rows, x.shape[1]), x[:num_rows]])
-        taps.append(earlier(shifted, lag, before, owner))
-    every, ends = torch.arange(len(chains), device=x.device), starts[1:]
-    last = [
-        earlier(x.detach()[(ends - back).clamp(min=0)], back, ends - chains, every) for back in range(width - 1, 0, -1)
-    ]
-    return taps, torch.stack(last, 1) if last else x.new_zeros(len(chains), 0, x.shape[1])
+        taps.append(_where_inside(shifted, rows - lag, owners, starts, slots))
+    return taps, last_inputs(x, cu_seqlens, width, slots)
+
+
+def last_inputs(x: Tensor, cu_seqlens: Tensor, width: int, slots: Slots | None = None) -> Tensor:
+    """Return the last w - 1 inputs of each sequence, [S, w - 1, C], without a gradient; the rest as above."""
+    ends = cu_seqlens.to(torch.int64)[1:]
+    return look_back(x.detach(), cu_seqlens, ends, torch.arange(len(ends), device=x.device), width - 1, slots)
+
+
+def look_back(
+    x: Tensor, cu_seqlens: Tensor, ends: Tensor, owners: Tensor, count: int, slots: Slots | None = None
+) -> Tensor:
+    """Return the inputs before the rows `ends` int64 [K] of the sequences `owners` [K], so many of each -> [K, count, C].
+
+    x, cu_seqlens and slots as in `causal_windows`; not further back than the states reach. Differentiable in x.
+    """
+    rows = ends[:, None] - count + torch.arange(count, device=x.device)
+    found = x[rows.clamp(0, max(len(x) - 1, 0)).flatten()]
+    inside = _where_inside(found, rows.flatten(), owners.repeat_interleave(count), cu_seqlens.to(torch.int64), slots)
+    return inside.view(len(ends), count, x.shape[1])
+
+
+def _where_inside(inputs: Tensor, rows: Tensor, owners: Tensor, starts: Tensor, slots: Slots | None) -> Tensor:
+    """Return inputs [K, C] of these rows [K], and where a row is before its owner's chain, that of the chain's state."""
+    if slots is None:
+        return torch.where((rows >= starts[owners])[:, None], inputs, inputs.new_zeros(()))
+    heads = slots.heads()[owners]
+    first, span = starts[heads], slots.pool.shape[1]
+    index = (span + rows - first).clamp(0, max(span - 1, 0))
+    return torch.where((rows >= first)[:, None], inputs, slots.pool[slots.reads[heads], index].to(inputs.dtype))

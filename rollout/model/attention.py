@@ -22,12 +22,14 @@ from transformers.masking_utils import causal_mask_function
 from ...kernels.attention.chunks import chunked_starts, chunked_step, in_blocks
 from ...kernels.attention.paged import AttentionPath, NewRows, PagedStep, paged_attention, varlen_attention
 from ...kernels.attention.selected import selected_attention, selected_attention_in_step
-from ...kernels.attention.selection import SelectedKeys, sees_more_than, select_keys, write_rows
+from ...kernels.attention.selection import SelectedKeys, sees_more_than, select_keys
+from ...kernels.attention.selection import write_rows as write_index_rows
 from ...kernels.attention.step import RowLayout
 from ...kernels.layers.rotary import rotary_into_cache
 from .layer_probe import PROBING, KVShape, LayerProbe, MaskFunction
 from .operations.deferred import IS_USED, Rotation, plain
 from .operations.distance_bias import DISTANCE_BIAS
+from .operations.entries import Entries, attend_in_step, attend_packed, beside_tokens, take, write_rows
 from .operations.functions import outside_modes
 from .operations.indexer import IndexChoice
 from .recurrent.states import StepStates
@@ -115,6 +117,9 @@ class KVWritten(Exception):
     """The end of a forward of which only the KV is wanted: that of its last attention is in the cache."""
 
 
+_Choice = IndexChoice | Entries | None  # of keys for rows, in place of all in the window
+
+
 class _KernelOptions(TypedDict):
     scale: float
     window: int | None
@@ -153,6 +158,9 @@ def hosted_attention(
     rotation, query, key = _unrotated(step, query, key) if IS_USED else (None, query, key)
     _refuse_call(module, others, dropout)
     batch, num_heads, num_rows, head_dim = query.shape
+    choice: _Choice = indices
+    if (entries := take(module)) is not None:
+        choice, key, value = entries, beside_tokens(key, num_rows), beside_tokens(value, num_rows)
     if key.shape[2] != num_rows:
         raise ValueError(
             f"{type(module).__name__} brought {key.shape[2]} keys for {num_rows} queries: the hosted attention keeps "
@@ -175,14 +183,15 @@ def hosted_attention(
     rows = [_by_row(t) for t in (query, key, value)]
     layer = cast(int, getattr(module, "layer_idx", None))  # the probe refuses a module without
     if isinstance(step, StepContext):
-        out = _in_step(rows, step, layer, chunk, options, indices)
+        out = _in_step(rows, step, layer, chunk, options, choice)
     else:
         if isinstance(step, LayerProbe):
-            step.attention_called(module, _kv_shape(key, value, indices, layer), sliding_window, chunk, attention_mask)
+            window = None if isinstance(choice, Entries) else sliding_window  # of its tokens alone
+            step.attention_called(module, _kv_shape(key, value, choice, layer), window, chunk, attention_mask)
         query_start = _query_start(attention_mask, cu_seq_lens_q, others.get("position_ids"), batch, num_rows, query)
         if chunk is not None:
             query_start = chunked_starts(query_start, chunk, batch * num_rows)
-        out = _packed(rows, query_start, options, indices)
+        out = _packed(rows, query_start, options, choice)
     return out.view(batch, num_rows, num_heads, value.shape[3]), None
 
 
@@ -195,6 +204,14 @@ def _refuse_call(module: nn.Module, others: Mapping[str, object], dropout: float
         raise ValueError(f"{type(module).__name__} is not causal: not supported")
     if dropout:
         raise ValueError(f"attention dropout ({dropout}) would make the trainer differ from the engine: set it to 0")
+
+
+def _window_of(options: _KernelOptions) -> int:
+    """Return the window of the tokens beside a compressor's entries. Raises ValueError for an attention without one."""
+    window = options["window"]
+    if window is None or options["bias"] is not None:
+        raise ValueError("attention to compressed entries needs a sliding_window, and no bias: not supported")
+    return window
 
 
 def _by_row(heads: Tensor) -> Tensor:
@@ -220,15 +237,22 @@ def chunk_of(module: nn.Module) -> int | None:
     return cast(int, config.attention_chunk_size) if config is not None and hasattr(module, "is_causal") else None
 
 
-def _kv_shape(key: Tensor, value: Tensor, choice: IndexChoice | None, layer: int) -> KVShape:
+def _kv_shape(key: Tensor, value: Tensor, choice: _Choice, layer: int) -> KVShape:
     """Return the shape of a layer's KV of one token, with the keys of its indexer if it has one of its own."""
-    index_dim = 0 if choice is None or choice.layer != layer else choice.keys.shape[1]
+    index_dim = choice.index_dim if isinstance(choice, Entries) else 0
+    if isinstance(choice, IndexChoice) and choice.layer == layer:
+        index_dim = choice.keys.shape[1]
     return KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, index_dim)
 
 
-def _packed(rows: list[Tensor], query_start: Tensor, options: _KernelOptions, choice: IndexChoice | None) -> Tensor:
+def _packed(rows: list[Tensor], query_start: Tensor, options: _KernelOptions, choice: _Choice) -> Tensor:
     """Attend with query, key and value rows [N, heads, D] of packed sequences -> [N, H, D]."""
     path = options["path"]
+    if isinstance(choice, Entries):
+        return attend_packed(
+            rows[0], rows[1], rows[2], query_start, choice, _window_of(options), options["scale"], options["softcap"],
+            options["sinks"], path,
+        )  # fmt: skip
     selected = None if choice is None else _selected(choice, RowLayout(query_start, None, None), path)
     if selected is None:
         return varlen_attention(rows[0], rows[1], rows[2], query_start, **options)
@@ -244,11 +268,17 @@ def _unrotated(step: object, query: Tensor, key: Tensor) -> tuple[Rotation | Non
 
 
 def _in_step(
-    rows: list[Tensor], step: StepContext, layer: int, chunk: int | None, options: _KernelOptions,
-    choice: IndexChoice | None,
-) -> Tensor:  # fmt: skip
+    rows: list[Tensor], step: StepContext, layer: int, chunk: int | None, options: _KernelOptions, choice: _Choice
+) -> Tensor:
     """Attend with query, key and value rows [N, heads, D] -> [N, H, D]. Raises KVWritten where the forward ends."""
     keys, values, paged = step.of_layer(layer, chunk)
+    if isinstance(choice, Entries):
+        index = step.index_caches[layer - step.first_layer] if choice.keys is not None else None
+        new, caches = (rows[1], rows[2]), (keys, values)
+        if step.ends_at == layer:
+            write_rows(new, caches, index, step.slots, choice)
+            raise KVWritten
+        return attend_in_step(rows[0], new, caches, index, paged, step.slots, choice, {**options, "window": _window_of(options)})
     if step.ends_at == layer:
         for cache, new in zip((keys, values), rows[1:], strict=True):
             cache.flatten(0, 1).index_copy_(0, step.slots, new)
@@ -294,7 +324,7 @@ def _selected(
             return select_keys(choice.asked, choice.keys[:, None], layout, path=path)
         cache = _index_cache(choice, step)
         if not sees_more_than(layout, cache.shape[1], choice.asked.most):
-            write_rows(choice.keys, cache, step.slots)
+            write_index_rows(choice.keys, cache, step.slots)
             return None
         return select_keys(choice.asked, cache, layout, path=path, fresh=choice.keys, slots=step.slots)
 

@@ -32,7 +32,9 @@ from .attention import CHUNK, chunk_of
 from .experts import GROUPED, REDUCTION, grouped_routes, is_experts
 from .last_layer import LastLayer
 from .module_code import class_forward
+from .operations.compressor import compressor_of
 from .operations.distance_bias import DISTANCE_BIAS, distance_bias_forward, reach_of
+from .operations.entries import COMPRESSOR
 from .operations.functions import ReplacedFunctions, invariant_functions, outside_modes
 from .operations.fused_layers import fused_forward, gates_by_halves, is_gated_mlp, silu_as_gated
 from .operations.indexer import indexer_forward
@@ -159,6 +161,8 @@ class Numerics:
                 self._patches.append((module, "forward", forward))
             if (reach := reach_of(module)) is not None:
                 self._patches.append((module, DISTANCE_BIAS, reach))
+            if (found := compressor_of(module)) is not None:
+                self._patches += [(found[0], "forward", found[1]), (module, COMPRESSOR, id(found[0]))]
             if (chunk := chunk_of(module)) is not None:
                 self._patches.append((module, CHUNK, chunk))
 

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...kernels.self_test import Guarantee
 from ..errors import LockstepError
 from ..ranks.mesh import Mesh
+from .operations.compressor import compressor_of
 from .recurrent.layers import recurrent_forward
 from .tensors import first_weight
 
@@ -25,7 +26,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # Rotary tables that are recomputed from the longest sequence of the batch: a row would depend on its neighbours.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
-_RECURRENT_TYPES = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}  # "hybrid": beside attention
+_COMPRESSED_TYPES = {"compressed_sparse_attention", "heavily_compressed_attention"}  # states of what is to be pooled
+_RECURRENT_TYPES = {"conv", "linear_attention", "hybrid", "hybrid_sliding", *_COMPRESSED_TYPES}  # some beside attention
 _STATELESS_TYPES = {"mlp", "moe"}
 _NEEDED = ("hidden_size", "vocab_size", "max_position_embeddings")
 
@@ -62,7 +64,8 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
     if not _has_attention_heads(config):
         wrong.append("layers without attention heads")
     # A module implements other kinds in its mask or its own code, which the hosted attention does not see.
-    recurrent = {part.layer_idx for part in module.modules() if recurrent_forward(part) is not None}
+    parts = [part for part in module.modules() if recurrent_forward(part) is not None or compressor_of(part) is not None]
+    recurrent = {part.layer_idx for part in parts}
     types = dict(enumerate(_types(config)))
     wrong += [
         f"layers of type {kind}"

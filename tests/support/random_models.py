@@ -111,6 +111,19 @@ _INKLING_2 = {
 }
 del _INKLING_2["logits_mup_width_multiplier"]
 
+# Windows of 4 and 6 tokens, fewer entries than rows see, a first layer without any, and experts by a table of tokens.
+_COMPRESSED = {
+    **{"num_hidden_layers": 4, "num_key_value_heads": 1, "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 24},
+    "layer_types": [
+        *("sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"),
+        "compressed_sparse_attention",
+    ],
+    "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 6},
+    **{"sliding_window": 10, "index_n_heads": 16, "index_head_dim": 24, "index_topk": 5, "partial_rotary_factor": 0.25},
+    **{"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2},
+    **{"moe_intermediate_size": 32, "hc_sinkhorn_iters": 4},
+}
+
 # family -> (config class, settings of its config beyond the common part)
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE}),
@@ -134,6 +147,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "deepseek_v32": ("DeepseekV32Config", _INDEXED),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_INDEXED, "indexer_types": ["full", "shared", "full"]}),
     "llama4": ("Llama4TextConfig", _CHUNKED),
+    "deepseek_v4": ("DeepseekV4Config", _COMPRESSED),
     "inkling": ("InklingTextConfig", _INKLING),
     "inkling2": ("Inkling2TextConfig", _INKLING_2),
     "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
@@ -152,7 +166,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: o
 
     Example: `random_model("gemma2", vocab_size=128)`.
     """
-    if family in ("lfm2", "lfm2_moe", "deepseek_v32", "glm_moe_dsa", "inkling", "inkling2"):
+    if family in ("lfm2", "lfm2_moe", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "inkling", "inkling2"):
         needs_transformers(5, 23)
     key = repr((family, dtype, sorted(overrides.items()), torch.get_default_device()))
     if key not in _made:

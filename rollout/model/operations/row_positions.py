@@ -23,30 +23,37 @@ Forward = Callable[..., Any]
 
 PACKING = "cu_seq_lens_q"
 _CACHE, _LENGTH, _HIDDEN = "past_key_values", "get_seq_length", "hidden_states"
-_CONVOLUTION = "conv_idx"  # attribute of the convolutions of a layer that has several
+# Attributes of parts that are told of nothing but the cache: convolutions of a layer that has several, and compressors.
+_UNTOLD = ("conv_idx", "compress_rate")
 
 
 def counting_forward(module: nn.Module) -> Forward | None:
-    """Return the forward of an attention that counts, or of a layer of several convolutions, with a cache that knows
-    its rows; None for any other module."""
+    """Return the forward of an attention that counts, or of a layer with parts that are told of the cache alone, with a
+    cache that knows its rows; None for any other module."""
     code = innermost(type(module).forward)
     if code is None:
         return None
     counts = hasattr(module, "layer_idx") and _LENGTH in code.__code__.co_names
     if not counts and not isinstance(module, GradientCheckpointingLayer):
         return None
-    if not counts and not any(hasattr(part, _CONVOLUTION) for part in module.modules()):
+    if not counts and not any(hasattr(part, name) for part in module.modules() for name in _UNTOLD):
         return None
     own = types.MethodType(type(module).forward, module)
     signature = inspect.signature(own)
-    if not {_CACHE, _HIDDEN} <= set(signature.parameters):
+    kinds = {each.kind for each in signature.parameters.values()}
+    if _HIDDEN not in signature.parameters:
+        return None
+    if _CACHE not in signature.parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
         return None
 
     def run(*args: Any, **named: Any) -> Any:
-        given = signature.bind(*args, **named)
-        hidden = given.arguments[_HIDDEN]
-        given.arguments[_CACHE] = RowCache.of(module, hidden.shape[1], hidden.device, named)
-        return own(*given.args, **given.kwargs)
+        hidden = signature.bind(*args, **named).arguments[_HIDDEN]
+        cache = RowCache.of(module, hidden.shape[1], hidden.device, named)
+        given = signature.bind_partial(*args, **{name: value for name, value in named.items() if name != _CACHE})
+        if _CACHE in given.arguments:  # by its place
+            given.arguments[_CACHE] = cache
+            return own(*given.args, **given.kwargs)
+        return own(*given.args, **{**given.kwargs, _CACHE: cache})
 
     return run
 

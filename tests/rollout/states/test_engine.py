@@ -23,13 +23,10 @@ from lockstep.tests.support import random_models
 
 MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"]
 FAMILIES = ["lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear", *MAMBA]
-FAMILIES += ["inkling", "inkling2"]
-NOT_LIKE_LLAMA = {
-    "kimi_linear",
-    *MAMBA,
-    "inkling",
-    "inkling2",
-}  # the stand-in for stages in one process cannot run their layers
+ALL_ATTEND = ["inkling", "inkling2", "deepseek_v4"]  # whose layers all have attention beside their states
+FAMILIES += ALL_ATTEND
+# The stand-in for stages in one process cannot run their layers.
+NOT_LIKE_LLAMA = {"kimi_linear", *MAMBA, *ALL_ATTEND}
 # Granite's and Bamba's layers are Nemotron-H's and Falcon-H1's, beside experts or MLPs that other families have.
 EXHAUSTIVE = {"granitemoehybrid", "bamba", ("nemotron_h", torch.bfloat16), ("falcon_h1", torch.float32)}
 
@@ -42,7 +39,7 @@ def case(family: str, *others: object) -> ParameterSet:
 
 EVERY_FAMILY = pytest.mark.parametrize("family", [FAMILIES[0], *(case(family) for family in FAMILIES[1:])])
 UNDIVIDED = {"falcon_h1", "bamba"}  # they bring no plan
-ONE_STAGE, ONE_PART = {*UNDIVIDED, "inkling2"}, {*UNDIVIDED, "inkling"}  # they bring no plan of that kind
+ONE_STAGE, ONE_PART = {*UNDIVIDED, "inkling2", "deepseek_v4"}, {*UNDIVIDED, "inkling"}  # they bring no plan of that kind
 DTYPES = [torch.float32, torch.bfloat16]
 STEM = [(11 * i + 3) % 250 for i in range(40)]
 PROMPTS = [[3, 17, 90, 4, 55], [*STEM, *range(40, 60)], [250], [*STEM, 7, 8, 9]]
@@ -302,7 +299,7 @@ def test_greedy_tokens_of_every_family_are_transformers(make_model, make_engine,
 )
 def test_several_ranks_give_the_bits_of_one_rank(make_model, run_world, family, tp, pp):
     own = random_models.FAMILIES[family][1]
-    if "layer_types" in own and "inkling" not in family:  # whose layers all have attention
+    if "layer_types" in own and family not in ALL_ATTEND:
         kind = own["layer_types"][0]
         layers = [kind, kind, "full_attention", kind]  # the first of two stages has no attention
         model = make_model(family, num_hidden_layers=4, layer_types=layers)
@@ -320,7 +317,7 @@ def test_several_ranks_give_the_bits_of_one_rank(make_model, run_world, family, 
                 assert state.shape == ((whole[0] // tp, *whole[1:]) if name == "recurrent" else whole)
         pool = engine.parts.state_plan
         assert not engine.is_controller or pool.num_bytes == engine.state()["state_bytes"]
-        assert pool.bytes_per_slot < one.parts.state_plan.bytes_per_slot or family in ("lfm2_moe", "inkling2")
+        assert pool.bytes_per_slot < one.parts.state_plan.bytes_per_slot or family in (*ALL_ATTEND, "lfm2_moe")
         prompts = PROMPTS if engine.is_controller else None
         found = [record(engine.generate(prompts, params(n=2))) for _ in range(2)]
         engine.close()
