@@ -41,7 +41,7 @@ def last_inputs(x: Tensor, cu_seqlens: Tensor, width: int, slots: Slots | None =
 def look_back(
     x: Tensor, cu_seqlens: Tensor, ends: Tensor, owners: Tensor, count: int, slots: Slots | None = None
 ) -> Tensor:
-    """Return the inputs before the rows `ends` int64 [K] of the sequences `owners` [K], so many of each -> [K, count, C].
+    """Return `count` inputs before each of the rows `ends`, int64 [K], of the sequences `owners` [K]: [K, count, C].
 
     x, cu_seqlens and slots as in `causal_windows`; not further back than the states reach. Differentiable in x.
     """
@@ -52,7 +52,7 @@ def look_back(
 
 
 def _where_inside(inputs: Tensor, rows: Tensor, owners: Tensor, starts: Tensor, slots: Slots | None) -> Tensor:
-    """Return inputs [K, C] of these rows [K], and where a row is before its owner's chain, that of the chain's state."""
+    """Return inputs [K, C] of these rows [K]; where a row is before its owner's chain, that of the chain's state."""
     if slots is None:
         return torch.where((rows >= starts[owners])[:, None], inputs, inputs.new_zeros(()))
     heads = slots.heads()[owners]

@@ -19,6 +19,7 @@ from ..grammars.token_text import FastTokenizer
 from ..kv.ledger import KVLedger
 from ..kv.tensors import KVCache, KVPlan, plan_kv_pool, usable_bytes
 from ..model.hosted_model import HostedModel
+from ..model.supported import refuse_block_size
 from ..model.tokenizer import find_eos_token_ids, load_tokenizer, refuse_other_eos
 from ..ranks.channel import RankChannel
 from ..ranks.mesh import Mesh
@@ -100,6 +101,7 @@ def _assemble(
         tokenizer = tokenizer or load_tokenizer(Path(model))
     else:
         hosted = HostedModel.adopt(model, **options)
+    refuse_block_size(type(hosted.module).__name__, config.block_size, (s.index_rate for s in hosted.kv_shapes))
     check_hosted(hosted)
     eos_token_ids = find_eos_token_ids(hosted.module, tokenizer)
     hosted.phase.before_begin = partial(refuse_other_eos, hosted.module, tokenizer, eos_token_ids)

@@ -7,9 +7,7 @@ D head size.
 
 from __future__ import annotations
 
-import threading
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple, TypedDict, cast
@@ -17,7 +15,6 @@ from typing import NamedTuple, TypedDict, cast
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function
 
 from ...kernels.attention.chunks import chunked_starts, chunked_step, in_blocks
 from ...kernels.attention.paged import AttentionPath, NewRows, PagedStep, paged_attention, varlen_attention
@@ -26,12 +23,13 @@ from ...kernels.attention.selection import SelectedKeys, sees_more_than, select_
 from ...kernels.attention.selection import write_rows as write_index_rows
 from ...kernels.attention.step import RowLayout
 from ...kernels.layers.rotary import rotary_into_cache
-from .layer_probe import PROBING, KVShape, LayerProbe, MaskFunction
+from .layer_probe import KVShape, LayerProbe
 from .operations.deferred import IS_USED, Rotation, plain
 from .operations.distance_bias import DISTANCE_BIAS
 from .operations.entries import Entries, attend_in_step, attend_packed, beside_tokens, take, write_rows
 from .operations.functions import outside_modes
 from .operations.indexer import IndexChoice
+from .operations.packed_rows import hosted_mask, query_start
 from .recurrent.states import StepStates
 
 ATTENTION_NAMES: dict[AttentionPath, str] = {
@@ -59,11 +57,6 @@ _HARMLESS = frozenset(
         "num_items_in_batch",
     }
 )
-# transformers' mask functions pass a 4-D attention mask on unchanged. This one means that the attention needs no mask.
-NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.float32)
-_PACKED = torch.zeros(1, 1, 1, 0, dtype=torch.float32)  # mask of a packed row: needs cu_seq_lens_q
-_newest = threading.local()  # position_ids that were found to be of whole rows, and their version
-_STARTS_OVER = "position_ids start over within a row: pass cu_seq_lens_q to say where sequences begin"
 
 
 class LayerKV(NamedTuple):
@@ -161,11 +154,7 @@ def hosted_attention(
     choice: _Choice = indices
     if (entries := take(module)) is not None:
         choice, key, value = entries, beside_tokens(key, num_rows), beside_tokens(value, num_rows)
-    if key.shape[2] != num_rows:
-        raise ValueError(
-            f"{type(module).__name__} brought {key.shape[2]} keys for {num_rows} queries: the hosted attention keeps "
-            "its own KV, so call the module with use_cache=False and not through generate()"
-        )
+    _refuse_other_keys(module, key.shape[2], num_rows)
     options: _KernelOptions = {
         "scale": head_dim**-0.5 if scaling is None else scaling,
         "window": sliding_window,
@@ -188,11 +177,20 @@ def hosted_attention(
         if isinstance(step, LayerProbe):
             window = None if isinstance(choice, Entries) else sliding_window  # of its tokens alone
             step.attention_called(module, _kv_shape(key, value, choice, layer), window, chunk, attention_mask)
-        query_start = _query_start(attention_mask, cu_seq_lens_q, others.get("position_ids"), batch, num_rows, query)
+        starts = query_start(attention_mask, cu_seq_lens_q, others.get("position_ids"), batch, num_rows, query)
         if chunk is not None:
-            query_start = chunked_starts(query_start, chunk, batch * num_rows)
-        out = _packed(rows, query_start, options, choice)
+            starts = chunked_starts(starts, chunk, batch * num_rows)
+        out = _packed(rows, starts, options, choice)
     return out.view(batch, num_rows, num_heads, value.shape[3]), None
+
+
+def _refuse_other_keys(module: nn.Module, num_keys: int, num_rows: int) -> None:
+    """Raise ValueError for keys of other tokens than the queries'."""
+    if num_keys != num_rows:
+        raise ValueError(
+            f"{type(module).__name__} brought {num_keys} keys for {num_rows} queries: the hosted attention keeps "
+            "its own KV, so call the module with use_cache=False and not through generate()"
+        )
 
 
 def _refuse_call(module: nn.Module, others: Mapping[str, object], dropout: float) -> None:
@@ -206,12 +204,11 @@ def _refuse_call(module: nn.Module, others: Mapping[str, object], dropout: float
         raise ValueError(f"attention dropout ({dropout}) would make the trainer differ from the engine: set it to 0")
 
 
-def _window_of(options: _KernelOptions) -> int:
-    """Return the window of the tokens beside a compressor's entries. Raises ValueError for an attention without one."""
-    window = options["window"]
-    if window is None or options["bias"] is not None:
+def _windowed(options: _KernelOptions) -> _KernelOptions:
+    """Return the options of attention to a compressor's entries. Raises ValueError if tokens have no window."""
+    if options["window"] is None or options["bias"] is not None:
         raise ValueError("attention to compressed entries needs a sliding_window, and no bias: not supported")
-    return window
+    return options
 
 
 def _by_row(heads: Tensor) -> Tensor:
@@ -239,20 +236,17 @@ def chunk_of(module: nn.Module) -> int | None:
 
 def _kv_shape(key: Tensor, value: Tensor, choice: _Choice, layer: int) -> KVShape:
     """Return the shape of a layer's KV of one token, with the keys of its indexer if it has one of its own."""
-    index_dim = choice.index_dim if isinstance(choice, Entries) else 0
+    index_dim, rate = (choice.index_dim, choice.rate) if isinstance(choice, Entries) and choice.index_dim else (0, 1)
     if isinstance(choice, IndexChoice) and choice.layer == layer:
         index_dim = choice.keys.shape[1]
-    return KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, index_dim)
+    return KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, index_dim, rate)
 
 
 def _packed(rows: list[Tensor], query_start: Tensor, options: _KernelOptions, choice: _Choice) -> Tensor:
     """Attend with query, key and value rows [N, heads, D] of packed sequences -> [N, H, D]."""
     path = options["path"]
     if isinstance(choice, Entries):
-        return attend_packed(
-            rows[0], rows[1], rows[2], query_start, choice, _window_of(options), options["scale"], options["softcap"],
-            options["sinks"], path,
-        )  # fmt: skip
+        return attend_packed(rows[0], rows[1], rows[2], query_start, choice, _windowed(options))
     selected = None if choice is None else _selected(choice, RowLayout(query_start, None, None), path)
     if selected is None:
         return varlen_attention(rows[0], rows[1], rows[2], query_start, **options)
@@ -274,11 +268,11 @@ def _in_step(
     keys, values, paged = step.of_layer(layer, chunk)
     if isinstance(choice, Entries):
         index = step.index_caches[layer - step.first_layer] if choice.keys is not None else None
-        new, caches = (rows[1], rows[2]), (keys, values)
+        own, caches = (rows[1], rows[2]), (keys, values)
         if step.ends_at == layer:
-            write_rows(new, caches, index, step.slots, choice)
+            write_rows(own, caches, index, step.slots, choice)
             raise KVWritten
-        return attend_in_step(rows[0], new, caches, index, paged, step.slots, choice, {**options, "window": _window_of(options)})
+        return attend_in_step(rows[0], own, caches, index, paged, step.slots, choice, _windowed(options))
     if step.ends_at == layer:
         for cache, new in zip((keys, values), rows[1:], strict=True):
             cache.flatten(0, 1).index_copy_(0, step.slots, new)
@@ -338,70 +332,6 @@ def _with_rotation(rotation: Rotation, value: Tensor, kv: LayerKV, slots: Tensor
     """Rotate queries and keys, write keys and values [1, K, N, D] to the layer's caches, and attend -> [N, H, D]."""
     rotated = rotary_into_cache(*rotation.operands, plain(value), (kv.keys, kv.values), slots, rotation.norms)
     return paged_attention(rotated, *kv, **options)
-
-
-def _query_start(
-    mask: Tensor | None, packed: Tensor | None, positions: object, batch: int, num_rows: int, query: Tensor
-) -> Tensor:
-    """Return row offsets [S + 1] of the sequences of a forward: the caller's packing, or one sequence a batch row."""
-    device = query.device
-    if PROBING.get() is not None:
-        mask = None  # it may be the probe's own
-    if packed is not None:
-        if batch != 1:
-            raise ValueError(f"packed sequences (cu_seq_lens_q) stand in one row, not in a batch of {batch}")
-        return packed.to(device=device, dtype=torch.int32)
-    if mask is not None and mask is not NO_MASK and mask is not _PACKED:
-        raise ValueError("a 4-D attention mask is not supported: attention is causal within each sequence")
-    if mask is _PACKED:
-        raise ValueError(_STARTS_OVER)
-    _refuse_packed_positions(positions)
-    return torch.arange(0, (batch + 1) * num_rows, num_rows, dtype=torch.int32, device=device)
-
-
-def _refuse_packed_positions(positions: object) -> None:
-    """Raise ValueError for position_ids [B, T] that count on after they have started over, as in packed rows.
-
-    transformers' mask tells of them in a forward without a cache alone. Positions that stay or fall up to the end of a
-    row are those of padding. The layers of a forward, which have the same positions, look at them once: on a GPU that
-    waits for all that was launched.
-    """
-    if not isinstance(positions, Tensor) or positions.dim() != 2:
-        return
-    version = None if positions.is_inference() else positions._version  # such a tensor has none
-    seen, seen_version = getattr(_newest, "positions", (None, None))
-    if version is not None and seen is not None and seen() is positions and seen_version == version:
-        return
-    counts_on = positions.diff(dim=-1) == 1
-    if bool((counts_on & (~counts_on).cumsum(-1).bool()).any()):
-        raise ValueError(_STARTS_OVER)
-    _newest.positions = weakref.ref(positions), version
-
-
-def hosted_mask(
-    *,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    mask_function: Callable[..., Tensor | bool] | None = None,
-    local_size: int | None = None,
-    use_vmap: bool = False,
-    **_: object,
-) -> Tensor | None:
-    """Check the attention mask and return None in its place, or a marker of packed rows.
-
-    The attention is causal per sequence, and rows after a sequence's end change no other row, so it needs no mask.
-    attention_mask [B, T], true where a token is. In the start-up forward the probe gives a mask of its own. Raises
-    ValueError for padding on the left.
-    """
-    probe = PROBING.get()
-    if probe is not None and attention_mask is None:
-        return probe.mask_made(None if use_vmap else cast(MaskFunction | None, mask_function), local_size)
-    if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
-        raise ValueError("attention_mask has padding before tokens: pad on the right")
-    if allow_is_causal_skip:
-        return None
-    # An indexer's model asks for a mask in any case; of packed rows the function is another one.
-    return NO_MASK if mask_function is causal_mask_function else _PACKED
 
 
 for _path, _name in ATTENTION_NAMES.items():

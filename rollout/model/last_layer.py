@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention import NO_MASK, STEP_KEYWORD, KVWritten, StepContext
+from .attention import STEP_KEYWORD, KVWritten, StepContext
 from .operations.fused_layers import has_hooks
+from .operations.packed_rows import NO_MASK
 from .step_pools import Hosted as Steppable
 from .step_pools import has_bits_of, trial_step
 

@@ -28,6 +28,7 @@ class KVShape:
     value_dim: int
     dtype: torch.dtype
     index_dim: int = 0  # of the keys of its indexer; 0: it has none
+    index_rate: int = 1  # tokens for which the indexer has one key
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -64,8 +64,7 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
     if not _has_attention_heads(config):
         wrong.append("layers without attention heads")
     # A module implements other kinds in its mask or its own code, which the hosted attention does not see.
-    parts = [part for part in module.modules() if recurrent_forward(part) is not None or compressor_of(part) is not None]
-    recurrent = {part.layer_idx for part in parts}
+    recurrent = {part.layer_idx for part in module.modules() if recurrent_forward(part) or compressor_of(part)}
     types = dict(enumerate(_types(config)))
     wrong += [
         f"layers of type {kind}"
@@ -103,6 +102,14 @@ def refuse_other_kinds(module: PreTrainedModel) -> None:
         wrong.append("an encoder")
     if wrong:
         raise ValueError(f"{type(module).__name__} cannot be hosted: {', '.join(wrong)}")
+
+
+def refuse_block_size(name: str, block_size: int, rates: Iterable[int]) -> None:
+    """Raise ValueError for blocks that the windows of compressed entries do not divide. name: of the module's class."""
+    if wrong := [rate for rate in rates if block_size % rate]:
+        raise ValueError(
+            f"{name} has an indexer of entries of {wrong[0]} tokens: block_size must be a multiple, not {block_size}"
+        )
 
 
 def refuse_other_outputs(name: str, out: Tensor, hidden_size: int, vocab_size: int | None) -> None:

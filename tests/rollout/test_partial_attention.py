@@ -1,7 +1,7 @@
 """Families whose rows attend to a part of their keys, hosted bit for bit: to those that an indexer selects (DeepSeek
-Sparse Attention), or in chunks of positions (Llama 4).
+Sparse Attention), in chunks of positions (Llama 4), or to a window and to entries of windows before it (DeepSeek-V4).
 
-The models select 12 keys a row, and chunks have 20 (random_models.py); the prompts are longer.
+The models select 12 keys a row or 5 entries, and chunks have 20 tokens (random_models.py); the prompts are longer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lockstep.tests.rollout.speculation.drafting import Case, Oracle, counts, dr
 from lockstep.tests.support.covering import covering
 
 INDEXED = ["deepseek_v32", "glm_moe_dsa"]  # each layer has an indexer; the second shares the first one's selection
-FAMILIES = [*INDEXED, "llama4"]
+FAMILIES = [*INDEXED, "llama4", "deepseek_v4"]
 STEM = [(11 * i + 3) % 250 for i in range(40)]
 PROMPTS = [[3, 17, 90, 4, 55], [*STEM, 1, 2, 3], [249], [*STEM, *((7 * i) % 250 for i in range(1, 51))]]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -63,7 +63,9 @@ def test_chunks_neighbours_and_prefix_hits_keep_the_trainers_bits(make_model, fa
     cold = engine.generate(PROMPTS, params())
     assert_trainers_bits(engine, cold)
     hit = engine.generate(PROMPTS, params())
-    assert [c.num_cached_tokens for c in hit] == [0, 32, 0, 80] and record(hit) == record(cold)
+    cached = [c.num_cached_tokens for c in hit]
+    is_hit = cached[3] > 0 if family == "deepseek_v4" else cached == [0, 32, 0, 80]  # as far as states are kept
+    assert is_hit and record(hit) == record(cold)
     engine.flush_cache()
     assert record([engine.generate(p, params())[0] for p in PROMPTS[::-1]][::-1]) == record(cold)
 
@@ -72,6 +74,8 @@ def test_chunks_neighbours_and_prefix_hits_keep_the_trainers_bits(make_model, fa
     ("family", "plain"),
     [
         ("glm_moe_dsa", {"index_topk": 512}),
+        ("deepseek_v4", {"index_topk": 512}),
+        ("deepseek_v4", {"sliding_window": 11}),
         ("llama4", {"attention_chunk_size": 512}),
         ("llama4", {"attn_temperature_tuning": False}),
     ],
@@ -114,7 +118,7 @@ def test_packed_and_padded_rows_and_checkpoints_of_the_trainer_have_the_same_bit
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "llama4"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "llama4", "deepseek_v4"])
 def test_gradients_are_those_of_the_models_own_attention_and_an_indexer_has_none(make_model, family):
     model = make_model(family, attn_implementation="eager")
     engine, ids = make_engine(model), torch.tensor([PROMPTS[3]])
@@ -153,10 +157,11 @@ def test_retractions_before_any_step_and_a_scarce_pool_change_no_bit(make_model,
 
 
 @pytest.mark.parametrize("spoil", ["right", "part", "wrong"])
-def test_drafts_change_no_bit(make_model, spoil):
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v4"])
+def test_drafts_change_no_bit(make_model, family, spoil):
     cases = [Case(p, params(), RequestOptions(logprob_start_len=0)) for p in PROMPTS]
-    expected = play(make_engine(make_model("glm_moe_dsa"), speculation="off"), cases)
-    engine = make_engine(make_model("glm_moe_dsa"))
+    expected = play(make_engine(make_model(family), speculation="off"), cases)
+    engine = make_engine(make_model(family))
     draft_always(engine, Oracle(outputs_of(expected), 256, spoil))
     assert play(engine, cases) == expected
     assert counts(engine)[0] > 0
@@ -242,9 +247,9 @@ def test_attention_that_asks_the_cache_for_more_than_its_length_is_refused(make_
     class Curious(kind):
         def forward(self, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):
             if past_key_values is not None and past_key_values.get_seq_length(self.layer_idx) is not None:
-                past_key_values.get_mask_sizes(1, self.layer_idx)
+                past_key_values.get_max_cache_shape(self.layer_idx)
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
 
     model.model.layers[0].self_attn.__class__ = Curious
-    with pytest.raises(ValueError, match="Curious asks the cache for get_mask_sizes: not supported"):
+    with pytest.raises(ValueError, match="Curious asks the cache for get_max_cache_shape: not supported"):
         make_engine(model)

@@ -215,4 +215,8 @@ def spread_weights(model: PreTrainedModel) -> PreTrainedModel:
                 parameter.normal_(0.0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
             elif "sinks" in name or "bias" in name:
                 parameter.normal_(0.0, 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):  # the experts of each token: distinct ones
+                first, num_chosen = torch.randint(4, (len(buffer), 1)), torch.arange(buffer.shape[1])
+                buffer.copy_((first + num_chosen) % 4)
     return model

@@ -89,9 +89,7 @@ def _pooled(part: Any, hidden: Tensor, rows: RecurrentRows, closings: Closings, 
         kv, gate = kv.masked_fill(lacks, 0), gate.masked_fill(lacks, -torch.inf)
     weights = gate.softmax(dim=1, dtype=torch.float32).to(kv.dtype)
     entries = part.kv_norm((kv * weights).sum(dim=1))
-    cos, sin = part.rotary_emb(
-        entries, position_ids=closings.windows[None] * rate, layer_type=part.rope_layer_type
-    )
+    cos, sin = part.rotary_emb(entries, position_ids=closings.windows[None] * rate, layer_type=part.rope_layer_type)
     return cast(Tensor, _rotary_of(part)(entries[None, None], cos, sin)[0, 0])
 
 

@@ -24,7 +24,7 @@ _waiting = threading.local()  # .entries: of compressors whose attention has not
 
 @dataclass(frozen=True)
 class Entries:
-    """What a compressor has pooled in a forward, but for the entries themselves, which stand beside the rows' keys."""
+    """The result of a compressor in a forward, but for the entries themselves, which stand beside the rows' keys."""
 
     rate: int  # tokens of a window
     closings: Closings
@@ -87,28 +87,22 @@ def write_rows(
     new: tuple[Tensor, Tensor], caches: tuple[Tensor, Tensor], index_cache: Tensor | None, slots: Tensor,
     entries: Entries,
 ) -> None:  # fmt: skip
-    """Write the keys and values of a step's rows, and the indexer's keys of the entries that they close.
-
-    Raises ValueError for blocks that windows do not divide.
-    """
+    """Write the keys and values of a step's rows, and the indexer's keys of the entries that they close."""
     for cache, rows in zip(caches, new, strict=True):
         cache.flatten(0, 1).index_copy_(0, slots, rows)
     if index_cache is None or entries.keys is None:
         return
-    block_size, rate = index_cache.shape[1], entries.rate
-    if block_size % rate:
-        raise ValueError(f"an indexer of entries of {rate} tokens needs a block_size of a multiple, not {block_size}")
-    closings = entries.closings
-    own = entry_slots(slots[closings.rows], block_size, rate)
+    block_size, closings = index_cache.shape[1], entries.closings
+    own = entry_slots(slots[closings.rows], block_size, entries.rate)
     unused = slots[:1] // block_size * block_size + block_size - 1  # entries fill the beginnings of blocks alone
     index_cache.flatten(0, 1).index_copy_(0, torch.where(closings.is_real, own, unused), entries.keys)
 
 
 def attend_packed(
-    query: Tensor, key: Tensor, value: Tensor, query_start: Tensor, entries: Entries, window: int, scale: float,
-    softcap: float | None, sinks: Tensor | None, path: AttentionPath,
-) -> Tensor:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, query_start: Tensor, entries: Entries, options: Mapping[str, Any]
+) -> Tensor:
     """Attend within packed sequences -> [N, H, D]. key and value [N, 2, D] of tokens and entries. Differentiable."""
+    path: AttentionPath = options["path"]
     places = Places.of(RowLayout(query_start, None, None), len(query), 0)
     chosen = None
     if entries.asked is not None and places.most_entries(entries.rate) > entries.asked.most:
@@ -116,6 +110,7 @@ def attend_packed(
         chosen = places.choose(entries.asked, entries.keys, entries.rate, entries.closings, path)
         if (watch := WATCHING.get()) is not None:
             watch(SelectedKeys(chosen.places // entries.rate, chosen.counts))  # the entries of one whole sequence
-    seen = places.seen(window, entries.rate, chosen)
+    seen = places.seen(options["window"], entries.rate, chosen)
     keys, values = (each.reshape(-1, 1, each.shape[2]) for each in (key, value))
-    return selected_attention(query, keys, values, seen, scale=scale, softcap=softcap, sinks=sinks, path=path)
+    rule = {name: options[name] for name in ("scale", "softcap", "sinks")}
+    return selected_attention(query, keys, values, seen, path=path, **rule)

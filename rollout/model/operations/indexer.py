@@ -28,6 +28,7 @@ Forward = Callable[..., Any]
 
 _CACHE = "past_key_values"
 _UPDATE = "update_indexer"  # the method of transformers' caches that returns the keys of all tokens
+_ENTRIES = "index_topk"  # attribute of indexers of all kinds, also of those that a compressor has (`compressor.py`)
 
 
 def is_indexer(module: nn.Module) -> bool:
@@ -41,7 +42,7 @@ def is_indexer(module: nn.Module) -> bool:
 def freeze_indexers(root: nn.Module) -> int:
     """Freeze the parameters of a module's indexers, which get no gradients: their models select keys without. DDP, for
     one, waits for the gradient of every parameter that is not frozen. Returns the number of indexers."""
-    found = [part for part in root.modules() if is_indexer(part)]
+    found = [part for part in root.modules() if is_indexer(part) or hasattr(part, _ENTRIES)]
     for part in found:
         part.requires_grad_(False)
     return len(found)

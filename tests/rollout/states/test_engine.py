@@ -39,7 +39,10 @@ def case(family: str, *others: object) -> ParameterSet:
 
 EVERY_FAMILY = pytest.mark.parametrize("family", [FAMILIES[0], *(case(family) for family in FAMILIES[1:])])
 UNDIVIDED = {"falcon_h1", "bamba"}  # they bring no plan
-ONE_STAGE, ONE_PART = {*UNDIVIDED, "inkling2", "deepseek_v4"}, {*UNDIVIDED, "inkling"}  # they bring no plan of that kind
+ONE_STAGE, ONE_PART = (
+    {*UNDIVIDED, "inkling2", "deepseek_v4"},
+    {*UNDIVIDED, "inkling"},
+)  # they bring no plan of that kind
 DTYPES = [torch.float32, torch.bfloat16]
 STEM = [(11 * i + 3) % 250 for i in range(40)]
 PROMPTS = [[3, 17, 90, 4, 55], [*STEM, *range(40, 60)], [250], [*STEM, 7, 8, 9]]
