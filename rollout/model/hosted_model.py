@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ...kernels.machine.huge_pages import use_huge_pages
 from ..errors import MemoryReleased, PhaseError
@@ -25,7 +25,7 @@ from .attention import ATTENTION_NAMES, STEP_KEYWORD, StepContext
 from .forward_numerics import ForwardNumerics
 from .given_module import device_of, given_module
 from .layer_probe import PROBING, KVShape, LayerProbe
-from .loading import auto_class, load_whole, read_config
+from .loading import load_whole, read_config
 from .operations.functions import without_autocast
 from .operations.packed_rows import NO_MASK
 from .recurrent.states import StateShapes
@@ -38,6 +38,7 @@ from .supported import (
     refuse_other_kinds,
     refuse_other_outputs,
     refuse_randomness,
+    refuse_to_divide,
     refuse_unsupported,
     refused_if_it_fails,
     warn_of_rounded_frequencies,
@@ -95,7 +96,7 @@ class HostedModel:
         kept = DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.float32
         device = str(device_of(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         if mesh is not None and mesh.num_ranks > 1:
-            _refuse_to_divide(config)
+            refuse_to_divide(config)
             part = load_part(path, config, kept, torch.device(device), mesh, k_blocks)
         else:
             module = load_whole(Path(path), config, kept, device)
@@ -129,7 +130,7 @@ class HostedModel:
         if wrong:
             raise ValueError(f"the engine shares the trainer's storage: {'; '.join(wrong)}")
         if mesh is not None and num_ranks > 1:
-            _refuse_to_divide(module.config)
+            refuse_to_divide(module.config)
             return cls(copy_part(module, mesh, k_blocks), owned=True, invariant=invariant, trained=module)
         return cls(_whole(module, k_blocks), owned=False, invariant=invariant)
 
@@ -388,11 +389,6 @@ class HostedModel:
         refuse_other_outputs(name, out, self.hidden_size, self.vocab_size if self.mesh.is_last_stage else None)
         probe.refuse_faults([i for i in self.division.layers if has_state(self.config, i)], name)
         return probe
-
-
-def _refuse_to_divide(config: PretrainedConfig) -> None:
-    if auto_class(config) is not AutoModelForCausalLM:
-        raise ValueError(f"a {config.model_type} model runs on text on one rank only: tp and pp must be 1")
 
 
 def _whole(module: PreTrainedModel, k_blocks: int) -> Part:

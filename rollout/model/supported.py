@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ...kernels.self_test import Guarantee
 from ..errors import LockstepError
 from ..ranks.mesh import Mesh
+from .loading import auto_class
 from .operations.compressor import compressor_of
 from .recurrent.layers import recurrent_forward
 from .tensors import first_weight
@@ -102,6 +103,12 @@ def refuse_other_kinds(module: PreTrainedModel) -> None:
         wrong.append("an encoder")
     if wrong:
         raise ValueError(f"{type(module).__name__} cannot be hosted: {', '.join(wrong)}")
+
+
+def refuse_to_divide(config: PretrainedConfig) -> None:
+    """Raise ValueError for a model of images and text, which runs on one rank."""
+    if auto_class(config) is not AutoModelForCausalLM:
+        raise ValueError(f"a {config.model_type} model runs on text on one rank only: tp and pp must be 1")
 
 
 def refuse_block_size(name: str, block_size: int, rates: Iterable[int]) -> None:
