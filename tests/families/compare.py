@@ -18,7 +18,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.families.configs import tiny_config
-from lockstep.tests.support.random_models import spread_weights
+from lockstep.tests.support.random_models import cast, spread_weights
 
 PROMPTS = [[13, 17, 90, 14, 55], [27] * 3 + list(range(40, 75)), [200]]  # the second is prefilled in chunks of 13
 NUM_NEW = 10
@@ -63,12 +63,12 @@ def random_model(kind: str, model_type: str, dtype: torch.dtype) -> PreTrainedMo
     """Make the tiny random model of a type, in train mode, with norms that are not all ones."""
     config = tiny_config(model_type)
     torch.manual_seed(1)
-    model = CLASSES[kind].from_config(config, attn_implementation="eager").to(dtype)
+    model = cast(CLASSES[kind].from_config(config, attn_implementation="eager"), dtype)
     spread_weights(model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 and "norm" in name and name.endswith("weight"):
-                parameter += 0.1 * torch.randn(parameter.shape).to(dtype)
+                parameter += 0.1 * torch.randn(parameter.shape).to(parameter.dtype)
     return model.eval()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from types import FunctionType
 from typing import cast
 
 import torch
@@ -73,8 +74,10 @@ def hosted_mask(
 
     The attention is causal per sequence, and rows after a sequence's end change no other row, so it needs no mask.
     attention_mask [B, T], true where a token is. In the start-up forward the probe gives a mask of its own. Raises
-    ValueError for padding on the left.
+    ValueError for padding on the left, and for tokens of images that attend to each other both ways.
     """
+    if (without := _without_blocks(mask_function)) is not None:
+        mask_function, allow_is_causal_skip = without, not _is_packed(without)
     probe = PROBING.get()
     if probe is not None and attention_mask is None:
         return probe.mask_made(None if use_vmap else cast(MaskFunction | None, mask_function), local_size)
@@ -84,3 +87,35 @@ def hosted_mask(
         return None
     # An indexer's model asks for a mask in any case; of packed rows the function is another one.
     return NO_MASK if mask_function is causal_mask_function else _PACKED
+
+
+# -- transformers' functions of masks ----------------------------------------------------------------------------------
+
+
+def _without_blocks(function: object) -> Callable[..., Tensor | bool] | None:
+    """Return the function of a mask in which blocks of tokens may see each other (Gemma 4), without these, if there are
+    none; None for any other function. Raises ValueError if there are some."""
+    parts = _parts(function, "or_masks")
+    ids = _held(parts[1], "blockwise_overlay").get("block_sequence_ids") if len(parts) == 2 else None
+    if not isinstance(ids, Tensor):
+        return None
+    if bool((ids >= 0).any()):
+        raise ValueError("tokens of images attend to each other in both directions here: the engine runs on text")
+    return cast(Callable[..., Tensor | bool], parts[0])
+
+
+def _is_packed(function: object) -> bool:
+    return any(_held(part, "packed_sequence_mask_function") for part in _parts(function, "and_masks"))
+
+
+def _parts(function: object, maker: str) -> tuple[object, ...]:
+    """Return the functions that a function of `maker` combines; none for any other function."""
+    return cast(tuple[object, ...], _held(function, maker).get("mask_functions", ()))
+
+
+def _held(function: object, maker: str) -> dict[str, object]:
+    """Return what a function holds that a function of this name has made; nothing for any other function."""
+    if not isinstance(function, FunctionType) or not function.__qualname__.startswith(f"{maker}.<locals>."):
+        return {}
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
