@@ -68,9 +68,9 @@ struct Bias {
   }
 };
 
-// Computes the scores of R rows in the tile at `first`, and the largest of each.
-template <int R, typename T, typename Tile>
-void score_rows(const Problem& p, const Tile& tile, const Seen* seen, const Bias<T>* bias, int64_t first,
+// Computes the scores of R rows in a tile, and the largest of each. add_bias(r, j, score): of row r and W keys from j on.
+template <int R, typename Tile, typename AddBias>
+void score_rows(const Problem& p, const Tile& tile, const Seen* seen, const AddBias& add_bias,
                 const typename Tile::Element* query, int64_t stride, int64_t row, Fetch& next, float* scores,
                 float* peaks) {
   const Floats minus_infinity = splat(-INFINITY);
@@ -89,7 +89,7 @@ void score_rows(const Problem& p, const Tile& tile, const Seen* seen, const Bias
       if (any && j < seen[r].end && j + W > seen[r].begin) {
         score = found[r] * splat(p.scale);
         if (p.softcap != 0.0f) score = simd::tanh(score / splat(p.softcap)) * splat(p.softcap);
-        if (p.bias) score = score + bias[r].of(first + j);
+        add_bias(r, j, score);
         Ints lane = lane_numbers() + (int32_t)j;
         if (j < seen[r].begin || j + W > seen[r].end)
           score = select((lane >= (int32_t)seen[r].begin) & (lane < (int32_t)seen[r].end), score, minus_infinity);
@@ -283,13 +283,16 @@ class Attending {
       float peaks[FEW], tops[FEW];
       float* probs = scratch_.probs + first * TILE;
       const Seen its[FEW] = {seen(first, t), seen(first + 1, t), seen(first + 2, t), seen(first + 3, t)};
-      Bias<T> biases[FEW];
+      const auto score = [&](const auto& add_bias) {
+        with_few(last - first, [&](auto rows) {
+          score_rows<rows>(p_, scratch_.tile, its, add_bias, scratch_.query + state(kv_head, first) * query_width_,
+                           query_width_, first, scratch_.keys, probs, peaks);
+        });
+      };
       if (p_.bias)
-        for (int64_t r = first; r < last; r++) biases[r - first] = bias(kv_head, r);
-      with_few(last - first, [&](auto rows) {
-        score_rows<rows>(p_, scratch_.tile, its, biases, t, scratch_.query + state(kv_head, first) * query_width_,
-                         query_width_, first, scratch_.keys, probs, peaks);
-      });
+        score([&](int r, int64_t j, Floats& score) { score = score + bias(kv_head, first + r).of(t + j); });
+      else
+        score([](int, int64_t, Floats&) {});
       for (int64_t r = first; r < last; r++)
         if (!seen(r, t).any()) memset(scratch_.probs + r * TILE, 0, TILE * sizeof(float));  // scored beside others
       for (int64_t r = first; r < last; r++) {
