@@ -39,3 +39,8 @@ class Poisoned(WeightSyncError):
 
 class SessionError(WeightSyncError):
     """A begin, update, commit or revert in the wrong order, or too late."""
+
+
+class SessionBusy(SessionError):
+    """A call that waited too long for another call of the session, and changed nothing: only the end of the other one
+    decides how the session stands."""

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...rollout.loop.commands import OnCommit, check_in_flight
+from ...weight_sync.deadline import Deadline
 from ...weight_sync.digests.model_digest import model_root, tensor_roots
-from ...weight_sync.errors import WeightSyncError
+from ...weight_sync.errors import SessionBusy, SessionError, WeightSyncError
 from ...weight_sync.manifest import Manifest, NamedTensors, TensorSpec
 from ...weight_sync.target import Target, TargetError
 from ...weight_sync.transports.transport import Sent, TargetsFailed, Transport, on_all, raise_failures
@@ -218,11 +219,21 @@ class WeightPusher:
         """Restore the old weights on every target, and continue generation where possible. Returns the names of the
         targets where that failed."""
 
+        def abort(target: Target) -> None:
+            deadline = Deadline.within(self._timeout_s)
+            while True:
+                try:
+                    self._call(target, "abort_weight_update")
+                    return
+                except TargetError as error:  # busy: with a call of ours, whose answer did not come
+                    if error.kind != SessionBusy.__name__ or deadline.has_passed:
+                        raise
+
         def take_back(target: Target) -> None:
             try:
-                self._call(target, "abort_weight_update")
+                abort(target)
             except TargetError as error:
-                if error.kind != "SessionError":
+                if error.kind != SessionError.__name__:
                     raise
                 self._call(target, "revert_weight_update")  # no session is open, so it has committed
             if self._call(target, "state")["weight_update"]["state"] == "poisoned":  # type: ignore[index]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ..errors import DigestMismatch, Poisoned, SessionError
+from ..errors import DigestMismatch, Poisoned, SessionBusy, SessionError
 from .history import NONE_OPEN, SessionHistory
 from .host import SessionHost
 from .lease import Lease
@@ -40,7 +40,7 @@ class SessionManager:
     peers: the other ranks of a model that is spread over several ranks. Every method but `state`, `name_version`,
     `close`, `without_session` and `release_undo` is then a collective and raises PeerFailed for a failure elsewhere. A
     call waits at most its `timeout_s`, else `lock_timeout_s`, for another call that is running; then it raises
-    SessionError and changes nothing.
+    SessionBusy and changes nothing.
     """
 
     def __init__(self, host: SessionHost, *, peers: Peers | None = None, lock_timeout_s: float = 60.0) -> None:
@@ -283,7 +283,7 @@ class SessionManager:
     def _locked(self, what: str, timeout_s: float | None) -> Iterator[None]:
         limit = self._lock_timeout_s if timeout_s is None else timeout_s
         if not self._lock.acquire(timeout=limit):
-            error = SessionError(f"{what}: waited {limit:g} s for another call that is under way ({self._busy})")
+            error = SessionBusy(f"{what}: waited {limit:g} s for another call that is under way ({self._busy})")
             if what.split()[0] in _COLLECTIVE:
                 self._peers.vote(what.split()[0], error)  # the others wait for this rank's report
             raise error

@@ -6,7 +6,8 @@
 | 401, 403 | no usable key; the wrong key |
 | 404, 405, 413, 501 | no such path; not with this method; too long; not supported here |
 | 408 | DeadlineExceeded: the call's own deadline passed before it began, and it will not run |
-| 409 | Busy: another update is in progress; OpIdTaken: the op_id belongs to another operation |
+| 409 | Busy: another update is in progress; SessionBusy: another call of the session ran for too long; OpIdTaken: the |
+|     | op_id belongs to another operation |
 | 500 | a bug in Lockstep; GrammarsUnavailable: no grammar can be compiled on this machine |
 | 503 | EngineStopped: the loop has ended, or is ending; RankFailure: a rank of the replica is lost; Overloaded: too |
 |     | much waits already; Draining: the server ends. Retry-After says when to try again; |
@@ -40,7 +41,7 @@ from ....rollout.errors import (
     Overloaded,
     RankFailure,
 )
-from ....weight_sync.errors import WeightSyncError
+from ....weight_sync.errors import SessionBusy, WeightSyncError
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +157,8 @@ def as_http_error(error: Exception) -> HttpError:
         return HttpError(500, str(error), code=code, kind=kind)
     if isinstance(error, OutOfMemory):
         return HttpError(503, str(error), code=code, kind=kind)
+    if isinstance(error, SessionBusy):
+        return HttpError(409, str(error), code=code, kind=kind)
     if isinstance(error, OpIdTaken):
         return HttpError(409, str(error), param="op_id", code="busy")
     if isinstance(error, EngineStopped | RankFailure):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from lockstep.integration.service_config import ServiceConfig
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.tests.support.callers import wait_until
+from lockstep.tests.integration.weights.sessions.callers import Slow, named
+from lockstep.tests.support.callers import soon, submit, wait_until
 from lockstep.tests.support.pushes import TRANSPORTS
 from lockstep.tests.support.random_models import with_router_biases
 from lockstep.weight_sync.digests.model_digest import model_digest
@@ -333,6 +335,79 @@ def test_where_one_target_dies_the_others_keep_the_old_version_and_it_is_named(
         assert state["seconds_left"] < 2 * PATIENCE  # then its lease rolls it back, as this does
         services[0].abort_weight_update()
     assert standing(services[0]) in (before[0], ("1", digest_of(model)))
+
+
+class Busy(LocalTarget):
+    """A target whose answer to a verb is lost while the verb runs. It goes on after `num_refused` further calls that it
+    keeps waiting too long, or with `finish`."""
+
+    def __init__(self, service: RolloutService, model: nn.Module, verb: str, num_refused: int) -> None:
+        super().__init__(service, "the busy one")
+        self._verb, self._slow, self._num_left = verb, Slow(named(model)), num_refused
+        self._running: Future | None = None
+
+    def call(self, verb: str, *, timeout_s: float, **arguments: object) -> dict[str, object]:
+        if verb == self._verb and self._running is None:
+            self._running = submit(self._run, verb, timeout_s, arguments)
+            assert self._slow.under_way.wait(PATIENCE)
+            raise TargetError(self.name, verb, "no answer")
+        try:
+            return super().call(verb, timeout_s=timeout_s, **arguments)
+        except TargetError as error:
+            if "waited 0.05 s for another call that is under way" in error.message:
+                self._num_left -= 1
+                if self._num_left == 0:
+                    self.finish()
+            raise
+
+    def finish(self) -> None:
+        self._slow.go_on.set()
+        soon(self._running)
+
+    def _run(self, verb: str, timeout_s: float, arguments: dict[str, object]) -> None:
+        if verb == "end_weight_update":
+            self.service.sessions._manager.commit(prepare=lambda: list(self._slow))
+        else:
+            self.service.update_weights_from_named_tensors(self._slow)
+
+
+@pytest.fixture
+def impatient(services) -> RolloutService:
+    """A service whose calls wait a moment for another one that is under way."""
+    services.append(RolloutService(services.pop(0).engine, ServiceConfig(weight_timeout_s=0.05)))
+    return services[-1]
+
+
+@pytest.mark.parametrize("num_refused", [1, 2])
+@pytest.mark.parametrize("verb", ["update_weights_from_disk", "end_weight_update"])
+def test_a_target_that_is_still_busy_is_asked_again_until_it_says_how_its_update_ended(
+    make_pusher, impatient, services, model, verb, num_refused
+):
+    before = [standing(service) for service in services]
+    targets = [Busy(impatient, model, verb, num_refused), LocalTarget(services[0], "the other one")]
+    train(model)
+    with pytest.raises(PushFailed, match=r"the busy one: .*: no answer") as failed:
+        make_pusher("disk", targets).push(model, "1")
+    assert failed.value.stranded == ()
+    assert [standing(service) for service in services] == before
+    assert not any(service.engine.is_paused for service in services)
+    assert all(service.state()["weight_update"]["state"] == "rolled_back" for service in services)
+
+
+def test_a_target_that_stays_busy_is_stranded_and_says_what_it_waits_for(
+    make_pusher, impatient, services, model, caplog
+):
+    before = standing(services[0])
+    busy = Busy(impatient, model, "update_weights_from_disk", num_refused=-1)
+    train(model)
+    with pytest.raises(PushFailed, match="could not be taken back from: the busy one") as failed:
+        make_pusher("disk", [busy, LocalTarget(services[0], "the other one")], timeout_s=0.5).push(model, "1")
+    assert failed.value.stranded == ("the busy one",)
+    assert "another call that is under way (update from this process)" in caplog.text
+    assert standing(services[0]) == before and not services[0].engine.is_paused
+    busy.finish()
+    assert impatient.state()["weight_update"]["state"] == "open"  # until its lease ends
+    impatient.abort_weight_update()
 
 
 @pytest.mark.parametrize("verb", ["release_weight_undo", "continue_generation"])

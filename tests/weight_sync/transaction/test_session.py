@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.weight_sync.digests.model_digest import tensor_leaves, tensor_root
-from lockstep.weight_sync.errors import DigestMismatch, Poisoned, SessionError, TransferFailed
+from lockstep.weight_sync.errors import DigestMismatch, Poisoned, SessionBusy, SessionError, TransferFailed
 from lockstep.weight_sync.layout.bucket import byte_view, plan_buckets
 from lockstep.weight_sync.layout.sink import Sink
 from lockstep.weight_sync.manifest import TensorSpec, specs_of
@@ -596,7 +596,7 @@ def test_a_call_waits_for_another_only_so_long_and_state_does_not_wait():
         lambda: replica.manager.release_undo(timeout_s=0.01),
         lambda: replica.manager.revert(timeout_s=0.01),
     ):
-        with pytest.raises(SessionError, match=r"waited 0\.01 s .*\(update from tensor\)"):
+        with pytest.raises(SessionBusy, match=r"waited 0\.01 s .*\(update from tensor\)"):
             act()
     assert replica.state["state"] == "open"
     go_on.set()

@@ -27,7 +27,7 @@ from lockstep.rollout.errors import (
     RankFailure,
 )
 from lockstep.tests.support.random_models import random_model
-from lockstep.weight_sync.errors import SessionError
+from lockstep.weight_sync.errors import SessionBusy, SessionError
 
 PATIENCE = 30.0
 GENERATION = ("/v1/chat/completions", "/v1/completions", "/inference/v1/generate", "/generate")
@@ -112,6 +112,7 @@ def test_conditions_are_named_by_words():
         (RankFailure("rank 1 is lost"), "rank_failure"),
         (BrokenLogits("NaN"), "broken_logits"),
         (GrammarsUnavailable("xgrammar 9 is not known here"), "grammars_unavailable"),
+        (SessionBusy("an update is under way"), "session_busy"),
         (LedgerError("a sum"), "internal_error"),
         (KeyError("a bug"), "internal_error"),
         (ValueError("top_p: must be 1"), None),
@@ -119,8 +120,12 @@ def test_conditions_are_named_by_words():
         assert as_http_error(error).code == code
 
 
+def test_a_call_that_another_one_kept_waiting_is_told_to_come_again():
+    assert as_http_error(SessionBusy("an update is under way")).status == 409
+
+
 def test_errors_of_administration_keep_the_class_that_weight_pushers_and_routers_read():
-    for error in (SessionError("no session is open"), NotIdle("2 requests run")):
+    for error in (SessionError("no session is open"), SessionBusy("an update is under way"), NotIdle("2 requests run")):
         told = error_body(as_http_error(error), openai=False)["error"]
         assert told["type"] == type(error).__name__
 
