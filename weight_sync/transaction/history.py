@@ -53,7 +53,8 @@ class SessionHistory:
         """Remember a rollback and whether the weights are poisoned after it."""
         self.committed = None
         # A session that was to heal poisoned weights has poisoned bytes as its old ones.
-        torn = f"the weights are partly written and their old bytes are not kept ({why})"
+        old = "are not kept" if session.transaction.undo == "none" else "could not be restored"
+        torn = f"the weights are partly written and their old bytes {old} ({why})"
         self.poison = session.healing if session.transaction.state == "rolled_back" else torn
         self._last = ("rolled_back", session.version, why)
         if session.explicit:

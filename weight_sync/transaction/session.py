@@ -372,11 +372,11 @@ class SessionManager:
                 transaction.revert()
             elif transaction.state == "open":
                 transaction.rollback()
-        finally:
+        finally:  # where the undo fails too, the weights are poisoned
             self._close(session)
             self._history.was_rolled_back(session, why)
-        logger.warning("weight-update session %s: %s", self._history.outcome, why)
-        self._host.on_rollback(why, self._history.poison is not None)
+            logger.warning("weight-update session %s: %s", self._history.outcome, why)
+            self._host.on_rollback(why, self._history.poison is not None)
 
     def _close(self, session: WeightSession) -> None:
         if session.lease is not None:

@@ -10,6 +10,7 @@ import torch
 
 from lockstep.integration.service import RolloutService
 from lockstep.integration.weights.options import UpdateOptions
+from lockstep.rollout.errors import SamplingRefused
 from lockstep.tests.integration.weights.sessions.callers import (
     EMBED,
     NORM,
@@ -18,6 +19,7 @@ from lockstep.tests.integration.weights.sessions.callers import (
     PROMPT,
     answer,
     digest_of,
+    failing,
     greedy,
     last_commit,
     named,
@@ -26,8 +28,9 @@ from lockstep.tests.integration.weights.sessions.callers import (
     standing,
 )
 from lockstep.tests.support.callers import soon, submit
-from lockstep.weight_sync.errors import DigestMismatch, TransferFailed
+from lockstep.weight_sync.errors import DigestMismatch, Poisoned, TransferFailed
 from lockstep.weight_sync.manifest import TensorSpec
+from lockstep.weight_sync.transaction.undo import UndoLog
 
 
 def by_continue(service: RolloutService) -> None:
@@ -128,6 +131,30 @@ def test_a_failure_outside_a_session_takes_all_updates_since_the_commit_back(ser
     assert standing(service) == before
     assert answer(service) == greedy(model)
     assert standing(service) == before
+
+
+@pytest.mark.parametrize("is_explicit", [False, True], ids=["implicit", "explicit"])
+def test_an_update_whose_undo_fails_too_poisons_the_weights(service, newer, monkeypatch, is_explicit):
+    def broken(log: UndoLog) -> None:
+        raise RuntimeError("the device is gone")
+
+    if is_explicit:
+        service.begin_weight_update()
+    monkeypatch.setattr(UndoLog, "restore_all", broken)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        service.update_weights_from_named_tensors(failing(named(newer), 3))
+    monkeypatch.undo()
+    state = service.state()["weight_update"]
+    assert state["state"] == "poisoned" and not service.sessions.is_open
+    assert "could not be restored (this process: the wire broke)" in state["why"]
+    with pytest.raises(SamplingRefused, match=r"poisoned.*the wire broke.*verified"):
+        service.engine.generate([PROMPT], PARAMS)
+    with pytest.raises(Poisoned, match="the wire broke"):
+        service.update_weights_from_named_tensors(named(newer))
+    service.begin_weight_update(weight_version="6")
+    service.update_weights_from_named_tensors(named(newer), verify=roots(newer))
+    service.end_weight_update()
+    assert answer(service) == greedy(newer)
 
 
 def test_inside_a_session_only_the_tensors_that_differ_are_sent_again(service, newer):
