@@ -31,8 +31,7 @@ from .loop.parts import MakeRunner
 from .loop.state import state_report, with_waiting
 from .one_process import OfOneProcess
 from .ranks.mesh import Mesh
-from .replica.calls import RankCalls
-from .replica.follower import End
+from .replica.calls import End, RankCalls
 from .reports.metrics import Metrics
 from .reports.sequence_view import SequenceView, views
 from .request_options import RequestOptions
@@ -106,7 +105,7 @@ class Engine(OfOneProcess):
         prompts: one text, one list of token ids, or a list of either; sampling_params, options: one for all or each.
         All ranks of a replica call this together, unless the others are in `follow`: the controller's prompts count,
         and every rank gets the same completions, or the controller's error. Raises RankFailure on all ranks if one of
-        them ends or hangs.
+        them ends or hangs, EngineStopped where the engine is closed, here or by the controller.
         """
         return self.requests.generate(prompts, sampling_params, options)
 
@@ -147,7 +146,8 @@ class Engine(OfOneProcess):
             return self._calls.follow()
 
     def dismiss(self) -> None:
-        """End `follow` on the other ranks after the current step. Called on the controller."""
+        """End `follow` on the other ranks after the current step, and the next one on a rank that does not follow yet.
+        Called on the controller."""
         self.ranks.check_controller("dismiss")
         self.driver.drain()
         self._calls.dismiss()

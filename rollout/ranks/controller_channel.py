@@ -12,7 +12,7 @@ from ..errors import DeadlineExceeded, LockstepError, RankFailure
 from .channel import ANNOUNCE_S, RankChannel
 from .mesh import Mesh
 from .remote_verbs import VERB_TIMEOUT_S, RankResult, question_bytes, result_from
-from .watch import IDLE, Cause
+from .watch import AWAY, IDLE, Cause
 from .wire import Kind, Message
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ class ControllerChannel(RankChannel):
         self.present: dict[int, int] = {}  # the ranks that follow now, each with its mode (the id of its HERE)
         self._mail: dict[tuple[Kind, int], dict[int, Message]] = {}  # by kind and id, then by sender
         self._unwanted: set[int] = set()  # steps whose results are dropped
+        self._ends: dict[tuple[int, int], bytes] = {}  # by rank and mode: of calls that ended before the rank came
         self._num_verbs = 0
         super().__init__(mesh, timeout_s)
 
@@ -78,6 +79,18 @@ class ControllerChannel(RankChannel):
             raise self.explain(missing, what)
         names = " and ".join(self.watch.describe(rank) for rank in missing)
         raise late(f"{names} {what}: in no call of the engine now")
+
+    def end_call(self, mode: int, payload: bytes, *, of_all: bool = False) -> None:
+        """End the call of the followers that follow in this mode; with `of_all` also of those that do not follow in it
+        now, as soon as they do."""
+        with self._changed:
+            leaving = [rank for rank, its_mode in self.present.items() if its_mode == mode]
+            for rank in leaving:
+                del self.present[rank]
+            self._ends |= {(rank, mode): payload for rank in self._peers if of_all and rank not in leaving}
+        self.send(Kind.CALL_OVER, 0, payload, leaving)
+        if not self.present:
+            self.watch.enter(AWAY)
 
     def are_following(self, timeout_s: float, *, or_calling: bool = True) -> bool:
         """Wait until the followers follow or, with `or_calling`, take part in the next collective. Returns whether they
@@ -146,7 +159,9 @@ class ControllerChannel(RankChannel):
 
     def _take_in(self, rank: int, message: Message) -> None:
         self._wire.has_read(rank, message)
-        if message.kind is Kind.HERE:
+        if message.kind is Kind.HERE and (ended := self._ends.pop((rank, message.id), None)) is not None:
+            self._wire.send(rank, Kind.CALL_OVER, 0, ended)
+        elif message.kind is Kind.HERE:
             self.present[rank] = message.id
             if self.watch.is_away:
                 self.watch.enter(IDLE)  # the followers wait for this rank from now on

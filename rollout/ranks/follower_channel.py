@@ -49,6 +49,11 @@ class FollowerChannel(RankChannel):
         if not (self._is_closed or self.watch.failure is not None):
             self.send(Kind.STANDS, 0, json.dumps(facts).encode())
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the controller has closed the engine. Its process may end from then on."""
+        return self.watch.is_over
+
     def next_message(self) -> Message:
         """Wait for the controller's next message, however long that takes. Raises RankFailure."""
         with self._changed:
@@ -61,7 +66,7 @@ class FollowerChannel(RankChannel):
     def await_close(self) -> None:
         """Wait until the controller closes the engine, or for the timeout. Drops other messages."""
         with self._changed:
-            if not self._wait(lambda: 0 in self._said_goodbye, self.timeout_s):
+            if not self._wait(lambda: self.is_over, self.timeout_s):
                 logger.warning("the controller did not close the engine in %g s", self.timeout_s)
 
     def _await_answers(self, number: int, timeout_s: float) -> Message:
@@ -86,9 +91,14 @@ class FollowerChannel(RankChannel):
 
     def _take_in(self, rank: int, message: Message) -> None:
         self._inbox.append(message)
+        if message.kind is Kind.CLOSE:
+            self.watch.is_over = True
 
     def _tell_of_loss(self, cause: Cause) -> None:
         """Do nothing: the controller reports the loss."""
 
     def _say_goodbye(self) -> None:
-        self.send(Kind.BYE)
+        try:
+            self._wire.send(0, Kind.BYE, 0, b"")
+        except RuntimeError as error:  # gloo's: the controller waits for it no longer
+            logger.debug("the controller has ended: %s", error)

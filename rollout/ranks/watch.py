@@ -119,6 +119,7 @@ class RankWatch:
         assert mesh.replica_group is not None
         self.timeout_s = timeout_s
         self.failure: Cause | None = None
+        self.is_over = False  # the replica ends in order: a rank that is gone is no failure
         self._on_failure = on_failure
         self._mesh = mesh
         self._ranks = mesh.plan.replica(mesh.rank)  # world ranks by local rank
@@ -257,7 +258,7 @@ class RankWatch:
         except RuntimeError as error:  # the store's host has ended, unless an earlier cause arrives
             with self._lock:
                 self._changed.wait_for(lambda: self.failure is not None or self._is_closed, min(self.timeout_s / 4, 2))
-            if not self._is_closed:
+            if not (self._is_closed or self.is_over):
                 self.settle(self._blame_host(f"has ended: the store it hosts is gone ({error})"))
 
     def _beat(self, num_beats: int) -> None:
@@ -278,6 +279,8 @@ class RankWatch:
             self.settle(_parse(texts[-1]))
 
     def _judge(self) -> None:
+        if self.is_over:
+            return
         if self.failure is None and self._proposal is None:
             silent = self._not_since("heard", self.timeout_s)
             if self.is_away:  # between two calls no rank waits for another that is away too

@@ -8,23 +8,23 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from ..completion import Completion, DraftCounts, DrawnWith, FinishReason, KeptIds, NextToken, WeightSpan
-from ..errors import RankFailure
+from ..errors import EngineStopped, RankFailure
 from ..ranks.channel import RankChannel
 from ..ranks.controller_channel import as_controller
 from ..ranks.remote_errors import error_bytes, error_from
-from ..ranks.watch import AWAY
-from ..ranks.wire import Kind
 from ..running.runner import Runner
 from ..sampling_params import SamplingParams
 from .controller import ReplicaRunner
-from .follower import IN_A_CALL, SERVING, End, Follower
+from .follower import IN_A_CALL, SERVING, Follower
 from .request_json import changed, kv_starts_of, options_of
 from .result_bytes import as_tuples
 
 logger = logging.getLogger(__name__)
+
+End = Literal["call over", "closed"]
 
 
 class RankCalls:
@@ -57,31 +57,33 @@ class RankCalls:
             raise  # the followers detect it by themselves
         except BaseException as error:
             quiet()
-            self._end(IN_A_CALL, b"E" + error_bytes(error))
+            as_controller(self._ranks).end_call(IN_A_CALL, b"E" + error_bytes(error))
             raise
-        self._end(IN_A_CALL, b"C" + encoded)
+        as_controller(self._ranks).end_call(IN_A_CALL, b"C" + encoded)
 
     def join(self) -> list[Completion]:
-        """Follow until the controller's call ends; returns its completions. At a follower. Raises the call's error."""
+        """Follow until the controller's call ends; returns its completions. At a follower. Raises the call's error, and
+        EngineStopped where the controller has closed the engine."""
         assert self._follower is not None
-        end, message = self._follower.follow(IN_A_CALL)
-        if end == "closed":
-            return []
-        if message.payload[:1] == b"E":
-            raise error_from(message.payload[1:], "the controller")
-        return completions_from(message.payload[1:])
+        end = self._follower.follow(IN_A_CALL)
+        if end is None:
+            raise EngineStopped("the controller has closed the engine: make another one")
+        if end.payload[:1] == b"E":
+            raise error_from(end.payload[1:], "the controller")
+        return completions_from(end.payload[1:])
 
     def follow(self) -> End:
         """Follow until `dismiss` at the controller, or until the engine closes. Raises ValueError at the controller."""
         if self._follower is None:
             raise ValueError(f"rank {self._ranks.mesh.rank} is the controller of its replica: it does not follow")
-        return self._follower.follow(SERVING)[0]
+        return "closed" if self._follower.follow(SERVING) is None else "call over"
 
     def dismiss(self) -> None:
-        """Release the followers that serve, at the controller. Their `follow` returns."""
+        """Release the followers that serve, at the controller. Their `follow` returns, of those that do not follow yet
+        when they do."""
         if self._ranks.mesh.num_ranks == 1:
             return
-        self._end(SERVING, b"C" + completions_bytes([]))
+        as_controller(self._ranks).end_call(SERVING, b"C" + completions_bytes([]), of_all=True)
 
     def close(self) -> None:
         """Close this rank's side; the controller's followers leave. Log a warning if the replica is lost."""
@@ -92,15 +94,6 @@ class RankCalls:
                 self._ranks.close()
         except RankFailure as failure:
             logger.warning("closing, though the replica is lost: %s", failure)
-
-    def _end(self, how: int, payload: bytes) -> None:
-        ranks = as_controller(self._ranks)
-        leaving = [rank for rank, its_how in ranks.present.items() if its_how == how]
-        for rank in leaving:
-            del ranks.present[rank]
-        ranks.send(Kind.CALL_OVER, 0, payload, leaving)
-        if not ranks.present:
-            ranks.watch.enter(AWAY)
 
 
 def completions_bytes(completions: list[Completion]) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
 
 from ..errors import RankFailure
 from ..ranks.channel import RankChannel
@@ -20,7 +19,6 @@ from .stage import Stage, StepSkipped
 logger = logging.getLogger(__name__)
 
 IN_A_CALL, SERVING = 1, 2  # modes of a follower: until the controller's call ends, or until it is dismissed
-End = Literal["call over", "closed"]
 
 
 class Follower:
@@ -35,22 +33,23 @@ class Follower:
         self._output: ScheduleOutput | None = None  # the newest schedule
         self.is_closed = False
 
-    def follow(self, how: int) -> tuple[End, Message]:
-        """Follow until the controller ends the call or closes the engine. Returns the message that ended it.
-
-        Raises RankFailure.
-        """
+    def follow(self, how: int) -> Message | None:
+        """Follow until the controller ends the call, and return the message that ended it; None: the controller closes
+        the engine, or has closed it. Raises RankFailure."""
+        if self.is_closed:
+            return None
         watch = self._ranks.watch
-        self._ranks.send(Kind.HERE, how)
+        if not self._ranks.is_over:
+            self._ranks.send(Kind.HERE, how)
         try:
             while True:
                 watch.enter("waiting for a step")
                 message = self._ranks.next_message()
                 if message.kind is Kind.CALL_OVER:
-                    return "call over", message
+                    return message
                 if message.kind is Kind.CLOSE:
                     self._say_goodbye()
-                    return "closed", message
+                    return None
                 self._take(message)
         finally:
             watch.enter(AWAY)

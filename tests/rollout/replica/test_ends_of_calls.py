@@ -1,0 +1,100 @@
+"""Tests of calls of a replica that end in order: at the end of its engine, and at a dismissal that comes early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import EngineStopped
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.forked_ranks import run_survivors
+
+TIMEOUT_S = 5.0  # of ranks
+PARAMS = SamplingParams(max_new_tokens=3, ignore_eos=True)
+MakeModel = Callable[..., PreTrainedModel]
+RunWorld = Callable[..., list[object]]
+PATIENCE = 60.0
+
+
+def make_engine(model: PreTrainedModel) -> Engine:
+    return Engine(model, EngineConfig(pp=2, k_blocks=2, kv_cache=32, max_model_len=128, rank_timeout_s=TIMEOUT_S))
+
+
+def ends_of(engine: Engine) -> list[str]:
+    """Return how further calls of a follower end whose engine is closed."""
+    errors = []
+    for _ in range(2):
+        with pytest.raises(EngineStopped) as stopped:
+            engine.generate(None)
+        errors.append(str(stopped.value))
+    return [*errors, engine.follow()]
+
+
+CLOSED = ["the controller has closed the engine: make another one"] * 2 + ["closed"]
+
+
+def test_a_follower_that_generates_with_a_closed_engine_is_told_so(make_model: MakeModel, run_world: RunWorld) -> None:
+    model = make_model("llama")
+
+    def rank(rank: int) -> object:
+        engine = make_engine(model)
+        engine.generate([[5, 6, 7]] if engine.is_controller else None, PARAMS)
+        if engine.is_controller:
+            engine.close()
+            return CLOSED
+        ends = ends_of(engine)
+        engine.close()
+        return ends
+
+    assert run_world(2, rank) == [CLOSED] * 2
+
+
+def test_a_controller_that_closes_and_ends_while_a_follower_is_away_is_no_loss(
+    make_model: MakeModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = make_model("llama")
+
+    def rank(rank: int) -> object:
+        engine = make_engine(model)
+        engine.generate([[5, 6, 7]] if engine.is_controller else None, PARAMS)
+        if engine.is_controller:
+            engine.close()
+            return None
+        engine.ranks.watch._thread.join(PATIENCE)  # which notices the end of the controller's process
+        ends = ends_of(engine)
+        engine.close()
+        return ends, caplog.text
+
+    results = run_survivors(2, tmp_path, rank, victim=-1)
+    assert results[1][0] == CLOSED
+    assert "lost" not in results[1][1]
+
+
+def test_a_follower_that_is_dismissed_before_it_follows_leaves_when_it_does(
+    make_model: MakeModel, run_world: RunWorld
+) -> None:
+    """A call that all ranks make in between is another one; the next time it stays until it is dismissed again."""
+    model = make_model("llama")
+
+    def rank(rank: int) -> object:
+        engine = make_engine(model)
+        if engine.is_controller:
+            engine.dismiss()
+            dist.barrier()
+            answers = [engine.generate([[5, 6, 7]], PARAMS) for _ in range(2)]  # in a call, and served
+            engine.dismiss()
+            ends = ["call over"] * 2 + ["closed"]
+        else:
+            dist.barrier()
+            answers = [engine.generate(None)]
+            ends = [engine.follow() for _ in range(3)]
+        engine.close()
+        return ends, len(answers[0])
+
+    assert run_world(2, rank) == [(["call over"] * 2 + ["closed"], 1)] * 2
