@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...kernels.collectives.exchange import SharedMemory
+from ..errors import RankFailure
 from .stage_memory import open_stage_memory
 
 
@@ -93,15 +94,17 @@ class Mesh:
         """Divide the default group: a collective that every rank of the job enters with the same arguments.
 
         backend: of the groups for tensors; None means nccl if there are GPUs, else gloo. Raises ValueError if no
-        default group exists, or if its ranks cannot be divided.
+        default group exists, if its ranks cannot be divided, or, on all ranks, if they have different arguments;
+        RankFailure if not all of them come.
         """
         if not dist.is_initialized():
             raise ValueError(f"tp={tp} and pp={pp} need torch.distributed: launch with torchrun, or init_process_group")
         if timeout_s <= 0:
             raise ValueError(f"timeout_s must be positive, not {timeout_s!r}")
+        timeout = timedelta(seconds=timeout_s)
+        _check_alike(tp, pp, timeout)  # first: ranks that make different groups wait for each other in vain
         plan, rank = MeshPlan(dist.get_world_size(), tp, pp), dist.get_rank()
         backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        timeout = timedelta(seconds=timeout_s)
         tp_group = replica_group = stage_group = None
         # new_group is a collective of the whole world: every rank makes every group, in one order, its own or not.
         for first in range(0, plan.world_size, plan.num_ranks):
@@ -174,3 +177,22 @@ class Mesh:
     @property
     def is_sampling_rank(self) -> bool:
         return self.is_last_stage and self.tp_rank == 0
+
+
+def _check_alike(tp: int, pp: int, timeout: timedelta) -> None:
+    """Raise ValueError on every rank of the job, naming each rank's values, unless all have the same; RankFailure where
+    not every rank has come in time. A collective."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    mine = torch.tensor([tp, pp], dtype=torch.int64, device=device)
+    given = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    work = dist.all_gather(given, mine, async_op=True)
+    assert work is not None
+    try:
+        work.wait(timeout)
+    except RuntimeError as error:
+        what = f"not every rank of the job makes an engine of several ranks, as rank {dist.get_rank()} does"
+        raise RankFailure(f"{what} with tp={tp} and pp={pp}: waited {timeout.total_seconds():g} s") from error
+    shapes = [tuple(shape.tolist()) for shape in given]
+    if len(set(shapes)) > 1:
+        listed = "; ".join(f"rank {rank} has tp={tp} and pp={pp}" for rank, (tp, pp) in enumerate(shapes))
+        raise ValueError(f"the ranks of a job share their models in one way: {listed}")

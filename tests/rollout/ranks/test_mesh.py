@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.errors import RankFailure
 from lockstep.rollout.ranks.mesh import Coords, Mesh, MeshPlan
+from lockstep.tests.support.forked_ranks import run_survivors
 
 
 def test_tp_varies_fastest_within_a_replica():
@@ -41,6 +45,33 @@ def test_invariant_mode_wants_whole_k_blocks_on_every_rank_and_names_the_remedy(
     assert EngineConfig(tp=4, k_blocks=1, invariant=False).k_blocks == 1
     with pytest.raises(ValueError, match=r"tp must be a positive integer, not 0; pp must be .* rank_timeout_s must be"):
         EngineConfig(tp=0, pp=True, rank_timeout_s=0)
+
+
+@pytest.mark.parametrize(
+    "shapes", [((2, 1), (1, 2)), ((2, 1), (3, 1)), ((2, 1), (1, 1))], ids=["tp and pp", "no plan", "alone"]
+)
+def test_ranks_of_other_shapes_are_refused_by_name_on_all(run_world, shapes):
+    def refused(rank: int) -> str:
+        with pytest.raises(ValueError) as error:
+            Mesh.build(*shapes[rank])
+        dist.barrier()  # the default group goes on
+        return str(error.value)
+
+    texts = run_world(2, refused)
+    assert len(set(texts)) == 1
+    for rank, (tp, pp) in enumerate(shapes):
+        assert f"rank {rank} has tp={tp} and pp={pp}" in texts[0]
+
+
+def test_a_rank_for_which_no_other_comes_names_what_it_waits_for(tmp_path):
+    def rank(rank: int) -> object:
+        if rank == 1:
+            threading.Event().wait()
+        with pytest.raises(RankFailure, match=r"not every rank .* as rank 0 does with tp=2 and pp=1: waited 0\.5 s"):
+            Mesh.build(2, 1, timeout_s=0.5)
+        return "refused"
+
+    assert run_survivors(2, tmp_path, rank, victim=1) == {0: "refused"}
 
 
 def _sums(mesh: Mesh) -> list[float]:
