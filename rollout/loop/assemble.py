@@ -133,6 +133,7 @@ def _assemble(
         managers=ManagerPair(sequences, runner.workers, runner.on_event),
         grammars=_make_grammars(config, tokenizer, hosted.vocab_size, eos_token_ids),
         speculation=Speculation.of(config, hosted.vocab_size, runner.computed_rows, search_is_dear=runner.begins_ahead),
+        owns_mesh=mesh is None,
     )
 
 

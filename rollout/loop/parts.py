@@ -61,6 +61,7 @@ class Parts(RunnerParts):
     managers: ManagerPair
     grammars: Grammars
     speculation: Speculation | None  # None: off
+    owns_mesh: bool  # it was built for this engine
 
     @property
     def sequences(self) -> EngineSequenceManager:
@@ -72,7 +73,9 @@ class Parts(RunnerParts):
         return None if self.speculation is None else self.speculation.reasons.of(request)
 
     def close(self) -> None:
-        """End the threads and close the files. No step is in flight."""
+        """End the threads, close the files, and destroy the groups of a mesh of its own. No step is in flight."""
         self.runner.close()
         self.grammars.close()
         self.reports.trace.close()
+        if self.owns_mesh and self.ranks.has_parted:  # where a rank is lost, the end of its groups could be waited for
+            self.ranks.mesh.destroy()

@@ -44,6 +44,7 @@ class RankChannel(ABC):
         self._said_goodbye: set[int] = set()
         self._num_collectives = 0
         self._is_closed = False
+        self.has_parted = False  # after `close`: every rank has left in order, so that none needs the mesh's groups
         self._announced = threading.Event()  # set when the loss was reported to all remaining ranks
         self._peers: list[int] = []  # local ranks; none in a replica of one rank, which then has no wire and no watch
         if mesh.replica_group is not None:
@@ -135,7 +136,7 @@ class RankChannel(ABC):
             return False
         with self._changed:
             self._take_in(rank, message)
-            if message.kind in (Kind.CLOSE, Kind.BYE):
+            if message.kind in (Kind.END, Kind.BYE):
                 self._said_goodbye.add(rank)
             self._changed.notify_all()
             return rank in self._said_goodbye
@@ -201,10 +202,12 @@ class RankChannel(ABC):
         if self._is_closed or not self._peers:
             return
         if self.watch.failure is None:
-            self._say_goodbye()
+            self.has_parted = self._say_goodbye()
         self._is_closed = True
         self.watch.close()
+        if self.has_parted:
+            self._wire.join(self.timeout_s)
 
     @abstractmethod
-    def _say_goodbye(self) -> None:
-        """Send the last message to every peer."""
+    def _say_goodbye(self) -> bool:
+        """Send the last message to every peer. Returns whether all ranks have left in order."""

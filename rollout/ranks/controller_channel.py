@@ -177,15 +177,24 @@ class ControllerChannel(RankChannel):
         for rank in () if self._is_closed else self._peers:
             if world_ranks[rank] not in cause.ranks:
                 try:
-                    self._wire.send_out(rank, Kind.LOST, json.dumps(asdict(cause)).encode(), ANNOUNCE_S / 4)
+                    self._wire.send_out([rank], Kind.LOST, 0, json.dumps(asdict(cause)).encode(), ANNOUNCE_S / 4)
                 except RuntimeError as error:  # it has ended too
                     logger.debug("cannot tell local rank %d: %s", rank, error)
 
-    def _say_goodbye(self) -> None:
+    def _say_goodbye(self) -> bool:
         self.send(Kind.CLOSE)
         with self._changed:
-            if not self._wait(lambda: len(self._said_goodbye) == len(self._peers), self.timeout_s):
-                logger.warning("not every follower said goodbye in %g s", self.timeout_s)
+            have_all_left = self._wait(lambda: len(self._said_goodbye) == len(self._peers), self.timeout_s)
+        if not have_all_left:
+            logger.warning("not every follower said goodbye in %g s", self.timeout_s)
+            self.send(Kind.END, 0)
+            return False
+        try:  # a group that is destroyed drops what has not left it
+            self._wire.send_out(self._peers, Kind.END, 1, b"", self.timeout_s)
+        except RuntimeError as error:
+            logger.debug("a follower has ended: %s", error)
+            return False
+        return True
 
 
 def as_controller(channel: RankChannel) -> ControllerChannel:

@@ -24,6 +24,7 @@ class FollowerChannel(RankChannel):
 
     def __init__(self, mesh: Mesh, timeout_s: float) -> None:
         self._inbox: deque[Message] = deque()
+        self._have_all_left: bool | None = None  # None: the controller has not said so yet
         super().__init__(mesh, timeout_s)
 
     def gather_json(self, value: Any, timeout_s: float | None = None) -> list[Any]:
@@ -90,15 +91,31 @@ class FollowerChannel(RankChannel):
         """Return at once: the controller receives every message without delay."""
 
     def _take_in(self, rank: int, message: Message) -> None:
+        if message.kind is Kind.END:
+            self._have_all_left = bool(message.id)
+            return
         self._inbox.append(message)
         if message.kind is Kind.CLOSE:
             self.watch.is_over = True
 
+    def _on_gone(self, rank: int, error: RuntimeError) -> None:
+        if not self.is_over:
+            super()._on_gone(rank, error)
+            return
+        with self._changed:
+            self._have_all_left = False
+            self._changed.notify_all()
+
     def _tell_of_loss(self, cause: Cause) -> None:
         """Do nothing: the controller reports the loss."""
 
-    def _say_goodbye(self) -> None:
+    def _say_goodbye(self) -> bool:
         try:
             self._wire.send(0, Kind.BYE, 0, b"")
         except RuntimeError as error:  # gloo's: the controller waits for it no longer
             logger.debug("the controller has ended: %s", error)
+            return False
+        with self._changed:
+            if self.is_over:
+                self._wait(lambda: self._have_all_left is not None, self.timeout_s)
+            return self._have_all_left is True

@@ -124,6 +124,13 @@ class Mesh:
             memory = open_stage_memory(tp_group, tp, plan.coords(rank).tp, timeout_s)
         return cls(plan, rank, tp_group, replica_group, stage_group, timeout_s, memory)
 
+    def destroy(self) -> None:
+        """Destroy the groups of `build`: no rank of the replica uses them any more. Their sockets and threads end with
+        the last object that holds them. Waits for no other rank."""
+        for group in (self.tp_group, self.replica_group, self.stage_group):
+            if group is not None and dist.is_initialized():  # else they were destroyed with the default group
+                dist.destroy_process_group(group)
+
     @property
     def coords(self) -> Coords:
         return self.plan.coords(self.rank)

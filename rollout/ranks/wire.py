@@ -44,6 +44,7 @@ class Kind(IntEnum):
     READ = 12  # follower: the header has the number of the last message read
     BYE = 13  # follower: its last message
     STANDS = 14  # follower: its status from now on; JSON
+    END = 15  # controller: its last message; id: 1 where every follower has said BYE, else 0
 
 
 @dataclass(frozen=True)
@@ -86,14 +87,23 @@ class RankWire:
         """
         self._group, self._deliver, self._on_gone = group, deliver, on_gone
         self._links = {rank: _Link() for rank in peers}
+        self._threads = [
+            threading.Thread(target=self._receive, args=(rank,), name=f"lockstep-from-{rank}", daemon=True)
+            for rank in self._links
+        ]
         self._lock = threading.Lock()
         self.num_bytes_sent = 0
         self.num_messages_sent = 0
 
     def start(self) -> None:
         """Start the threads that receive."""
-        for rank in self._links:
-            threading.Thread(target=self._receive, args=(rank,), name=f"lockstep-from-{rank}", daemon=True).start()
+        for thread in self._threads:
+            thread.start()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the threads that receive, which end with the peers' last messages."""
+        for thread in self._threads:
+            thread.join(timeout_s)
 
     def num_unread(self, rank: int) -> int:
         """Return the number of messages that the peer has not reported as read."""
@@ -107,9 +117,9 @@ class RankWire:
         """Mark the peer's message as read. The next message to the peer reports it."""
         self._links[rank].num_read = message.number
 
-    def send_out(self, rank: int, kind: Kind, payload: bytes, timeout_s: float) -> None:
-        """Send, and wait until the message has left this process, which may end then. Raises RuntimeError."""
-        for work in self.send(rank, kind, 0, payload):
+    def send_out(self, ranks: Iterable[int], kind: Kind, id: int, payload: bytes, timeout_s: float) -> None:
+        """Send, and wait until the messages have left this process, which may end then. Raises RuntimeError."""
+        for work in [work for rank in ranks for work in self.send(rank, kind, id, payload)]:
             work.wait(timedelta(seconds=timeout_s))
 
     def send(self, rank: int, kind: Kind, id: int, payload: bytes) -> list[dist.Work]:
