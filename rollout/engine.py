@@ -72,7 +72,8 @@ class Engine(OfOneProcess):
         make_runner: makes the runner of the engine's steps. Raises ValueError for settings that do not fit.
         """
         self.config = config = config or EngineConfig()
-        inbox, self.mailboxes = Inbox(), Mailboxes()
+        inbox = Inbox()
+        self.mailboxes = Mailboxes(inbox.lock)
         self.parts = parts = assemble(model, config, tokenizer, mesh, make_runner)
         self.model, self.tokenizer, self.ranks = parts.model, parts.tokenizer, parts.ranks
         self.gate = StepGate(parts, Loop(parts, self.mailboxes, inbox))

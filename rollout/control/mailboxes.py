@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -61,7 +62,9 @@ class Mailbox:
 class Mailboxes:
     """One mailbox per request that a call waits for. The engine posts under its lock; the call or a listener takes."""
 
-    def __init__(self) -> None:
+    def __init__(self, opening: AbstractContextManager[object]) -> None:
+        """Make no mailbox yet. opening: the lock under which calls open theirs, which is not the engine's."""
+        self._opening = opening
         self._boxes: dict[str, Mailbox] = {}
         self._unclaimed: list[Completion] = []  # answers of requests without a mailbox
 
@@ -93,7 +96,9 @@ class Mailboxes:
 
     def of(self, listeners: Container[Listener]) -> dict[str, Mailbox]:
         """Return the mailboxes of the sequences that these listeners still wait for, by id."""
-        return {id: box for id, box in self._boxes.items() if box.listener is not None and box.listener in listeners}
+        with self._opening:
+            boxes = list(self._boxes.items())
+        return {id: box for id, box in boxes if box.listener is not None and box.listener in listeners}
 
     def take(self, ids: Sequence[str]) -> list[StreamChunk]:
         """Return the chunks in these mailboxes and empty them."""
@@ -141,7 +146,9 @@ class Mailboxes:
 
     def on_failure(self, error: EngineStopped) -> None:
         """Send every listener the error that ended the loop, and remove the listeners' mailboxes."""
-        listeners = {id: box.listener for id, box in self._boxes.items() if box.listener is not None}
+        with self._opening:
+            boxes = list(self._boxes.items())
+        listeners = {id: box.listener for id, box in boxes if box.listener is not None}
         for listener in set(listeners.values()):
             listener.on_failure(error)
         for id in listeners:

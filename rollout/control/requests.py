@@ -117,8 +117,7 @@ class RequestDesk:
         """Abort the requests that these listeners wait for, and call them no more; returns the ids."""
         self._driver.process.check()
         with self._driver.lock:
-            with self._inbox.lock:
-                boxes = self._mailboxes.of(listeners)
+            boxes = self._mailboxes.of(listeners)
             ids = list(boxes)
             self._driver.take_back(ids)  # all at once, before a command below queues them
         for at in range(0, len(ids), SLICE):  # steps run in between

@@ -106,3 +106,38 @@ def test_a_close_that_failed_takes_no_request_and_is_made_again(engine, monkeypa
     engine.close()
     assert engine.kv_bytes == 0 and engine.driver.is_closed
     engine.close()
+
+
+class Told:
+    """A listener that keeps the error that ended the loop."""
+
+    def __init__(self) -> None:
+        self.has_ended = threading.Event()
+
+    def on_chunk(self, chunk: StreamChunk) -> None:
+        pass
+
+    def on_failure(self, error: EngineStopped) -> None:
+        self.has_ended.set()
+
+
+def test_mailboxes_are_listed_while_no_call_opens_one(engine, monkeypatch):
+    """At the end of the loop too. A call opens its mailbox under the inbox's lock alone."""
+    was_locked = []
+
+    class Watched(dict):
+        def items(self):
+            was_locked.append(engine.driver.inbox.lock.locked())
+            return super().items()
+
+    def fail(most: int) -> None:
+        raise RuntimeError("the step broke")
+
+    told = Told()
+    engine.requests.submit([PROMPT], [LONG], told)
+    monkeypatch.setattr(engine.mailboxes, "_boxes", Watched(engine.mailboxes._boxes))
+    monkeypatch.setattr(engine.gate, "step", fail)
+    assert len(engine.mailboxes.of({told})) == 1
+    engine.start()
+    assert told.has_ended.wait(30)
+    assert was_locked == [True, True] and not len(engine.mailboxes)
