@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .calls import WorkerCall
 from .fleet.worker import Worker
 from .moving.progress import Progress
 from .relay import Relay
+from .sessions import Opening
 
 
 @dataclass(frozen=True)
@@ -20,11 +21,16 @@ class Generation:
     num_sequences: int
     session: str | None = None  # that lives on one worker, see `sessions`
     progress: Progress | None = None  # of its stream, if it may go on elsewhere
+    opens: Opening | None = None  # the session that it opens
 
     @property
     def may_be_sent_twice(self) -> bool:
         """Whether two workers may have it at the same time: it has a seed, and changes nothing but caches."""
-        return self.session is None
+        return self.session is None and self.opens is None
+
+    def call_at(self, worker: Worker) -> WorkerCall:
+        """Return the call as it is sent to a worker that begins with it."""
+        return self.call if self.opens is None else replace(self.call, body=self.opens.body_at(worker))
 
 
 @dataclass

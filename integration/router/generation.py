@@ -20,7 +20,7 @@ from .fleet.peek import peek
 from .moving.fields import seeded
 from .moving.progress import Progress
 from .router import Router, call_with
-from .sessions import OPEN, opened_at, session_of
+from .sessions import OPEN, opening, session_of
 
 ROUTING_KEY_HEADER = "x-smg-routing-key"  # slime's header: requests with equal values go to the same worker
 
@@ -82,12 +82,11 @@ class ProxyResponse(Response):
         return bytes(body)
 
     async def _generation(self, request: Request, data: bytes) -> Generation:
-        """Determine how the request is forwarded. Waits for a worker where it opens a session. Raises HttpError."""
+        """Determine how the request is forwarded. Raises HttpError."""
         routing_key = request.headers.get(ROUTING_KEY_HEADER)
         call, max_lists = call_with(request, data), self._router.config.http.max_body_lists
         if call.path == OPEN:
-            call, session = await opened_at(await self._router.proxy.any_worker(), call, max_lists)
-            return Generation(call, (), 1, session)
+            return Generation(call, (), 1, opens=await opening(call, max_lists))
         if (session_id := await session_of(call, max_lists)) is not None:
             return Generation(seeded(call, wants_progress=False), (), 1, session_id)
         if is_quick(data):

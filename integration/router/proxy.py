@@ -20,7 +20,6 @@ from starlette.types import Send
 
 from ..http.edge.disconnect import first_of
 from ..http.edge.errors import HttpError
-from .calls import WorkerCall
 from .choosing import Chooser
 from .config import RouterConfig
 from .counters import Moved, Outcome, RouterCounters
@@ -215,11 +214,6 @@ class Proxy:
             return await self.held.its_worker(lambda: self._home(session, course), deadline)
         return await self.held.worker(lambda: self._choosing.best(generation, course), deadline)
 
-    async def any_worker(self) -> Worker:
-        """Return the worker for a new session. Waits while there is none. Raises HttpError 503."""
-        call = WorkerCall("POST", "", "", (), b"")
-        return await self._pick(Generation(call, (), 1), Course(time.monotonic() + self._config.request_timeout_s))
-
     def _home(self, session: str, course: Course) -> Worker | None:
         """Return the worker of a session; None while it takes no requests. Raises HttpError 404 where it is lost, 502
         where it failed this request: another one cannot answer it, and this one may have done so."""
@@ -262,7 +256,7 @@ class Proxy:
         await died.wait()
 
     async def _pass_through(self, worker: Worker, generation: Generation, relay: Relay) -> None:
-        call, progress = generation.call, generation.progress
+        call, progress = generation.call_at(worker), generation.progress
         if goes_on := progress is not None and relay.has_begun:
             call = replace(call, body=with_fields(call.body, {"begun": progress.begun_at(worker)}))
         async with self._wire.call(worker.url, call) as answer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from urllib.parse import parse_qs
 
 from ..http.edge.bodies import parse_object_off_loop
@@ -41,16 +41,27 @@ async def session_of(call: WorkerCall, max_lists: int) -> str | None:
     return given if isinstance(given, str) else None  # a worker says what is wrong with another value
 
 
-async def opened_at(worker: Worker, call: WorkerCall, max_lists: int) -> tuple[WorkerCall, str]:
-    """Return the call that opens a session at a worker, and the session's id. Raises HttpError 400 for a bad one."""
+@dataclass(frozen=True)
+class Opening:
+    """A session to be opened, at whichever worker takes it."""
+
+    values: Mapping[str, object]  # the client's body
+    name: str  # the session's, behind the worker's id
+
+    def body_at(self, worker: Worker) -> bytes:
+        """Make the body of the call that opens it at a worker."""
+        return json.dumps({**self.values, "session_id": f"{worker.id}{_MARK}{self.name}"}).encode()
+
+
+async def opening(call: WorkerCall, max_lists: int) -> Opening:
+    """Read the session that a call opens. Raises HttpError 400 for a bad one."""
     values = await parse_object_off_loop(call.body, max_lists)
     own = values.get("session_id")
     if own is None:
         own = uuid.uuid4().hex
     if not isinstance(own, str) or not 0 < len(own) <= _MAX_ID or not own.isprintable():
         raise BadField("session_id", f"must be a text of 1 to {_MAX_ID} printable characters")
-    id = f"{worker.id}{_MARK}{own}"
-    return replace(call, body=json.dumps({**values, "session_id": id}).encode()), id
+    return Opening(values, own)
 
 
 def home_of(registry: WorkerRegistry, session: str) -> Worker:

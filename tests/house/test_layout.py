@@ -145,11 +145,11 @@ PLACES = {
     "integration.push.remote_engine": "push.local_target push.starter service",
     "integration.router.metrics": "http.edge router.changes router.counters router.fleet",
     "integration.router.proxy": (
-        "http.edge router.calls router.choosing router.config router.counters router.course router.fleet router.moving "
+        "http.edge router.choosing router.config router.counters router.course router.fleet router.moving "
         "router.passing router.relay router.sessions router.wire"
     ),
     "integration.router.choosing": "http.edge router.config router.counters router.course router.fleet router.moving",
-    "integration.router.course": "router.calls router.fleet router.moving router.relay",
+    "integration.router.course": "router.calls router.fleet router.moving router.relay router.sessions",
     "integration.router.passing": "router.budget router.moving router.relay",
     "integration.push.http_target": "one_line push.vllm_wire",
     "integration.router.moving": "http.edge one_line push.http_target router.calls router.relay router.wire",

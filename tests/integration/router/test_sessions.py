@@ -108,6 +108,25 @@ def test_a_request_on_a_session_does_not_move_to_another_worker(fleet):
     assert not any(one.asked("/generate") for one in others) and len(worker.asked("/generate")) == 1
 
 
+@pytest.mark.parametrize("refusal", ["draining", "overloaded"])
+def test_a_session_that_a_worker_does_not_take_is_opened_at_another_one(make_fleet, refusal):
+    fleet = make_fleet([answering(), answering()], health_interval_s=60.0)  # no probe sees it before a request does
+    refusing, other = fleet.workers
+    told = {"success": False, "error": {"message": "no", "code": refusal}}
+    refusing.answers["/open_session"] = (503, told)
+    ids = [opened(fleet, session_id=f"s{number}") for number in range(4)]
+    assert {home(fleet, id).url for id in ids} == {other.url} and ids[0].endswith(".s0")
+    assert len(refusing.asked("/open_session")) > 0
+    assert fleet.report(refusing)["status"] == ("draining" if refusal == "draining" else "alive")
+
+
+def test_a_session_is_opened_at_another_worker_where_one_has_ended(make_fleet):
+    fleet = make_fleet([answering(), answering()], health_interval_s=60.0)
+    failing, other = fleet.workers
+    failing.stop()
+    assert {home(fleet, opened(fleet)).url for _ in range(3)} == {other.url}
+
+
 def test_a_request_waits_for_its_own_worker_and_others_do_not_wait_for_it(fleet):
     id = opened(fleet)
     worker = home(fleet, id)
