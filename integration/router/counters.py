@@ -26,6 +26,7 @@ class Moved(Enum):
 
     MOVED = "moved"  # it went to another worker
     REFUSED = "refused"  # no worker could go on with it
+    ABORTED = "aborted"  # an abort ended it before another worker had it
 
 
 class Affinity(Enum):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 
 from .budget import Budget
@@ -14,6 +16,7 @@ class Passing:
 
     def __init__(self, max_bytes: int) -> None:
         self._answers = Budget(max_bytes)
+        self._newest = Budget(max_bytes // 4)  # events of open streams, by which an abort can end them
 
     async def whole(self, answer: httpx.Response, relay: Relay) -> None:
         """Forward an answer when it is complete. The answer for which memory is short is passed on as it comes."""
@@ -36,7 +39,7 @@ class Passing:
         """Forward a stream event by event. The event for which memory is short is passed on as it comes. progress: of
         the stream, if it may go on elsewhere. Raises StreamCut where the worker ends it before its end."""
         rest, num_noted = bytearray(), 0
-        with self._answers.share() as kept:
+        with self._answers.share() as kept, self._newest.share() as newest:
             async for part in answer.aiter_raw():
                 start = max(0, len(rest) - 2)  # the end of an event may be in two parts
                 rest += part
@@ -45,6 +48,9 @@ class Passing:
                     del rest[:end]
                 if progress is not None:
                     num_noted = progress.num_bytes
+                    if not newest.resize(progress.num_newest_bytes):
+                        progress.drop_newest()
+                        newest.resize(0)
                 if not kept.resize(len(rest) + num_noted):
                     if progress is not None:
                         progress.lose("the router had no memory for its tokens")
@@ -61,15 +67,15 @@ async def _pass(answer: httpx.Response, relay: Relay, events: bytes, progress: P
     if progress is None or not progress.concerns(events):
         await relay.events(answer, events)
         return
-    passed, noted, cut = [], [], None
+    passed: list[tuple[bytes, list[dict[str, Any]]]] = []
+    cut = None
     try:
-        for event, notes in progress.read(events):
-            passed.append(event)
-            noted += notes
+        passed.extend(progress.read(events))
     except StreamCut as error:
         cut = error
     if passed:
-        await relay.events(answer, b"".join(passed))
-        progress.add(noted)
+        await relay.events(answer, b"".join(event for event, _ in passed))
+        for event, notes in passed:
+            progress.add(notes, event)
     if cut is not None:
         raise cut

@@ -24,9 +24,11 @@ from .choosing import Chooser
 from .config import RouterConfig
 from .counters import Moved, Outcome, RouterCounters
 from .course import Course, Generation
+from .fleet.aborted import Aborted
 from .fleet.held import HeldRequests
 from .fleet.worker import Worker
 from .fleet.workers import WorkerRegistry
+from .moving.ending import last_events
 from .moving.fields import with_fields
 from .moving.hedging import Race
 from .passing import Passing
@@ -77,6 +79,10 @@ class Proxy:
         course = Course(time.monotonic() + self._config.request_timeout_s)
         try:
             await self._run(generation, send, course)
+        except Aborted as aborted:
+            if course.relay is None or not course.has_begun:
+                raise
+            await self._end_aborted(aborted, generation, course.relay)
         except HttpError as error:
             if course.relay is not None and course.has_begun:
                 self._counters.moves[Moved.REFUSED] += 1
@@ -86,6 +92,17 @@ class Proxy:
                 return
             self._counters.unanswered[error.code or str(error.status)] += 1
             raise
+
+    async def _end_aborted(self, aborted: Aborted, generation: Generation, relay: Relay) -> None:
+        """End a stream that was aborted between two workers."""
+        self._counters.moves[Moved.ABORTED] += 1
+        assert generation.progress is not None  # else it would not have left its worker
+        try:
+            events = await last_events(aborted, generation.progress, self._config.http.max_body_lists)
+        except HttpError as error:
+            await relay.fail(f"{generation.call.path} was aborted: {error.message}", Outcome.BROKEN, retryable=False)
+        else:
+            await relay.finish(events)
 
     async def _run(self, generation: Generation, send: Send, course: Course) -> None:
         while len(course.failures) < self._config.max_attempts:

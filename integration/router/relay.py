@@ -104,18 +104,18 @@ class Relay:
         self.outcome = outcome_of(answer.status_code)
         await self._send({"type": "http.response.body", "body": rest, "more_body": False})
 
-    async def finish(self) -> None:
-        """End a stream whose last event the client has."""
+    async def finish(self, events: bytes = b"") -> None:
+        """End a stream whose last event the client has, or gets with these."""
         self.outcome = Outcome.ANSWERED
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._send({"type": "http.response.body", "body": events, "more_body": False})
 
-    async def fail(self, message: str, outcome: Outcome) -> None:
+    async def fail(self, message: str, outcome: Outcome, *, retryable: bool = True) -> None:
         """End an answer that has begun: a stream with an error event; anything else stays incomplete, so that the
         server closes the connection and the client sees that a part is missing."""
         self.outcome = outcome
         if not self.can_go_on:
             return
-        error = {"message": message, "type": "worker_died", "param": None, "code": 502, "retryable": True}
+        error = {"message": message, "type": "worker_died", "param": None, "code": 502, "retryable": retryable}
         event = f"data: {json.dumps({'error': error})}\n\n".encode()
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
 

@@ -152,7 +152,9 @@ PLACES = {
     "integration.router.course": "router.calls router.fleet router.moving router.relay router.sessions",
     "integration.router.passing": "router.budget router.moving router.relay",
     "integration.push.http_target": "one_line push.vllm_wire",
-    "integration.router.moving": "http.edge one_line push.http_target router.calls router.relay router.wire",
+    "integration.router.moving": (
+        "http.edge one_line push.http_target router.calls router.fleet router.relay router.wire"
+    ),
     "integration.router.sessions": "http.edge router.calls router.fleet",
     "integration.grpo.plan": (
         "grpo.backends grpo.engines grpo.environments grpo.results grpo.rewards grpo.sampling_check grpo.settings "

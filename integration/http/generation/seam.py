@@ -93,7 +93,7 @@ class Seam:
         told = chunk.weight_digest, chunk.weight_version, chunk.num_cached_tokens
         if chunk.token_ids and self._told.get(index) != told:
             self._told[index] = told
-            note |= dict(zip(("digest", "version", "cached"), told, strict=True))
+            note |= dict(zip(("digest", "version", "cached"), told, strict=True)) | {"prompt": chunk.num_prompt_tokens}
         if chunk.completion is not None:
             reason = chunk.completion.finish_reason
             note["ended"] = True if reason is None or reason.type != "abort" else reason.message or "Aborted"

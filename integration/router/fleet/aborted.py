@@ -46,16 +46,20 @@ class Aborted(HttpError):
         """Return the body and the content type of its answer. version: of the weights that the fleet serves. Raises
         HttpError 400 for a request that is no JSON object, and itself where the answer would be too long."""
         values = await parse_object_off_loop(self.call.body, max_lists)
-        if num_sequences(values) > _MAX_SEQUENCES:
-            raise self
-        if self.call.path == "/generate":
-            whole, events = _of_generate(values, version, self.message)
-        else:
-            whole, events = _of_openai(self.call.path, values)
+        whole, events = self.forms(values, version)
         if values.get("stream") is not True:
             return json.dumps(whole).encode(), "application/json"
         lines = [f"data: {json.dumps(event)}\n\n" for event in events]
         return "".join([*lines, "data: [DONE]\n\n"]).encode(), "text/event-stream; charset=utf-8"
+
+    def forms(self, values: Mapping[str, object], version: str | None) -> tuple[object, list[dict[str, object]]]:
+        """Make the answer, and the events where it is streamed: one of each sequence, and that of the usage where it is
+        asked for. Raises itself where they would be too long."""
+        if num_sequences(values) > _MAX_SEQUENCES:
+            raise self
+        if self.call.path == "/generate":
+            return _of_generate(values, version, self.message)
+        return _of_openai(self.call.path, values)
 
 
 @dataclass(eq=False)

@@ -49,7 +49,7 @@ class StreamCut(WorkerFailed):
 
 
 @dataclass(eq=False)
-class _Sequence:
+class Part:
     """The part of one sequence that the client has."""
 
     token_ids: array[int] = field(default_factory=lambda: array("q"))
@@ -57,6 +57,8 @@ class _Sequence:
     num_chars: int = 0
     cached: int = 0
     has_ended: bool = False
+    num_prompt: int = 0  # tokens of its prompt
+    newest: bytes = b""  # event of it; empty where there was no memory for it
     spans: list[tuple[str, str | None, int]] = field(default_factory=list)  # version, digest, first token
     told: tuple[str, str | None] | None = None  # version and digest of the newest tokens; a worker tells only changes
 
@@ -71,7 +73,7 @@ class _Sequence:
             if digest is not None:
                 _valid(digest, str)
             if self.told is None:
-                self.cached = _valid(note["cached"], int)
+                self.cached, self.num_prompt = _valid(note["cached"], int), _valid(note.get("prompt", 0), int)
             self.told = version, digest
         if self.told is not None and note.get("ids") and (not self.spans or self.spans[-1][:2] != self.told):
             self.spans.append((*self.told, len(self.token_ids)))
@@ -95,7 +97,7 @@ class Progress:
         self._check = check
         self._head: dict[str, Any] = {}
         self._guarantee: dict[str, Any] = {}
-        self._sequences: list[_Sequence | None] = []
+        self.parts: list[Part | None] = []  # by sequence; None: the client has nothing of it
         self.why_lost: str | None = "its worker does not report the tokens"  # why it cannot move; None: it can
         self.num_tokens = 0  # that all attempts together have delivered
         self.num_notes = 0  # likewise
@@ -107,9 +109,31 @@ class Progress:
         """The memory that it takes, about."""
         return 16 * self.num_tokens
 
+    @property
+    def num_newest_bytes(self) -> int:
+        """The memory that the newest events take."""
+        return sum(len(one.newest) for one in self.parts if one is not None)
+
+    @property
+    def rids(self) -> list[str]:
+        """The ids of the prompts at the first worker; none where it told none."""
+        rids = self._head.get("rids")
+        return rids if isinstance(rids, list) and all(isinstance(one, str) for one in rids) else []
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether the client has the event with the usage of all sequences."""
+        return self._has_usage
+
+    def drop_newest(self) -> None:
+        """Forget the newest events."""
+        for one in self.parts:
+            if one is not None:
+                one.newest = b""
+
     def lose(self, why: str) -> None:
         """Forget the tokens: the stream stays where it is."""
-        self.why_lost, self._sequences = why, []
+        self.why_lost, self.parts = why, []
 
     def concerns(self, events: bytes) -> bool:
         """Return whether some whole events have notes, or may end the stream."""
@@ -131,16 +155,16 @@ class Progress:
             is_done = [line.rstrip(b"\r") for line in rest] == _DONE
             yield b"\n".join(rest) + end[0], [{"done": True}] if is_done else notes
 
-    def add(self, notes: list[dict[str, Any]]) -> None:
-        """Take the notes of an event that the client has."""
+    def add(self, notes: list[dict[str, Any]], event: bytes = b"") -> None:
+        """Take the notes of an event that the client has. event: is kept as the newest one of its sequence."""
         try:
             for note in notes:
-                self._add(note)
+                self._add(note, event)
                 self.num_notes += 1
         except (LookupError, TypeError, ValueError, OverflowError, RecursionError):
             self.lose("the notes of its worker cannot be understood")
 
-    def _add(self, note: Mapping[str, Any]) -> None:
+    def _add(self, note: Mapping[str, Any], event: bytes) -> None:
         if "done" in note:
             self.is_done = True
         elif "usage" in note:
@@ -150,18 +174,19 @@ class Progress:
             json.dumps([self._head, self._guarantee])  # as another worker gets them: not nested too deeply for that
             if not 0 < (num := _valid(note["num_sequences"], int)) <= _MAX_SEQUENCES:
                 raise ValueError(f"{num} sequences")
-            self._sequences, self.why_lost = [None] * num, None
-        elif self._sequences:
+            self.parts, self.why_lost = [None] * num, None
+        elif self.parts:
             if (index := _valid(note["index"], int)) < 0:
                 raise IndexError(index)
-            sequence = self._sequences[index] = self._sequences[index] or _Sequence()
+            sequence = self.parts[index] = self.parts[index] or Part()
             sequence.add(note)
+            sequence.newest = event
             self.num_tokens += len(note.get("ids", ()))
 
     @property
     def _digests(self) -> set[str | None]:
         """The digests of the newest tokens of all sequences."""
-        return {one.spans[-1][1] for one in self._sequences if one is not None and one.spans}
+        return {one.spans[-1][1] for one in self.parts if one is not None and one.spans}
 
     def why_not(self, worker: Host) -> str | None:
         """Return why a worker cannot go on with the stream; None: it can."""
@@ -184,7 +209,7 @@ class Progress:
         """Return the field `begun` of the call by which a worker goes on."""
         digests = self._digests
         return {
-            "sequences": [None if one is None else one.begun() for one in self._sequences],
+            "sequences": [None if one is None else one.begun() for one in self.parts],
             "check": self._check,
             "weight_digest": next(iter(digests)) if digests else worker.weight_digest,
             "guarantee": self._guarantee if digests else worker.guarantee,
