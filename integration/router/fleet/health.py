@@ -36,6 +36,7 @@ class HealthChecks:
         self._on_death = on_death
         self.after_probe: Callable[[], Awaitable[None]] | None = None  # awaited after each regular probe
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()  # of workers that were removed
         key = config.http.admin_api_key or config.http.api_key
         authorization = ((b"authorization", f"Bearer {key}".encode()),) if key else ()
         self._headers = (*authorization, PLAIN)
@@ -45,14 +46,19 @@ class HealthChecks:
         self._tasks[worker.id] = asyncio.create_task(self._watch(worker), name=f"health {worker.url}")
 
     def forget(self, worker: Worker) -> None:
-        """Stop the probes of a worker."""
+        """Stop the probes of a worker that was removed. While it has open requests its health alone is probed, since
+        they leave a worker that is dead."""
         self._tasks.pop(worker.id).cancel()
+        leaving = asyncio.create_task(self._see_off(worker), name=f"health {worker.url}, removed")
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
         """Stop all probes."""
-        for task in self._tasks.values():
+        tasks = [*self._tasks.values(), *self._leaving]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def check(self, worker: Worker) -> None:
         """Probe a worker once, and update its state by the result."""
@@ -80,7 +86,8 @@ class HealthChecks:
         """Ask a worker for its state. Returns the reason for which it is not healthy. Raises WorkerFailed."""
         health = await self._get(worker, "/health")
         if health.is_success:
-            await self._learn(worker)
+            if worker in self._registry:
+                await self._learn(worker)
         elif _is_draining(await self._get(worker, "/ready")):
             self._registry.mark_draining(worker)
         else:
@@ -127,11 +134,19 @@ class HealthChecks:
             except Exception as error:  # any error: if this task ended, the worker would not be probed again
                 logger.exception("the probe of worker %s failed", worker.url)
                 self._die(worker, f"its probe failed inside the router: {error}")
-            try:
-                async with asyncio.timeout(self._config.health_interval_s):
-                    await worker.check_now.wait()
-            except TimeoutError:
-                pass
+            await self._until_next(worker)
+
+    async def _see_off(self, worker: Worker) -> None:
+        while worker.num_running and worker.is_alive:
+            await self.check(worker)
+            await self._until_next(worker)
+
+    async def _until_next(self, worker: Worker) -> None:
+        try:
+            async with asyncio.timeout(self._config.health_interval_s):
+                await worker.check_now.wait()
+        except TimeoutError:
+            pass
 
     async def _learn(self, worker: Worker) -> None:
         """Read a worker's version and readiness, and, where another process may have its address, its identity."""

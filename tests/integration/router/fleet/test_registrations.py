@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
+import httpx
 import pytest
 
+from lockstep.tests.support.fake_workers import WAIT_S, FakeWorker, Fleet, Handler, wait_until
 from lockstep.tests.support.forked_ranks import free_port
 
 NUM = 12
@@ -27,6 +32,62 @@ def test_workers_that_come_and_go_side_by_side_wait_for_each_other(make_fleet, p
         removed = callers.map(lambda url: fleet.http.post("/remove_worker", params={"url": url}).status_code, urls)
         assert set(removed) == {202}
     assert not set(urls) & set(fleet.http.get("/list_workers").json()["urls"])
+
+
+class HangingWorker(FakeWorker):
+    """A worker that keeps its generations, and its health checks too while it hangs, until the test ends."""
+
+    def __init__(self) -> None:
+        self.hangs, self.leave = False, threading.Event()
+        super().__init__()
+        self.generate = self._keep
+
+    def answer(self, path: str, body: dict) -> tuple[int, object]:
+        if self.hangs:
+            self.leave.wait(WAIT_S)
+        return super().answer(path, body)
+
+    def _keep(self, handler: Handler, body: dict) -> None:
+        self.leave.wait(WAIT_S)
+        handler.reply(200, {"text": self.url})
+
+
+@contextmanager
+def open_at_a_removed_worker(make_fleet) -> Iterator[tuple[Fleet, HangingWorker, Future[httpx.Response]]]:
+    """Yield a request that is open at a worker which was removed, and well until then."""
+    kept = HangingWorker()
+    fleet = make_fleet([kept, FakeWorker()], health_timeout_s=0.2)
+    other = f"/workers/{fleet.report(fleet.workers[1])['id']}"
+    fleet.post(f"{other}/disable").raise_for_status()
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            asking = pool.submit(fleet.post, "/generate", {"text": "a"})
+            wait_until(lambda: kept.asked("/generate"), "it has the request")
+            fleet.post(f"{other}/enable").raise_for_status()
+            fleet.http.delete(f"/workers/{fleet.report(kept)['id']}").raise_for_status()
+            yield fleet, kept, asking
+        finally:
+            kept.leave.set()
+
+
+def test_requests_leave_a_removed_worker_that_hangs(make_fleet):
+    with open_at_a_removed_worker(make_fleet) as (fleet, kept, asking):
+        kept.hangs = True
+        assert asking.result(WAIT_S / 2).json() == {"text": fleet.workers[1].url}
+        assert [one["url"] for one in fleet.http.get("/workers").json()["workers"]] == [fleet.workers[1].url]
+
+
+def test_a_removed_worker_finishes_its_requests_and_is_left_alone_then(make_fleet):
+    with open_at_a_removed_worker(make_fleet) as (fleet, kept, asking):
+        num = len(kept.asked("/health"))
+        wait_until(lambda: fleet.stats() and len(kept.asked("/health")) > num + 5, "it is probed")
+        assert not asking.done()
+        kept.leave.set()
+        assert asking.result(WAIT_S).json() == {"text": kept.url}
+    num, before = len(kept.asked("/health")), len(fleet.workers[1].asked("/health"))
+    other = fleet.workers[1]
+    wait_until(lambda: fleet.stats() and len(other.asked("/health")) > before + 3, "the other one is probed on")
+    assert len(kept.asked("/health")) <= num + 1
 
 
 @pytest.mark.parametrize("value", ["false", 0, 1, [], {}])
