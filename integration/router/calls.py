@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -37,6 +38,24 @@ def headers_of(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
     return (*((name, value) for name, value in headers if name.lower() not in _NOT_FORWARDED), PLAIN)
 
 
-def returned(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Select the headers of a worker that are passed on to a client, as they came."""
-    return [(name.lower(), value) for name, value in headers if name.lower() not in _NOT_RETURNED]
+def returned(headers: Iterable[tuple[bytes, bytes]], url: str) -> list[tuple[bytes, bytes]]:
+    """Select the headers of the worker at `url` that are passed on to a client, as they came. Only a redirect to the
+    worker itself becomes a path, which leads the client to the router."""
+    kept = [(name.lower(), value) for name, value in headers if name.lower() not in _NOT_RETURNED]
+    return [(name, _without_address(value, url) if name == b"location" else value) for name, value in kept]
+
+
+def _without_address(location: bytes, url: str) -> bytes:
+    """Return a URL at the address of `url` as a path, any other one as it is."""
+    try:
+        parts = urlsplit(location.decode("latin-1"))
+        if _address_of(parts) != _address_of(urlsplit(url)):
+            return location
+    except ValueError:
+        return location
+    path = "/" + parts.path.lstrip("/")  # two slashes would begin an address
+    return urlunsplit(("", "", path, parts.query, parts.fragment)).encode("latin-1")
+
+
+def _address_of(parts: SplitResult) -> tuple[str | None, int]:
+    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)

@@ -125,7 +125,7 @@ class Relay:
         if self.claim is not None and not self.claim.take(self):
             self.lose()
             raise asyncio.CancelledError  # as the attempt that has the client will do to this one
-        headers = returned(answer.headers.raw)  # bytes, because a worker may send any
+        headers = returned(answer.headers.raw, self.worker.url)  # bytes, because a worker may send any
         if num_bytes is not None:
             headers.append((b"content-length", b"%d" % num_bytes))
         headers.append((WORKER_HEADER, self.worker.url.encode("ascii", "backslashreplace")))

@@ -9,6 +9,7 @@ from contextlib import closing
 
 import pytest
 
+from lockstep.integration.router.calls import returned
 from lockstep.tests.support.fake_workers import (
     WAIT_S,
     FakeWorker,
@@ -27,6 +28,40 @@ NOTED = b': progress {"head":{"rids":["a"]},"guarantee":{},"num_sequences":%d}\n
 
 def held(fleet: Fleet) -> int:
     return fleet.stats()["num_held_requests"]
+
+
+# -- redirects -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("told", "passed_on"),
+    [
+        ("http://{at}/v1/completions?a=1", "/v1/completions?a=1"),  # as FastAPI redirects a path with a slash behind it
+        ("//{at}/v1/completions", "/v1/completions"),
+        ("http://{at}", "/"),
+        ("http://{at}//elsewhere.example/a", "/elsewhere.example/a"),
+        ("/v1/completions", "/v1/completions"),
+        ("https://elsewhere.example/a", "https://elsewhere.example/a"),
+    ],
+)
+def test_a_redirect_of_a_worker_to_itself_leads_a_client_to_the_router(make_fleet, told, passed_on):
+    fleet = make_fleet(1)
+    [worker] = fleet.workers
+
+    def redirect(handler: Handler, body: dict) -> None:
+        handler.send_response(307)
+        handler.send_header("location", told.format(at=f"127.0.0.1:{worker.port}"))
+        handler.send_header("content-length", "0")
+        handler.end_headers()
+
+    worker.generate = redirect
+    answer = fleet.post("/v1/completions/", {"prompt": "a"})
+    assert (answer.status_code, answer.headers["location"]) == (307, passed_on)
+
+
+def test_a_redirect_that_is_no_url_is_passed_on_as_it_is():
+    for told in (b"http://w:port/a", b"http://[w/a", b"\xff\x00"):
+        assert returned([(b"Location", told)], "http://w:1") == [(b"location", told)]
 
 
 # -- events ----------------------------------------------------------------------------------------------------------
