@@ -181,13 +181,13 @@ def _add_journal(app: FastAPI) -> None:
 
 
 def _add_admin(app: FastAPI) -> None:
-    async def administer(request: Request) -> JSONResponse:
+    async def administer(request: Request) -> Response:
         router = router_of(request)
         call = await call_of(request, router.config.max_admin_body_bytes)
         values: Mapping[str, object] = await parse_object_off_loop(call.body, router.config.http.max_body_lists)
         verb = request.scope["path"].rpartition("/")[2]
         status, body = await router.admin.run(verb, call, values, request.is_disconnected)
-        return JSONResponse(body, status)
+        return Response(body, status, media_type="application/json")
 
     for verb, rule in RULES.items():
         # Verbs that change a worker are never a GET; a worker refuses a method that it does not take.

@@ -254,6 +254,13 @@ async def parsed(
     return await loop.run_in_executor(thread, run_giving_way, loop, partial(_parse_and, data, max_lists, then))
 
 
+async def off_loop(call: Callable[[], T]) -> T:
+    """Return or raise the result of a long computation, on the thread for long bodies. Other requests go on wherever it
+    gives way."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_PARSERS.long, run_giving_way, loop, call)
+
+
 async def parse_object_off_loop(data: bytes, max_lists: int) -> dict[str, object]:
     """Parse a JSON object as `parse_object`, a long one on a thread, so that other requests go on meanwhile."""
     return await parsed(data, max_lists, lambda values: values)

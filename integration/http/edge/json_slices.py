@@ -152,6 +152,11 @@ def _num_lists(value: object) -> int:
     return num
 
 
+def _has_long_entries(value: list[object] | tuple[object, ...]) -> bool:
+    """Return whether the entries of a list are encoded one by one: objects, and a few lists, which may be long."""
+    return isinstance(value[0], dict) or (len(value) <= _ROW and isinstance(value[0], list | tuple))
+
+
 def encode_in_slices(value: object, encode: Callable[[object], str], *, sorts: bool = False) -> Iterator[str]:
     """Encode a plain value as JSON, piece by piece. `encode` encodes a part, without blanks. sorts: by key."""
     give_way()
@@ -161,7 +166,7 @@ def encode_in_slices(value: object, encode: Callable[[object], str], *, sorts: b
             yield f"{',' if index else ''}{encode(str(key))}:"
             yield from encode_in_slices(entry, encode, sorts=sorts)
         yield "}"
-    elif isinstance(value, list | tuple) and value and isinstance(value[0], dict):
+    elif isinstance(value, list | tuple) and value and _has_long_entries(value):
         yield "["
         for index, entry in enumerate(value):
             if index:

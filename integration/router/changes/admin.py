@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from functools import partial
 
 from ...http.edge.bodies import MAX_TIMEOUT_S
 from ...http.edge.errors import HttpError
@@ -28,7 +29,7 @@ from ..fleet.roster import Roster, RosterUnwritable
 from ..fleet.worker import Hold, Worker
 from ..fleet.workers import WorkerRegistry, why_none
 from ..wire import Wire
-from .broadcast import Result, broadcast, merge, summarise, with_value
+from .broadcast import Result, broadcast, encoded, merge, summarise, with_value
 from .rules import RULES, Rule, aborted_by, rule_for
 from .updates import Updates
 
@@ -66,9 +67,9 @@ class Admin:
 
     async def run(
         self, verb: str, call: WorkerCall, values: Mapping[str, object], has_left: Callable[[], Awaitable[bool]]
-    ) -> tuple[int, dict[str, object]]:
-        """Broadcast a verb of RULES. Returns one status and body for all workers. Raises HttpError where no worker was
-        asked.
+    ) -> tuple[int, bytes]:
+        """Broadcast a verb of RULES. Returns one status and body, as JSON, for all workers. Raises HttpError where no
+        worker was asked.
 
         A change that waits for the one before it does not run if its client `has_left` or its `timeout_s` is over.
         """
@@ -84,18 +85,17 @@ class Admin:
 
     async def _run(
         self, verb: str, call: WorkerCall, values: Mapping[str, object], has_left: Callable[[], Awaitable[bool]]
-    ) -> tuple[int, dict[str, object]]:
+    ) -> tuple[int, bytes]:
         rule = rule_for(verb, values)
         abort = aborted_by(call, values)
         if not rule.is_change:
             await self._abort_held(abort)
             results = await self._broadcast(await self._targets(verb), call, values)
-            if rule.one_version:
-                return _one_version(results)
+            if verb == "state":
+                return await encoded(results, _with_members)
             if rule.merge is not None:
-                return merge(results, *rule.merge)
-            status, body = summarise(results)
-            return status, body | {"members": _members(results)} if verb == "state" else body
+                return await encoded(results, partial(merge, name=rule.merge[0], function=rule.merge[1]))
+            return await encoded(results, _one_version if rule.one_version else summarise)
         async with self.changing(verb, min(self._config.lock_limit_s, _timeout_s(values) or math.inf)):
             if await has_left():
                 raise HttpError(408, f"the client of {verb} left before it began", code="client_left")
@@ -105,7 +105,7 @@ class Admin:
                     raise draining()
                 return await self._update(verb, rule, call, values, targets)
             await self._abort_held(abort)  # a pause may abort
-            return summarise(await self._change(verb, rule, call, values, targets))
+            return await encoded(await self._change(verb, rule, call, values, targets), summarise)
 
     async def _abort_held(self, abort: Abort | None) -> None:
         if abort is not None and self.on_abort is not None:
@@ -223,7 +223,7 @@ class Admin:
 
     async def _update(
         self, verb: str, rule: Rule, call: WorkerCall, values: Mapping[str, object], targets: Sequence[Worker]
-    ) -> tuple[int, dict[str, object]]:
+    ) -> tuple[int, bytes]:
         """Run a change with a journal entry, written before any worker is held and kept until all workers have it.
         Returns the status and the body; `lost_workers` of a 200 has the workers that died meanwhile."""
         targets = await self.updates.partakers(verb, rule, targets)
@@ -242,8 +242,12 @@ class Admin:
         finally:
             if not is_settled:
                 await self.updates.break_off(verb)
-        status, body = summarise([result for result in results if result not in lost])
-        return status, body | {"lost_workers": [result.report() for result in lost]} if lost else body
+
+        def combine(results: Sequence[Result]) -> tuple[int, dict[str, object]]:
+            status, body = summarise([result for result in results if result not in lost])
+            return status, body | {"lost_workers": [result.report() for result in lost]} if lost else body
+
+        return await encoded(results, combine)
 
     async def _revert_committed(
         self, call: WorkerCall, values: Mapping[str, object], results: Sequence[Result]
@@ -321,9 +325,11 @@ def _one_version(results: Sequence[Result]) -> tuple[int, dict[str, object]]:
     raise HttpError(409, f"the workers have different weight versions: {listed}", code="mixed_versions", extra=extra)
 
 
-def _members(results: Sequence[Result]) -> list[dict[str, object]]:
-    """List the members of a group, in the order of their ranks; see `Groups.plan`."""
-    return [
+def _with_members(results: Sequence[Result]) -> tuple[int, dict[str, object]]:
+    """Summarise results, with the members of a group in the order of their ranks; see `Groups.plan`."""
+    status, body = summarise(results)
+    members = [
         {"worker": one.worker.url, "num_ranks": one.worker.num_ranks, "num_deaths": one.worker.num_deaths}
         for one in results
     ]
+    return status, body | {"members": members}

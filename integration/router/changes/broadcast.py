@@ -6,10 +6,14 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+from ....rollout.giving_way import give_way
+from ...http.edge.bodies import let_go, off_loop
 from ...http.edge.disconnect import first_of
 from ...http.edge.errors import HttpError, error_body
+from ...http.edge.json_slices import encode_in_slices, parse_in_slices
 from ..calls import WorkerCall
 from ..fleet.worker import Worker
 from ..wire import Answer, NotReached, Wire, WorkerFailed
@@ -17,8 +21,12 @@ from ..wire import Answer, NotReached, Wire, WorkerFailed
 _MARGIN_S = 2.0  # wait this much longer than a call's own deadline, so that the worker can answer why it failed
 _MAX_TEXT = 2000  # characters of an error that is no JSON
 _MAX_REPORT = 1 << 16  # characters of another answer that is no JSON
+_MAX_BYTES = 4  # of a character
 _MAX_DEPTH = 50  # levels of objects that are compared key by key
-_LONG_BYTES = 1 << 16  # a longer answer is parsed in a thread, so that other requests go on
+_LONG_BYTES = 1 << 16  # longer answers are parsed and merged in a thread, so that other requests go on
+_ENTRIES_A_SLICE = 1 << 6  # of a list that are compared at once
+_FEW = 16  # entries of a list, each of which may be a long one
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _RETRYABLE = frozenset({409, 429, 503})  # the worker did nothing
 
 
@@ -31,6 +39,7 @@ class Result:
     body: object = None  # JSON, or its beginning as text
     error: str | None = None  # reason for which it did not answer
     was_received: bool = True  # False: the call did not reach it
+    num_bytes: int = 0  # of its answer
 
     @property
     def success(self) -> bool:
@@ -57,7 +66,7 @@ class Result:
             error = self.body.get("error")
             said = self.body.get("message") or (error.get("message") if isinstance(error, dict) else error)
             return str(said) if said else ""
-        return "" if self.body is None else str(self.body).strip()
+        return self.body.strip() if isinstance(self.body, str) else ""
 
     @property
     def kind(self) -> str:
@@ -99,8 +108,9 @@ async def _ask(wire: Wire, worker: Worker, call: WorkerCall, timeout_s: float, m
         if not await first_of(asking, worker.died.wait()):
             return Result(worker, None, error=f"it died: {worker.last_error}")
         answer = asking.result()
-        value = await asyncio.to_thread(_value, answer) if len(answer.body) > _LONG_BYTES else _value(answer)
-        return Result(worker, answer.status, value)
+        num_bytes = len(answer.body)
+        value = await off_loop(partial(_value, answer)) if num_bytes > _LONG_BYTES else _value(answer)
+        return Result(worker, answer.status, value, num_bytes=num_bytes)
     except NotReached as error:
         worker.suspect(str(error))
         return Result(worker, None, error=f"not reached: {error}", was_received=False)
@@ -165,20 +175,59 @@ def common(values: Sequence[object], depth: int = _MAX_DEPTH) -> object:
                 if part is not None or all(one is None for one in parts):
                     shared[key] = part
         return shared
-    return first if all(value == first and type(value) is type(first) for value in values) else None
+    return first if all(type(value) is type(first) and _are_equal(value, first) for value in values) else None
+
+
+def _are_equal(one: object, other: object) -> bool:
+    if not isinstance(one, list) or not isinstance(other, list) or len(one) != len(other):
+        return one == other
+    if len(one) <= _FEW:
+        return all(map(_are_equal, one, other))
+    for at in range(0, len(one), _ENTRIES_A_SLICE):
+        give_way()
+        if one[at : at + _ENTRIES_A_SLICE] != other[at : at + _ENTRIES_A_SLICE]:
+            return False
+    return True
+
+
+async def encoded(
+    results: Sequence[Result], combine: Callable[[Sequence[Result]], tuple[int, dict[str, object]]]
+) -> tuple[int, bytes]:
+    """Return the status and the body, as JSON, that `combine` makes of results. Those of long answers are made on a
+    thread, so that other requests go on; it also lets go of the answers, whose bodies are empty then."""
+
+    def make() -> tuple[int, bytes]:
+        status, body = combine(results)
+        return status, b"".join(part.encode() for part in encode_in_slices(body, _JSON.encode))
+
+    def make_and_let_go() -> tuple[int, bytes]:
+        try:
+            return make()
+        finally:
+            for result in results:
+                let_go(result.body if isinstance(result.body, dict) else {"": result.body})
+
+    is_long = sum(result.num_bytes for result in results) > _LONG_BYTES
+    return await off_loop(make_and_let_go) if is_long else make()
 
 
 def _value(answer: Answer) -> object:
     """Return the JSON of an answer, or its text where it is none, or none that the router's own answer can contain."""
-    if not answer.body:
+    body = answer.body
+    if not body:
         return None
     try:
-        value = json.loads(answer.body)
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        value = parse_in_slices(body.decode(json.detect_encoding(body)), len(body), parse_constant=_refuse_constant)
+        for part in encode_in_slices(value, _JSON.encode):
+            part.encode()
     except (ValueError, RecursionError):
-        text = answer.body.decode("utf-8", "replace")
-        return text[: _MAX_REPORT if answer.is_success else _MAX_TEXT]
+        limit = _MAX_REPORT if answer.is_success else _MAX_TEXT
+        return body[: _MAX_BYTES * limit].decode("utf-8", "replace")[:limit]
     return value
+
+
+def _refuse_constant(text: str) -> object:
+    raise ValueError(f"JSON has no {text}")
 
 
 def with_value(body: Mapping[str, object], name: str, value: object) -> bytes:
