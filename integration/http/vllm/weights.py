@@ -22,7 +22,7 @@ from typing import TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ....rollout.errors import DeadlineExceeded
+from ....rollout.errors import DeadlineExceeded, Overloaded
 from ....weight_sync.errors import SessionError
 from ....weight_sync.group.vllm_protocol import GROUP_NAME
 from ...service import RolloutService
@@ -121,12 +121,13 @@ async def finish_weight_update(request: Request) -> Response:
 
 
 async def read(request: Request, then: Callable[[dict[str, object]], T]) -> T:
-    """Read the fields of an update. Where they are wrong the update has failed, as `receive` can."""
+    """Read the fields of an update. Where they are wrong, or there is no room for them, the update has failed, as
+    `receive` can."""
     # Handles in base64: longer than other bodies, so the service's own limit is added.
     limit = request.app.state.config.max_body_bytes + 2 * service_of(request).config.max_pickle_bytes
     try:
         return await read_as(request, then, limit)
-    except HttpError:
+    except (HttpError, Overloaded):
         await run(request, EmptyBody(), lambda seconds_left: _refused(request, seconds_left))
         raise
 

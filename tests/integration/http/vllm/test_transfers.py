@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import io
 import pickle
+import socket
 from collections.abc import Iterator
+from contextlib import closing
 from multiprocessing import reduction
 
 import httpx
@@ -22,6 +24,7 @@ from lockstep.integration.service_config import ServiceConfig
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.tests.integration.http.vllm.weight_trainer import KEY, PATIENCE, Named, Trainer, info_of, model_of
+from lockstep.tests.support.fake_workers import wait_until
 from lockstep.weight_sync.digests.model_digest import model_digest
 
 GROUP = {"master_address": "127.0.0.1", "master_port": 5000, "rank_offset": 1, "world_size": 2}
@@ -74,6 +77,36 @@ def packed_of(tensors: Named) -> dict:
         "ipc_handles_pickled": handles_of([("flat", flat)], is_packed=True),
         "tensor_sizes": [t.nbytes for _, t in tensors],
     }
+
+
+# -- bodies ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_whose_body_finds_no_room_has_failed_and_is_taken_back(make_model, tmp_path, restore_threads):
+    torch.set_num_threads(1)
+    make_model("qwen3").save_pretrained(tmp_path)
+    engine = Engine(tmp_path, EngineConfig(kv_cache="64 blocks", max_num_seqs=4))
+    service = RolloutService(engine, ServiceConfig(max_pickle_bytes=1 << 10))
+    config = HttpConfig(port=0, admin_api_key="admin", max_body_bytes=1 << 20, max_open_body_bytes=1 << 20)
+    with (
+        closing(service),
+        serve_in_background(service, config) as server,
+        httpx.Client(base_url=server.url, timeout=PATIENCE, headers=KEY) as client,
+        socket.create_connection(("127.0.0.1", server.port)) as other,
+    ):
+
+        def is_full() -> bool:  # the server counts a body so short only while nothing else of it runs
+            return client.post("/generate", content=b"x" * 200).status_code == 503
+
+        post(client, "/start_weight_update")
+        other.sendall(b"POST /generate HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 1048576\r\n\r\n")
+        other.sendall(b"x" * (1048576 - 100))  # its end never comes
+        wait_until(is_full, "the body is there")
+        refused = client.post("/update_weights", content=b"x" * (1 << 19))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        other.close()
+        wait_until(lambda: not is_full(), "there is room")
+        assert "no weight update is under way" in post(client, "/finish_weight_update", status=400)["error"]["message"]
 
 
 # -- handles of memory -------------------------------------------------------------------------------------------------
