@@ -226,13 +226,18 @@ class Admin:
     ) -> tuple[int, bytes]:
         """Run a change with a journal entry, written before any worker is held and kept until all workers have it.
         Returns the status and the body; `lost_workers` of a 200 has the workers that died meanwhile."""
-        targets = await self.updates.partakers(verb, rule, targets)
+        live, targets = targets, await self.updates.partakers(verb, rule, targets)
         if verb in ("update_weights_from_distributed", "update_weights"):
             self._groups.check(group_of(verb, values), targets)
         known = await self.updates.open(verb, rule, targets)
         is_settled = False
         try:
             results = await self._change(verb, rule, call, values, targets)
+            if rule.journal == "opens" and len(targets) < len(live) and all(result.success for result in results):
+                # The session before has ended at all its workers, else they had refused: this one is of the others too.
+                self.updates.begin_at(live)
+                others = [worker for worker in live if worker not in targets]
+                results += await self._change(verb, rule, call, values, others)
             if rule.journal == "mends":  # a process that began in the middle of the update has nothing to take back
                 results = [result for result in results if self.updates.partakes(result.worker)] or results
             if verb == "abort_weight_update":

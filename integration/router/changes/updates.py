@@ -56,10 +56,14 @@ class Updates:
         known, entry = self.journal.entry, _entry(verb, targets)
         if known is None or (self.journal.is_unresolved and rule.journal != "mends"):
             await self._write(entry if known is None else known.and_of(entry.targets))
-            self._began = {worker.id: worker.num_deaths for worker in targets}
+            self.begin_at(targets)
         if rule.journal != "mends":
             self._is_over = False  # until the workers have answered
         return known
+
+    def begin_at(self, workers: Sequence[Worker]) -> None:
+        """Note the processes that have the update from its beginning."""
+        self._began = {worker.id: worker.num_deaths for worker in workers}
 
     def _settles(self, rule: Rule, targets: Sequence[Worker]) -> bool:
         """Return whether this call may settle the unresolved update: one that replaces all weights, while no part of
@@ -90,7 +94,8 @@ class Updates:
     async def partakers(self, verb: str, rule: Rule, workers: Sequence[Worker]) -> list[Worker]:
         """Choose the workers for a call of an update. A process that began in the middle of it has no part of it; only
         taking it back, or replacing all weights after a failed one, is asked of all. Where none is left, the update is
-        over: a call that begins another one goes on with all, a further one of a session raises HttpError 409."""
+        over: a call that begins another one goes on with all, a further one of a session raises HttpError 409. A
+        session that these let begin is of the others too, see `Admin`."""
         if self.journal.is_unresolved and self._settles(rule, workers):
             return list(workers)
         partaking = [worker for worker in workers if self.partakes(worker)]

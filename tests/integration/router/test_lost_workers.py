@@ -239,6 +239,35 @@ def test_an_update_that_begins_after_one_whose_workers_have_all_ended_goes_on_at
     assert is_resolved(fleet)
 
 
+@pytest.mark.parametrize("begin", [SESSION[0], "/start_weight_update"])
+def test_a_session_that_a_new_trainer_begins_includes_workers_that_were_restarted_or_added_since(make_fleet, begin):
+    """The trainer before it has died, and the workers have given its session up."""
+    named = {"weight_digest": "d1", "guarantee": {"invariant": True}}
+    fleet, new = make_fleet([FakeWorker(**named), FakeWorker(**named)]), FakeWorker(**named)
+    try:
+        left, restarted = fleet.workers
+        assert fleet.post(begin).status_code == 200
+        restarted.stop()
+        wait_until(lambda: fleet.report(restarted)["status"] == "dead", "it is dead")
+        come_back(fleet, restarted, "1")
+        fleet.post("/workers", {"url": new.url})
+        wait_until(lambda: fleet.report(new)["status"] == "alive", "it is there")
+        left.answers[begin] = refuse("a weight-update session is already open", "SessionError")
+        assert fleet.post(begin).status_code == 400 and not new.asked(begin)  # it is not given up yet
+        assert not fleet.http.get("/weight_update_journal").json()["unresolved"]
+        del left.answers[begin]
+        began = fleet.post(begin)
+        assert began.status_code == 200 and len(began.json()["results"]) == 3
+        all_three = (left, restarted, new)
+        for worker in all_three:
+            worker.answers[SESSION[2]] = becomes(worker, "2", weight_digest="d2")
+        assert fleet.post(SESSION[1]).status_code == fleet.post(SESSION[2]).status_code == 200
+        assert all(worker.asked(verb) for worker in all_three for verb in SESSION[1:])
+        assert is_resolved(fleet) and all(fleet.report(worker)["routable"] for worker in all_three)
+    finally:
+        new.stop()
+
+
 def test_workers_that_have_different_weights_after_an_update_of_one_version_serve_none(make_fleet):
     fleet = make_fleet(2)
     for worker, digest in zip(fleet.workers, ("a", "b"), strict=True):
