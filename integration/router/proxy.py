@@ -242,8 +242,10 @@ class Proxy:
 
     def _all_full(self, generation: Generation, course: Course) -> tuple[float, str] | None:
         """Return when the first worker may be asked again, and why all refuse now; None where one may be asked."""
-        session = generation.session
+        session, progress = generation.session, generation.progress
         workers = list(self._registry) if session is None else [home_of(self._registry, session)]
+        if progress is not None and course.has_begun:
+            workers = [worker for worker in workers if progress.why_not(worker) is None]
         able = [worker for worker in workers if worker.can_take_requests]
         if not course.full or not able or not all(map(course.is_full, able)):
             return None

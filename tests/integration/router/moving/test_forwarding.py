@@ -145,6 +145,31 @@ def test_a_request_that_waits_goes_to_a_second_worker_whether_or_not_streams_mov
     assert len(seeds) == 2 and set(seeds) == {answer.json()["seed"]}
 
 
+def test_a_stream_waits_for_the_only_worker_that_can_go_on_with_it_while_that_is_full(make_fleet):
+    able, other = FakeWorker(**NAMED), FakeWorker(**{**NAMED, "weight_digest": "e" * 64})
+    fleet = make_fleet([able, other], queue_timeout_s=0.5, allow_mixed_versions=True)
+    others = f"/workers/{fleet.report(other)['id']}"
+    fleet.post(f"{others}/disable").raise_for_status()
+
+    def generate(handler: Handler, body: dict) -> None:
+        if "begun" in body:
+            handler.reply(503, {"error": {"message": "9 wait", "code": "overloaded"}})
+            return
+        handler.begin_stream()
+        note = {"index": 0, "ids": [1], "logprobs": [-0.5], "chars": 1, "version": "1", "cached": 0,
+                "digest": NAMED["weight_digest"]}  # fmt: skip
+        head = {"head": {"rids": ["a"]}, "guarantee": NAMED["guarantee"], "num_sequences": 1}
+        handler.send_part(b"".join(f": progress {json.dumps(one)}\n".encode() for one in (head, note)) + b"data: 1\n\n")
+        fleet.post(f"{others}/enable").raise_for_status()
+        handler.close_connection = True  # in the middle of the stream
+
+    able.generate = generate
+    answer = fleet.post("/generate", {"text": "x", "stream": True})
+    assert answer.text.startswith("data: 1\n\n") and "all workers are full" in answer.text, answer.text
+    assert len([body for body in able.asked("/generate") if "begun" in body]) == 1
+    assert not other.asked("/generate")
+
+
 def test_a_client_that_leaves_while_its_new_session_waits_for_a_worker_gives_its_place_back(make_fleet):
     fleet, slow = make_fleet(1), SlowAnswer()
     fleet.workers[0].answers["/pause_generation"] = slow
