@@ -14,7 +14,7 @@ class Outcome(Enum):
     FAILED = "failed"  # 5xx, passed on
     MOVED = "moved"  # the worker produced nothing; another one may
     DRAINING = "draining"  # the worker refused it because it drains; another one may take it
-    FULL = "full"  # the worker refused it because too much waits there; it, or another one, may take it later
+    FULL = "full"  # the worker refused it since too much waits there, or the router had no descriptor: again later
     BROKEN = "broken"  # the worker ended in the middle of the answer
     TIMED_OUT = "timed_out"
     CLIENT_LEFT = "client_left"

@@ -34,7 +34,7 @@ from .moving.hedging import Race
 from .passing import Passing
 from .relay import Drains, Full, Relay, Unavailable, is_stream, refusal
 from .sessions import home_of
-from .wire import Wire, WorkerFailed, beginning
+from .wire import NoDescriptors, Wire, WorkerFailed, beginning
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ class Proxy:
             relay.outcome, why = Outcome.DRAINING, str(error)
             if worker.is_alive:
                 self._registry.mark_draining(worker)
-        except Full as error:
+        except (Full, NoDescriptors) as error:
             relay.outcome, why = Outcome.FULL, str(error)
             course.full[worker.url] = time.monotonic() + error.retry_after_s, why
         except (_WorkerDied, Unavailable, WorkerFailed) as error:
@@ -261,7 +261,7 @@ class Proxy:
                 raise _WorkerDied("it drains" if worker.is_alive else worker.last_error or "it is dead")
             passing.result()
         except (_WorkerDied, WorkerFailed) as error:
-            if relay.has_begun:
+            if relay.has_begun and not isinstance(error, NoDescriptors):
                 raise _Begun(str(error)) from error
             raise
 

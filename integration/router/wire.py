@@ -22,6 +22,7 @@ from ..http.edge.errors import HttpError
 from .calls import WorkerCall
 
 _MAX_WORDS = 200  # characters of an error of the transport
+_NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
 _NO_WAY = {errno.ENETUNREACH, errno.EADDRNOTAVAIL}  # of an address of a family that this machine does not have
 
 
@@ -35,6 +36,12 @@ class NotReached(WorkerFailed):
 
 class NobodyListens(NotReached):
     """The worker's machine refused the connection, so no process listens at its address."""
+
+
+class NoDescriptors(NotReached):
+    """This process, or its machine, has no file descriptor left for a connection: nothing is known of the worker."""
+
+    retry_after_s = 1.0
 
 
 @dataclass(frozen=True)
@@ -109,8 +116,12 @@ class Wire:
         except httpx.ConnectTimeout:
             raise NotReached(f"no connection within {self._connect_timeout_s:g} s") from None
         except httpx.ConnectError as error:
-            kind = NobodyListens if _is_refused(error) else NotReached
-            raise kind(_with_words("no connection", error)) from error
+            numbers = _numbers_of(error)
+            if numbers & _NO_DESCRIPTOR:
+                raise NoDescriptors("the router has no file descriptor left for a connection to it") from error
+            # Each address to which there is a way has refused the connection.
+            is_refused = errno.ECONNREFUSED in numbers and numbers <= {errno.ECONNREFUSED, *_NO_WAY}
+            raise (NobodyListens if is_refused else NotReached)(_with_words("no connection", error)) from error
         except httpx.LocalProtocolError as error:  # the worker has not seen it
             raise HttpError(400, _with_words("the request cannot be forwarded", error)) from None
         except httpx.RemoteProtocolError as error:
@@ -144,8 +155,8 @@ async def beginning(answer: httpx.Response, max_bytes: int, is_all: bool = False
     return bytes(body[:max_bytes])
 
 
-def _is_refused(error: BaseException) -> bool:
-    """Return whether each address of a worker to which there is a way has refused the connection."""
+def _numbers_of(error: BaseException) -> set[int | None]:
+    """Return the system's error numbers for which no address of a worker was reached; None: a reason without one."""
     reasons: list[BaseException] = []
     open_ones: list[BaseException] = [error]
     while open_ones:
@@ -156,8 +167,7 @@ def _is_refused(error: BaseException) -> bool:
             open_ones.append(deeper)
         else:
             reasons.append(one)
-    numbers = {one.errno if isinstance(one, OSError) else None for one in reasons}
-    return errno.ECONNREFUSED in numbers and numbers <= {errno.ECONNREFUSED, *_NO_WAY}
+    return {one.errno if isinstance(one, OSError) else None for one in reasons}
 
 
 def _with_words(what: str, error: httpx.TransportError) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from ..calls import PLAIN, WorkerCall
 from ..config import RouterConfig
-from ..wire import Answer, NobodyListens, NotReached, Wire, WorkerFailed
+from ..wire import Answer, NobodyListens, NoDescriptors, NotReached, Wire, WorkerFailed
 from .worker import Health, Worker
 from .workers import WorkerRegistry
 
@@ -66,6 +66,11 @@ class HealthChecks:
         is_reached = True
         try:
             why = await self._probe(worker)
+        except NoDescriptors as error:
+            if worker.last_error != str(error):
+                logger.warning("worker %s is not probed: %s", worker.url, error)
+            worker.last_error = str(error)
+            return
         except NobodyListens as error:
             self._die(worker, str(error), is_gone=True)
             return
