@@ -233,9 +233,9 @@ class Admin:
         is_settled = False
         try:
             results = await self._change(verb, rule, call, values, targets)
-            if rule.journal == "opens" and len(targets) < len(live) and all(result.success for result in results):
-                # The session before has ended at all its workers, else they had refused: this one is of the others too.
-                self.updates.begin_at(live)
+            if await self.updates.has_begun_anew(rule, results, known):
+                known = None
+                self.updates.begin_at(live)  # it is an update of the others, too
                 others = [worker for worker in live if worker not in targets]
                 results += await self._change(verb, rule, call, values, others)
             if rule.journal == "mends":  # a process that began in the middle of the update has nothing to take back

@@ -95,7 +95,7 @@ class Updates:
         """Choose the workers for a call of an update. A process that began in the middle of it has no part of it; only
         taking it back, or replacing all weights after a failed one, is asked of all. Where none is left, the update is
         over: a call that begins another one goes on with all, a further one of a session raises HttpError 409. A
-        session that these let begin is of the others too, see `Admin`."""
+        session that these let begin is of the others too, see `has_begun_anew`."""
         if self.journal.is_unresolved and self._settles(rule, workers):
             return list(workers)
         partaking = [worker for worker in workers if self.partakes(worker)]
@@ -107,6 +107,19 @@ class Updates:
                 raise HttpError(409, message, code="update_lost")
             return list(workers)
         return list(workers) if rule.journal == "mends" else partaking
+
+    async def has_begun_anew(self, rule: Rule, results: Sequence[Result], known: JournalEntry | None) -> bool:
+        """Return whether a call that all its workers have done was no part of the session in progress, which has ended
+        at them then: it has begun another session, or brought them other weights at once."""
+        if known is None or known.failure is not None or not all(result.success for result in results):
+            return False
+        if rule.journal == "opens":
+            return True
+        if not (rule.is_whole and known.session):
+            return False
+        targets = [result.worker for result in results]
+        await self.read_versions(targets)
+        return all(map(self.has_committed, targets))
 
     async def break_off(self, verb: str) -> None:
         """Mark the update as unresolved, because its result is not known."""

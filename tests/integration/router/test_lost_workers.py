@@ -268,6 +268,26 @@ def test_a_session_that_a_new_trainer_begins_includes_workers_that_were_restarte
         new.stop()
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_call_that_replaces_all_weights_after_a_trainer_has_died_reaches_all_and_ends_its_session(
+    make_fleet, is_restarted
+):  # fmt: skip
+    named = {"weight_digest": "d1", "guarantee": {"invariant": True}}
+    fleet = make_fleet([FakeWorker(**named), FakeWorker(**named)])
+    other = fleet.workers[1]
+    assert fleet.post(SESSION[0]).status_code == 200
+    assert fleet.post(ONE_CALL).status_code == 200 and not is_resolved(fleet), "it is a part of the open session"
+    if is_restarted:
+        other.stop()
+        wait_until(lambda: fleet.report(other)["status"] == "dead", "it is dead")
+        come_back(fleet, other, "1")
+    for worker in fleet.workers:  # they have given the session up
+        worker.answers[ONE_CALL] = becomes(worker, "2", weight_digest="d2")
+    answer = fleet.post(ONE_CALL)
+    assert answer.status_code == 200 and len(answer.json()["results"]) == 2
+    assert is_resolved(fleet) and all(fleet.report(worker)["routable"] for worker in fleet.workers)
+
+
 def test_workers_that_have_different_weights_after_an_update_of_one_version_serve_none(make_fleet):
     fleet = make_fleet(2)
     for worker, digest in zip(fleet.workers, ("a", "b"), strict=True):
