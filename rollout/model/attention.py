@@ -229,7 +229,7 @@ def chunk_of(module: nn.Module) -> int | None:
     """Return the tokens of a chunk of positions that the rows of an attention see; None for any other module."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None) or ()
-    if not isinstance(layer, int) or layer >= len(kinds) or kinds[layer] != "chunked_attention":
+    if not isinstance(layer, int) or not 0 <= layer < len(kinds) or kinds[layer] != "chunked_attention":
         return None
     return cast(int, config.attention_chunk_size) if config is not None and hasattr(module, "is_causal") else None
 

@@ -16,6 +16,7 @@ from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.model.attention import chunk_of
 from lockstep.rollout.model.layer_probe import KVShape, LayerProbe
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
@@ -253,3 +254,11 @@ def test_attention_that_asks_the_cache_for_more_than_its_length_is_refused(make_
     model.model.layers[0].self_attn.__class__ = Curious
     with pytest.raises(ValueError, match="Curious asks the cache for get_max_cache_shape: not supported"):
         make_engine(model)
+
+
+@pytest.mark.parametrize("kinds", [None, ["chunked_attention"]])
+def test_a_layer_outside_of_those_that_a_configuration_lists_has_no_chunks(kinds):
+    module = torch.nn.Module()
+    module.config = transformers.PretrainedConfig(layer_types=kinds)
+    for module.layer_idx in (-1, 1):  # -1: the encoder of sounds of Phi-4
+        assert chunk_of(module) is None
