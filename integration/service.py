@@ -10,7 +10,7 @@ from typing import Any
 
 from ..rollout.completion import Completion
 from ..rollout.engine import Engine
-from ..rollout.errors import LockstepError, MemoryReleased
+from ..rollout.errors import DeadlineExceeded, LockstepError, MemoryReleased
 from ..rollout.loop.commands import OnCommit, check_in_flight
 from ..rollout.model.adapters.layers import bare_names
 from ..rollout.one_process import OfOneProcess
@@ -322,11 +322,12 @@ class RolloutService(MemoryVerbs, LoraVerbs, PauseVerbs, OfOneProcess):
         self.engine.close()
 
     def _give_up_session(self) -> None:
-        """Roll back an explicit session whose lease has expired. In a job whose ranks run the same program the next
-        verb does this."""
-        if self.replica.asks_followers:
-            try:
+        """Roll back an explicit session whose lease has expired, after a running update, which renews it. In a job
+        whose ranks run the same program the next verb does this."""
+        self.replica.note_outside_call()  # followers that wait in a vote of that update follow all the same
+        try:
+            if self.replica.asks_followers:
                 self.lose_weight_update("it expired", only_expired=True)
                 self.sessions.on_expired()
-            except (SessionError, PeerFailed) as ended:  # another call was faster
-                logger.info("the expired weight-update session: %s", ended)
+        except (SessionError, PeerFailed, DeadlineExceeded) as ended:  # another call was faster, or no rank follows
+            logger.info("the expired weight-update session: %s", ended)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from lockstep.integration.push.adapters.trainer_tensors import trainer_tensors
 from lockstep.integration.push.local_target import LocalTarget
 from lockstep.integration.push.pusher import PushFailed, WeightPusher
 from lockstep.integration.service import RolloutService
+from lockstep.integration.weights import sources
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
@@ -27,6 +29,7 @@ from lockstep.weight_sync.disk.folder import save_folder
 from lockstep.weight_sync.errors import DigestMismatch, WeightSyncError
 from lockstep.weight_sync.manifest import Manifest, specs_of
 from lockstep.weight_sync.same_host.shared_memory import SharedMemorySender
+from lockstep.weight_sync.transaction.lease import LEASE_THREAD
 from lockstep.weight_sync.transports.delta import DeltaTransport
 from lockstep.weight_sync.transports.disk import DiskTransport
 from lockstep.weight_sync.transports.group import DistributedTransport
@@ -349,6 +352,45 @@ def test_a_session_whose_client_died_ends_on_all_ranks(
     late, *others = found
     assert "it expired" in late, late
     assert others == [[("rolled_back", None)] * 2, True, greedy(old)] and ended == "closed"
+
+
+@pytest.mark.parametrize("slow_rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_lease_that_ends_while_a_rank_reads_is_renewed_by_its_update_and_ends_in_silence(
+    make_model: MakeModel, run_world: RunWorld, until: Callable[..., None], tmp_path: Path, slow_rank: int
+) -> None:
+    """The other rank has read its part, and waits for the slow one's vote."""
+    old = make_model("qwen3")
+    old.save_pretrained(tmp_path)
+    read = sources.load_folder
+
+    def rank(rank: int) -> object:
+        def read_slowly(*args: object, **options: object) -> object:
+            if rank == slow_rank == 0:
+                lease_thread().join(1.5)
+            elif rank == slow_rank:
+                threading.Event().wait(1.5)
+            return read(*args, **options)
+
+        sources.load_folder = read_slowly
+        service = make_service(old, 2, 1)
+        if rank == 1:
+            ended = service.engine.follow()
+            service.close()
+            return ended
+        service.begin_weight_update(weight_version="1", lease_s=0.5)
+        lease = lease_thread()
+        service.update_weights_from_disk(tmp_path)
+        assert lease.is_alive() and service.state()["weight_update"]["seconds_left"] > 0
+        until(lambda: service.state()["weight_update"]["state"] == "rolled_back")
+        service.close()
+        return "rolled back"
+
+    assert run_world(2, rank) == ["rolled back", "closed"]
+
+
+def lease_thread() -> threading.Thread:
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == LEASE_THREAD]
+    return thread
 
 
 # -- trainers in the same ranks ---------------------------------------------------------------------------------------
