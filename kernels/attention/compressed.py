@@ -38,7 +38,8 @@ class Closings:
         before = ends - lengths
         first = before // rate
         offsets = torch.cat([starts.new_zeros(1), (ends // rate - first).cumsum(0)])
-        entries = torch.arange(num_rows // rate + len(lengths), device=starts.device)
+        most = num_rows // rate + (len(lengths) if rate > 1 else 0)  # windows of one token are closed by each row
+        entries = torch.arange(most, device=starts.device)
         owners = (torch.searchsorted(offsets, entries, right=True) - 1).clamp(max=len(lengths) - 1)
         is_real = entries < offsets[-1]
         windows = torch.where(is_real, first[owners] + entries - offsets[owners], 0)
@@ -101,6 +102,23 @@ class Places:
             closers = chosen.places.to(torch.int64).gather(1, entry.clamp(max=max(most - 1, 0)))
         places = torch.where(index < of_window, 2 * tokens, 2 * closers + 1)
         return SelectedKeys(places.to(torch.int32), (of_window[:, 0] + counts).to(torch.int32))
+
+    def pools(self, rate: int, chosen: SelectedKeys) -> SelectedKeys:
+        """Return the tokens of each row: those of its chosen windows, and those behind the last window that is closed.
+
+        chosen: the slots of the tokens that close the windows, which lie behind one another up to these.
+        """
+        closed = (self.positions + 1) // rate
+        of_windows = torch.minimum(closed, chosen.counts.to(torch.int64)) * rate
+        index = torch.arange(chosen.places.shape[1] * rate + rate - 1, device=closed.device)
+        closers = chosen.places.to(torch.int64).gather(
+            1, (index // rate).clamp(max=chosen.places.shape[1] - 1).expand(len(closed), -1)
+        )
+        tail = closed * rate - of_windows
+        behind = self.slots((tail[:, None] + index).clamp(max=self.positions[:, None]))
+        places = torch.where(index < of_windows[:, None], closers + index % rate - (rate - 1), behind)
+        counts = of_windows + self.positions + 1 - closed * rate
+        return SelectedKeys(places.to(torch.int32), counts.to(torch.int32))
 
     def choose(
         self, asked: IndexQueries, keys: Tensor, rate: int, closings: Closings, path: AttentionPath

@@ -26,10 +26,11 @@ from ...kernels.layers.rotary import rotary_into_cache
 from .layer_probe import KVShape, LayerProbe
 from .operations.deferred import IS_USED, Rotation, plain
 from .operations.distance_bias import DISTANCE_BIAS
-from .operations.entries import Entries, attend_in_step, attend_packed, beside_tokens, take, write_rows
+from .operations.entries import Entries, attend_in_step, attend_packed, beside_tokens, take, write_entries, write_rows
 from .operations.functions import outside_modes
 from .operations.indexer import IndexChoice
 from .operations.packed_rows import hosted_mask, query_start
+from .operations.pool_choice import PoolChoice
 from .recurrent.states import StepStates
 
 ATTENTION_NAMES: dict[AttentionPath, str] = {
@@ -110,7 +111,7 @@ class KVWritten(Exception):
     """The end of a forward of which only the KV is wanted: that of its last attention is in the cache."""
 
 
-_Choice = IndexChoice | Entries | None  # of keys for rows, in place of all in the window
+_Choice = IndexChoice | PoolChoice | Entries | None  # of keys for rows, in place of all in the window
 
 
 class _KernelOptions(TypedDict):
@@ -151,9 +152,9 @@ def hosted_attention(
     rotation, query, key = _unrotated(step, query, key) if IS_USED else (None, query, key)
     _refuse_call(module, others, dropout)
     batch, num_heads, num_rows, head_dim = query.shape
-    choice: _Choice = indices
-    if (entries := take(module)) is not None:
-        choice, key, value = entries, beside_tokens(key, num_rows), beside_tokens(value, num_rows)
+    choice = _choice_of(module, attention_mask, indices)
+    if isinstance(choice, Entries):
+        key, value = (beside_tokens(t, num_rows) for t in (key, value))
     _refuse_other_keys(module, key.shape[2], num_rows)
     options: _KernelOptions = {
         "scale": head_dim**-0.5 if scaling is None else scaling,
@@ -175,13 +176,18 @@ def hosted_attention(
         out = _in_step(rows, step, layer, chunk, options, choice)
     else:
         if isinstance(step, LayerProbe):
-            window = None if isinstance(choice, Entries) else sliding_window  # of its tokens alone
-            step.attention_called(module, _kv_shape(key, value, choice, layer), window, chunk, attention_mask)
-        starts = query_start(attention_mask, cu_seq_lens_q, others.get("position_ids"), batch, num_rows, query)
+            _tell(step, module, rows, layer, chunk, attention_mask, options, choice)
+        mask = None if isinstance(choice, PoolChoice) else attention_mask
+        starts = query_start(mask, cu_seq_lens_q, others.get("position_ids"), batch, num_rows, query)
         if chunk is not None:
             starts = chunked_starts(starts, chunk, batch * num_rows)
         out = _packed(rows, starts, options, choice)
     return out.view(batch, num_rows, num_heads, value.shape[3]), None
+
+
+def _choice_of(module: nn.Module, mask: object, indices: IndexChoice | None) -> _Choice:
+    """Return what an indexer or a compressor has found for the rows: it comes as the mask, as indices or by the way."""
+    return mask if isinstance(mask, PoolChoice) else take(module) or indices
 
 
 def _refuse_other_keys(module: nn.Module, num_keys: int, num_rows: int) -> None:
@@ -234,12 +240,21 @@ def chunk_of(module: nn.Module) -> int | None:
     return cast(int, config.attention_chunk_size) if config is not None and hasattr(module, "is_causal") else None
 
 
-def _kv_shape(key: Tensor, value: Tensor, choice: _Choice, layer: int) -> KVShape:
-    """Return the shape of a layer's KV of one token, with the keys of its indexer if it has one of its own."""
-    index_dim, rate = (choice.index_dim, choice.rate) if isinstance(choice, Entries) and choice.index_dim else (0, 1)
-    if isinstance(choice, IndexChoice) and choice.layer == layer:
-        index_dim = choice.keys.shape[1]
-    return KVShape(key.shape[1], key.shape[3], value.shape[3], key.dtype, index_dim, rate)
+def _tell(
+    probe: LayerProbe, module: nn.Module, rows: list[Tensor], layer: int, chunk: int | None, mask: Tensor | None,
+    options: _KernelOptions, choice: _Choice,
+) -> None:  # fmt: skip
+    """Tell the start-up probe of a call: the shape of a layer's KV of one token, its window and its mask."""
+    index_dim, rate, window = 0, 1, options["window"]
+    if isinstance(choice, Entries):
+        window = None  # of its tokens alone
+        if choice.keys is not None:
+            index_dim, rate = choice.keys.shape[1], choice.rate
+    elif choice is not None and choice.layer == layer:  # it has an indexer of its own
+        index_dim, rate = choice.keys.shape[1], choice.rate if isinstance(choice, PoolChoice) else 1
+    (_, num_heads, key_dim), value_dim = rows[1].shape, rows[2].shape[2]
+    shape = KVShape(num_heads, key_dim, value_dim, rows[1].dtype, index_dim, rate)
+    probe.attention_called(module, shape, window, chunk, None if isinstance(choice, PoolChoice) else mask)
 
 
 def _packed(rows: list[Tensor], query_start: Tensor, options: _KernelOptions, choice: _Choice) -> Tensor:
@@ -276,7 +291,9 @@ def _in_step(
     if step.ends_at == layer:
         for cache, new in zip((keys, values), rows[1:], strict=True):
             cache.flatten(0, 1).index_copy_(0, step.slots, new)
-        if choice is not None and choice.layer == layer:
+        if isinstance(choice, PoolChoice) and choice.layer == layer:
+            write_entries(choice.keys, _index_cache(choice, step), step.slots, choice.closings, choice.rate)
+        elif choice is not None and choice.layer == layer:
             _index_cache(choice, step).flatten(0, 1).index_copy_(0, step.slots, choice.keys)
         raise KVWritten
     new_rows = NewRows(rows[1], rows[2], step.slots)
@@ -302,14 +319,18 @@ def _refuse_choice(module: nn.Module, choice: object, num_rows: int, window: int
         raise ValueError(f"{name} brings a selection of keys for {len(choice.keys)} rows to {num_rows}: not supported")
 
 
-def _index_cache(choice: IndexChoice, step: StepContext) -> Tensor:
+def _index_cache(choice: IndexChoice | PoolChoice, step: StepContext) -> Tensor:
     return step.index_caches[choice.layer - step.first_layer]
 
 
 def _selected(
-    choice: IndexChoice, layout: RowLayout, path: AttentionPath, step: StepContext | None = None
+    choice: IndexChoice | PoolChoice, layout: RowLayout, path: AttentionPath, step: StepContext | None = None
 ) -> SelectedKeys | None:
     """Return the keys of each row, and write the rows' own index keys in a step; None where all rows see all keys."""
+
+    if isinstance(choice, PoolChoice):
+        own = () if step is None else (_index_cache(choice, step), step.slots)
+        return choice.tokens(layout, path, *own)
 
     def select() -> SelectedKeys | None:
         if step is None:

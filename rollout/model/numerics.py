@@ -38,6 +38,7 @@ from .operations.entries import COMPRESSOR
 from .operations.functions import ReplacedFunctions, invariant_functions, outside_modes
 from .operations.fused_layers import fused_forward, gates_by_halves, is_gated_mlp, silu_as_gated
 from .operations.indexer import indexer_forward
+from .operations.pools import MASK_OF, mask_of_choice, pooled_indexer_forward
 from .operations.row_positions import counting_forward
 from .operations.shared_input import SharedInput, siblings_of
 from .recurrent.heads import HeadDivision
@@ -156,9 +157,11 @@ class Numerics:
             if (forward := recurrent_forward(module, heads)) is not None:
                 self._patches.append((module, "forward", forward))
         for module in root.modules():
-            forward = indexer_forward(module) or counting_forward(module) or distance_bias_forward(module)
-            if forward is not None:
+            forward = pooled_indexer_forward(module) or indexer_forward(module) or counting_forward(module)
+            if (forward := forward or distance_bias_forward(module)) is not None:
                 self._patches.append((module, "forward", forward))
+            if (mask_of := mask_of_choice(module)) is not None:
+                self._patches.append((module, MASK_OF, mask_of))
             if (reach := reach_of(module)) is not None:
                 self._patches.append((module, DISTANCE_BIAS, reach))
             if (found := compressor_of(module)) is not None:

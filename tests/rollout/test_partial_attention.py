@@ -1,7 +1,9 @@
 """Families whose rows attend to a part of their keys, hosted bit for bit: to those that an indexer selects (DeepSeek
-Sparse Attention), in chunks of positions (Llama 4), or to a window and to entries of windows before it (DeepSeek-V4).
+Sparse Attention), in chunks of positions (Llama 4), to a window and to entries of windows before it (DeepSeek-V4), or
+to pools of tokens (GLM-5-Next).
 
-The models select 12 keys a row or 5 entries, and chunks have 20 tokens (random_models.py); the prompts are longer.
+The models select 12 keys a row, 5 entries or 3 pools of 4 tokens, and chunks have 20 (random_models.py); the prompts
+are longer.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from lockstep.tests.rollout.speculation.drafting import Case, Oracle, counts, dr
 from lockstep.tests.support.covering import covering
 
 INDEXED = ["deepseek_v32", "glm_moe_dsa"]  # each layer has an indexer; the second shares the first one's selection
-FAMILIES = [*INDEXED, "llama4", "deepseek_v4"]
+WITH_STATES = ["deepseek_v4", "glm5_next"]  # a prefix hit needs a snapshot of what is pooled next
+FAMILIES = [*INDEXED, "llama4", *WITH_STATES]
 STEM = [(11 * i + 3) % 250 for i in range(40)]
 PROMPTS = [[3, 17, 90, 4, 55], [*STEM, 1, 2, 3], [249], [*STEM, *((7 * i) % 250 for i in range(1, 51))]]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -65,7 +68,7 @@ def test_chunks_neighbours_and_prefix_hits_keep_the_trainers_bits(make_model, fa
     assert_trainers_bits(engine, cold)
     hit = engine.generate(PROMPTS, params())
     cached = [c.num_cached_tokens for c in hit]
-    is_hit = cached[3] > 0 if family == "deepseek_v4" else cached == [0, 32, 0, 80]  # as far as states are kept
+    is_hit = cached[3] > 0 if family in WITH_STATES else cached == [0, 32, 0, 80]  # as far as states are kept
     assert is_hit and record(hit) == record(cold)
     engine.flush_cache()
     assert record([engine.generate(p, params())[0] for p in PROMPTS[::-1]][::-1]) == record(cold)
@@ -76,6 +79,7 @@ def test_chunks_neighbours_and_prefix_hits_keep_the_trainers_bits(make_model, fa
     [
         ("glm_moe_dsa", {"index_topk": 512}),
         ("deepseek_v4", {"index_topk": 512}),
+        ("glm5_next", {"index_topk": 512}),
         ("deepseek_v4", {"sliding_window": 11}),
         ("llama4", {"attention_chunk_size": 512}),
         ("llama4", {"attn_temperature_tuning": False}),
@@ -119,7 +123,7 @@ def test_packed_and_padded_rows_and_checkpoints_of_the_trainer_have_the_same_bit
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "llama4", "deepseek_v4"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "llama4", *WITH_STATES])
 def test_gradients_are_those_of_the_models_own_attention_and_an_indexer_has_none(make_model, family):
     model = make_model(family, attn_implementation="eager")
     engine, ids = make_engine(model), torch.tensor([PROMPTS[3]])
@@ -158,7 +162,7 @@ def test_retractions_before_any_step_and_a_scarce_pool_change_no_bit(make_model,
 
 
 @pytest.mark.parametrize("spoil", ["right", "part", "wrong"])
-@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v4"])
+@pytest.mark.parametrize("family", ["glm_moe_dsa", *WITH_STATES])
 def test_drafts_change_no_bit(make_model, family, spoil):
     cases = [Case(p, params(), RequestOptions(logprob_start_len=0)) for p in PROMPTS]
     expected = play(make_engine(make_model(family), speculation="off"), cases)
@@ -211,7 +215,6 @@ def test_a_pool_has_room_for_the_indexers_keys(make_model):
     ("model_type", "says"),
     [
         ("qwen4_exp_text", "Qwen4ExpTextQSAIndexer scores keys in another way than is known here"),
-        ("glm5_next", "Glm5NextTextIndexer asks the cache for layers: not supported"),
     ],
 )
 def test_indexers_that_score_otherwise_are_refused_by_name(model_type, says):
@@ -220,10 +223,30 @@ def test_indexers_that_score_otherwise_are_refused_by_name(model_type, says):
     needs_transformers(5, 23)  # earlier ones have other indexers
     if model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"this transformers has no {model_type}")
-    kind = transformers.AutoModelForImageTextToText if model_type == "glm5_next" else transformers.AutoModelForCausalLM
-    model = kind.from_config(tiny_config(model_type))
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(model_type))
     with pytest.raises(ValueError, match=says):
         make_engine(model)
+
+
+@pytest.mark.parametrize(
+    ("method", "change"),
+    [
+        ("get_pooled_states", lambda found: (found[0] * 2 - found[0].roll(1, 2), *found[1:])),  # other keys
+        ("append_visible_tail", lambda found: found[..., :-1]),  # another tail
+    ],
+)
+def test_an_indexer_that_pools_otherwise_is_refused_by_name(make_model, monkeypatch, method, change):
+    model = make_model("glm5_next")
+    kind = type(model.model.language_model.layers[1].self_attn.indexer)
+    own = getattr(kind, method)
+    monkeypatch.setattr(kind, method, lambda self, *args, **named: change(own(self, *args, **named)))
+    with pytest.raises(ValueError, match="Glm5NextTextIndexer asks the cache for layers: not supported"):
+        make_engine(model)
+
+
+def test_pools_that_blocks_do_not_hold_are_refused_at_the_start(make_model):
+    with pytest.raises(ValueError, match="an indexer of entries of 5 tokens: block_size must be a multiple, not 16"):
+        make_engine(make_model("glm5_next", index_kpool=5, index_topk=10))
 
 
 @pytest.mark.parametrize(("chunk", "blamed"), [(20, False), (19, True), (None, True)])

@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
+from lockstep.tests.families.configs import tiny_config
 from lockstep.tests.optional_packages import needs_transformers
 
 _COMMON = {
@@ -124,6 +125,13 @@ _COMPRESSED = {
     **{"moe_intermediate_size": 32, "hc_sinkhorn_iters": 4},
 }
 
+# Pools of 4 tokens, fewer of them than rows see, which the third layer selects like the second, and a tail behind them.
+_POOLED = {
+    **{"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "full"], "index_kpool": 4, "index_topk": 12},
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "indexed_attention"],
+    **{"index_n_heads": 16, "index_head_dim": 24, "mlp_layer_types": ["dense", "sparse", "dense", "dense"]},
+}
+
 # family -> (config class, settings of its config beyond the common part)
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE}),
@@ -166,7 +174,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: o
 
     Example: `random_model("gemma2", vocab_size=128)`.
     """
-    if family in ("lfm2", "lfm2_moe", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "inkling", "inkling2"):
+    if family in ("lfm2", "lfm2_moe", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "inkling", "inkling2", "glm5_next"):
         needs_transformers(5, 23)
     key = repr((family, dtype, sorted(overrides.items()), torch.get_default_device()))
     if key not in _made:
@@ -178,6 +186,12 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: o
 
 def initial_model(family: str, **overrides: object) -> PreTrainedModel:
     """Make a model with the weights that transformers gives to a new one, the same every time; float32."""
+    if family == "glm5_next":  # a class of images and text alone
+        attention = {name: overrides.pop(name) for name in ("attn_implementation",) if name in overrides}
+        config = tiny_config(family)
+        config.text_config = type(config.text_config)(**{**config.text_config.to_dict(), **_POOLED, **overrides})
+        torch.manual_seed(1)
+        return transformers.AutoModelForImageTextToText.from_config(config, **attention).eval()
     config_name, extra = FAMILIES[family]
     config = getattr(transformers, config_name)(**{**_COMMON, **extra, **overrides})
     torch.manual_seed(1)

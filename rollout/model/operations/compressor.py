@@ -18,11 +18,10 @@ from ....kernels.attention.compressed import Closings
 from ....kernels.attention.selection import IndexQueries
 from ....kernels.attention.step import RowLayout
 from ....kernels.recurrent.windows import last_inputs, look_back
-from ..attention import StepContext
 from ..recurrent.rows import RecurrentRows, rows_of
 from .copied_code import innermost
 from .entries import Entries, hand_on
-from .row_positions import RowCache
+from .row_positions import RowCache, contexts_of
 
 Forward = Callable[..., Any]
 
@@ -49,9 +48,7 @@ def _forward_of(attention: nn.Module, part: nn.Module) -> Forward:
         batch, num_rows = hidden_states.shape[:2]
         keywords = {} if past_key_values is None else past_key_values.keywords
         rows = rows_of(attention, batch, num_rows, hidden_states.device, keywords)
-        step = next((value for value in keywords.values() if isinstance(value, StepContext)), None)
-        contexts = None if step is None else step.paged.context_lens
-        rate, layout = cast(int, part.compress_rate), RowLayout(rows.cu_seqlens, contexts, None)
+        rate, layout = cast(int, part.compress_rate), RowLayout(rows.cu_seqlens, contexts_of(keywords), None)
         closings = Closings.of(layout, batch * num_rows, rate)
         entries = _pooled(part, hidden_states, rows, closings, "compressor")
         keys = asked = None

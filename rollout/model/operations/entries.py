@@ -31,10 +31,6 @@ class Entries:
     asked: IndexQueries | None  # of the rows, where an indexer selects
     keys: Tensor | None  # [E, D] of the indexer, in the order of the closings
 
-    @property
-    def index_dim(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[1]
-
 
 def hand_on(compressor: nn.Module, entries: Entries) -> None:
     """Keep entries for the attention around a compressor, which this thread calls next."""
@@ -90,12 +86,16 @@ def write_rows(
     """Write the keys and values of a step's rows, and the indexer's keys of the entries that they close."""
     for cache, rows in zip(caches, new, strict=True):
         cache.flatten(0, 1).index_copy_(0, slots, rows)
-    if index_cache is None or entries.keys is None:
-        return
-    block_size, closings = index_cache.shape[1], entries.closings
-    own = entry_slots(slots[closings.rows], block_size, entries.rate)
+    if index_cache is not None and entries.keys is not None:
+        write_entries(entries.keys, index_cache, slots, entries.closings, entries.rate)
+
+
+def write_entries(keys: Tensor, index_cache: Tensor, slots: Tensor, closings: Closings, rate: int) -> None:
+    """Write an indexer's keys [E, D], of windows that rows close, to its cache [num_blocks, block_size, D]."""
+    block_size = index_cache.shape[1]
+    own = entry_slots(slots[closings.rows], block_size, rate)
     unused = slots[:1] // block_size * block_size + block_size - 1  # entries fill the beginnings of blocks alone
-    index_cache.flatten(0, 1).index_copy_(0, torch.where(closings.is_real, own, unused), entries.keys)
+    index_cache.flatten(0, 1).index_copy_(0, torch.where(closings.is_real, own, unused), keys)
 
 
 def attend_packed(

@@ -23,8 +23,8 @@ Forward = Callable[..., Any]
 
 PACKING = "cu_seq_lens_q"
 _CACHE, _LENGTH, _HIDDEN = "past_key_values", "get_seq_length", "hidden_states"
-# Attributes of parts that are told of nothing but the cache: convolutions of a layer that has several, and compressors.
-_UNTOLD = ("conv_idx", "compress_rate")
+# Attributes of parts that are told of the cache alone: convolutions of a layer that has several, compressors, indexers.
+_UNTOLD = ("conv_idx", "compress_rate", "index_kpool")
 
 
 def counting_forward(module: nn.Module) -> Forward | None:
@@ -56,6 +56,13 @@ def counting_forward(module: nn.Module) -> Forward | None:
         return own(*given.args, **{**given.kwargs, _CACHE: cache})
 
     return run
+
+
+def contexts_of(keywords: Mapping[str, object]) -> Tensor | None:
+    """Return the contexts of the sequences of a call with these keywords, int32 [S]; None: each is as long as its
+    rows."""
+    step = keywords.get(STEP_KEYWORD)
+    return step.paged.context_lens if isinstance(step, StepContext) else None
 
 
 class RowCache:

@@ -100,7 +100,7 @@ def test_an_indexer_selects_among_the_closed_entries(layout_of, path: AttentionP
     else:
         keys = torch.cat([*of_entries, torch.full((len(closings.rows) - sum(map(len, of_entries)), 8), 1e3)])
     chosen = places.choose(asked, keys, rate, closings, path)
-    seen = places.seen(WINDOW, rate, chosen)
+    seen, of_pools = places.seen(WINDOW, rate, chosen), places.pools(rate, chosen)
     for row, (s, position) in enumerate(rows):
         num_closed = (position + 1) // rate
         scores = torch.relu(queries[row] @ of_entries[s][:num_closed].t() * 0.3) * asked.weight[row][:, None]
@@ -108,3 +108,5 @@ def test_an_indexer_selects_among_the_closed_entries(layout_of, path: AttentionP
         num_tokens = min(position + 1, WINDOW)
         found = seen.places[row, num_tokens : int(seen.counts[row])].tolist()
         assert found == [2 * slots[s][(w + 1) * rate - 1] + 1 for w in best]
+        tokens = [*(p for w in best for p in range(w * rate, (w + 1) * rate)), *range(num_closed * rate, position + 1)]
+        assert of_pools.places[row, : int(of_pools.counts[row])].tolist() == [slots[s][p] for p in tokens]
