@@ -6,6 +6,8 @@ the host. Letters: R rows, C channels, w width, S sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,19 +15,19 @@ from .slots import Slots
 
 
 def causal_windows(
-    x: Tensor, cu_seqlens: Tensor, width: int, slots: Slots | None = None
+    x: Tensor, cu_seqlens: Tensor, width: int, slots: Slots | None = None, lags: Sequence[int] | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """Return the inputs 0, 1, ..., w - 1 rows before each row, [R, C] each, and the last w - 1 of each sequence.
 
-    x [R, C]; cu_seqlens: int32 [S + 1], the rows at which sequences start, and their number. The inputs before a
-    sequence are its state [w - 1, C] in `slots`, which are only read, or zeros. Differentiable in x. Returns the final
-    states [S, w - 1, C].
+    x [R, C]; cu_seqlens: int32 [S + 1], the rows at which sequences start, and their number; lags: which of the rows
+    before, in place of all, the first of them 0. The inputs before a sequence are its state [w - 1, C] in `slots`,
+    which are only read, or zeros. Differentiable in x. Returns the final states [S, w - 1, C].
     """
     starts = cu_seqlens.to(torch.int64)
     rows = torch.arange(len(x), device=x.device)
     owners = (torch.searchsorted(starts, rows, right=True) - 1).clamp(max=len(starts) - 2)
     taps = [x]
-    for lag in range(1, width):
+    for lag in (range(width) if lags is None else lags)[1:]:
         num_rows = max(len(x) - lag, 0)
         shifted = torch.cat([x.new_zeros(len(x) - num_rows, x.shape[1]), x[:num_rows]])
         taps.append(_where_inside(shifted, rows - lag, owners, starts, slots))

@@ -177,7 +177,7 @@ def hosted_attention(
     else:
         if isinstance(step, LayerProbe):
             _tell(step, module, rows, layer, chunk, attention_mask, options, choice)
-        mask = None if isinstance(choice, PoolChoice) else attention_mask
+        mask = choice.mask if isinstance(choice, PoolChoice) else attention_mask
         starts = query_start(mask, cu_seq_lens_q, others.get("position_ids"), batch, num_rows, query)
         if chunk is not None:
             starts = chunked_starts(starts, chunk, batch * num_rows)

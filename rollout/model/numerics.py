@@ -32,6 +32,7 @@ from .attention import CHUNK, chunk_of
 from .experts import GROUPED, REDUCTION, grouped_routes, is_experts
 from .last_layer import LastLayer
 from .module_code import class_forward
+from .operations.block_indexer import block_indexer_forward
 from .operations.compressor import compressor_of
 from .operations.distance_bias import DISTANCE_BIAS, distance_bias_forward, reach_of
 from .operations.entries import COMPRESSOR
@@ -43,6 +44,7 @@ from .operations.row_positions import counting_forward
 from .operations.shared_input import SharedInput, siblings_of
 from .recurrent.heads import HeadDivision
 from .recurrent.layers import recurrent_forward
+from .recurrent.ngrams import SHORT_CONV, ngram_forward, short_conv_of
 from .tensors import first_weight
 
 _COPY = "__deepcopy__"  # copy.deepcopy calls this attribute of an instance
@@ -157,11 +159,14 @@ class Numerics:
             if (forward := recurrent_forward(module, heads)) is not None:
                 self._patches.append((module, "forward", forward))
         for module in root.modules():
-            forward = pooled_indexer_forward(module) or indexer_forward(module) or counting_forward(module)
+            pooled = pooled_indexer_forward(module) or block_indexer_forward(module) or ngram_forward(module)
+            forward = pooled or indexer_forward(module) or counting_forward(module)
             if (forward := forward or distance_bias_forward(module)) is not None:
                 self._patches.append((module, "forward", forward))
             if (mask_of := mask_of_choice(module)) is not None:
                 self._patches.append((module, MASK_OF, mask_of))
+            if (short_conv := short_conv_of(module)) is not None:
+                self._patches.append((module, SHORT_CONV, short_conv))
             if (reach := reach_of(module)) is not None:
                 self._patches.append((module, DISTANCE_BIAS, reach))
             if (found := compressor_of(module)) is not None:

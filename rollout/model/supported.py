@@ -29,14 +29,14 @@ _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 _COMPRESSED_TYPES = {"compressed_sparse_attention", "heavily_compressed_attention"}  # states of what is to be pooled
 _RECURRENT_TYPES = {"conv", "linear_attention", "hybrid", "hybrid_sliding", *_COMPRESSED_TYPES}  # some beside attention
-_POOLS = "index_kpool"  # of indexers of pools, which have a state of the tokens of the next one
+_POOLS = ("index_kpool", "indexer_compress_ratio")  # of indexers, which have a state of the tokens of the next pool
 _STATELESS_TYPES = {"mlp", "moe"}
 _NEEDED = ("hidden_size", "vocab_size", "max_position_embeddings")
 
 
 def has_recurrent_layers(config: PretrainedConfig) -> bool:
     """Return whether any layer of the whole model has recurrent states. config: its decoder's."""
-    return not _RECURRENT_TYPES.isdisjoint(_types(config)) or hasattr(config, _POOLS)
+    return not _RECURRENT_TYPES.isdisjoint(_types(config)) or any(hasattr(config, name) for name in _POOLS)
 
 
 def has_state(config: PretrainedConfig, layer: int) -> bool:

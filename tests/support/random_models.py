@@ -132,6 +132,25 @@ _POOLED = {
     **{"index_n_heads": 16, "index_head_dim": 24, "mlp_layer_types": ["dense", "sparse", "dense", "dense"]},
 }
 
+# Blocks of 4 tokens, fewer of them than rows see, and embeddings of n-grams before both delta nets.
+_NGRAMS = {
+    **_DELTA,
+    **{
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    },
+    **{"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 12},
+    **{
+        "indexer_compress_ratio": 4,
+        "ple_layer_ids": [1, 3],
+        "ple_embed_dim": 48,
+        "ngram_size": 4,
+        "heads_per_ngram": 2,
+    },
+    **{"ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 8, "ple_conv_kernel_size": 3},
+    **{**_SHARED_EXPERT, "head_dim": 16, "hc_count": 2, "hc_lowrank": 16, "eos_token_id": 251},
+}
+
 # family -> (config class, settings of its config beyond the common part)
 FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE}),
@@ -156,6 +175,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_INDEXED, "indexer_types": ["full", "shared", "full"]}),
     "llama4": ("Llama4TextConfig", _CHUNKED),
     "deepseek_v4": ("DeepseekV4Config", _COMPRESSED),
+    "qwen4_exp": ("Qwen4ExpTextConfig", _NGRAMS),
     "inkling": ("InklingTextConfig", _INKLING),
     "inkling2": ("Inkling2TextConfig", _INKLING_2),
     "lfm2": ("Lfm2Config", {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}),
@@ -174,7 +194,17 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: o
 
     Example: `random_model("gemma2", vocab_size=128)`.
     """
-    if family in ("lfm2", "lfm2_moe", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "inkling", "inkling2", "glm5_next"):
+    if family in (
+        "lfm2",
+        "lfm2_moe",
+        "deepseek_v32",
+        "deepseek_v4",
+        "glm_moe_dsa",
+        "inkling",
+        "inkling2",
+        "glm5_next",
+        "qwen4_exp",
+    ):
         needs_transformers(5, 23)
     key = repr((family, dtype, sorted(overrides.items()), torch.get_default_device()))
     if key not in _made:

@@ -16,7 +16,7 @@ from ..layer_probe import PROBING, MaskFunction
 
 # transformers' mask functions pass a 4-D attention mask on unchanged. This one means that the attention needs no mask.
 NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.float32)
-_PACKED = torch.zeros(1, 1, 1, 0, dtype=torch.float32)  # mask of a packed row: needs cu_seq_lens_q
+PACKED = torch.zeros(1, 1, 1, 0, dtype=torch.float32)  # mask of a packed row: needs cu_seq_lens_q
 _newest = threading.local()  # position_ids that were found to be of whole rows, and their version
 _STARTS_OVER = "position_ids start over within a row: pass cu_seq_lens_q to say where sequences begin"
 
@@ -33,10 +33,10 @@ def query_start(
             raise ValueError(f"packed sequences (cu_seq_lens_q) stand in one row, not in a batch of {batch}")
         return packed.to(device=device, dtype=torch.int32)
     if mask is not None and mask.shape[:3] == (1, 1, 1) and mask is not NO_MASK and not mask.any():
-        mask = _PACKED  # DeepSeek-V4's code makes masks longer by zeros
-    if mask is not None and mask is not NO_MASK and mask is not _PACKED:
+        mask = PACKED  # DeepSeek-V4's code makes masks longer by zeros
+    if mask is not None and mask is not NO_MASK and mask is not PACKED:
         raise ValueError("a 4-D attention mask is not supported: attention is causal within each sequence")
-    if mask is _PACKED:
+    if mask is PACKED:
         raise ValueError(_STARTS_OVER)
     _refuse_packed_positions(positions)
     return torch.arange(0, (batch + 1) * num_rows, num_rows, dtype=torch.int32, device=device)
@@ -86,7 +86,7 @@ def hosted_mask(
     if allow_is_causal_skip:
         return None
     # An indexer's model asks for a mask in any case; of packed rows the function is another one.
-    return NO_MASK if mask_function is causal_mask_function else _PACKED
+    return NO_MASK if mask_function is causal_mask_function else PACKED
 
 
 # -- transformers' functions of masks ----------------------------------------------------------------------------------

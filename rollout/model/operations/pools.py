@@ -20,7 +20,7 @@ from ....kernels.attention.selection import IndexQueries
 from ....kernels.attention.step import RowLayout
 from ....kernels.recurrent.windows import last_inputs, look_back
 from ..recurrent.rows import RecurrentRows, rows_of
-from .pool_choice import PoolChoice
+from .pool_choice import PoolChoice, selects_like
 from .row_positions import RowCache, contexts_of
 
 Forward = Callable[..., Any]
@@ -113,16 +113,6 @@ def _trial(indexer: Any) -> bool:
     rows = RecurrentRows(torch.tensor([0, num_rows], dtype=torch.int32, device=weight.device), 0, None)
     closings = Closings.of(RowLayout(rows.cu_seqlens, None, None), num_rows, rate)
     keys, asked = _pooled(indexer, hidden, rows, closings)[:4], _queries(indexer, hidden, residual)
-    products = torch.relu(asked.query @ keys.float().t() * asked.scale)  # [N, H, 4]
-    scores = (products * asked.weight[:, :, None]).sum(1)
-    closed = (torch.arange(num_rows, device=weight.device) + 1) // rate
-    scores = scores.masked_fill(torch.arange(4, device=weight.device) >= closed[:, None], -torch.inf)
-    best, second = scores.topk(2, dim=1).values.unbind(1)
-    for row in range(num_rows):
-        own = sorted(found[row][found[row] >= 0].tolist())
-        tail = list(range(int(closed[row]) * rate, row + 1))
-        pool = int(scores[row].argmax()) * rate
-        is_tie = closed[row] > 1 and bool(best[row] - second[row] < 1e-2)
-        if not is_tie and own != (list(range(pool, pool + rate)) if closed[row] else []) + tail:
-            return False
-    return True
+    sees = torch.zeros(num_rows, num_rows + 1, dtype=torch.bool, device=weight.device)
+    sees.scatter_(1, torch.where(found < 0, num_rows, found).long(), True)
+    return selects_like(sees[:, :-1], asked, keys.float(), rate)

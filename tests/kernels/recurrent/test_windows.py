@@ -42,6 +42,15 @@ def test_windows_of_packed_sequences_are_those_of_each_alone(width: int, has_sta
         assert torch.equal(final[sequence], own_final)
 
 
+def test_some_lags_are_those_of_all() -> None:
+    x, starts, pool = torch.randn(sum(LENGTHS), 6), starts_of(LENGTHS), torch.randn(20, 6, 6)
+    slots = Slots(pool, torch.arange(6) + 3, torch.arange(6) + 10)
+    taps, final = causal_windows(x, starts, 7, slots)
+    some, same = causal_windows(x, starts, 7, slots, [0, 3, 6])
+    assert all(torch.equal(tap, taps[lag]) for tap, lag in zip(some, (0, 3, 6), strict=True))
+    assert torch.equal(final, same)
+
+
 def test_a_sequence_that_continues_the_one_before_it_has_the_windows_of_both_as_one() -> None:
     x, pool = torch.randn(9, 4), torch.randn(8, 3, 4)
     whole = causal_windows(x[:7], starts_of([7]), 4, Slots(pool, torch.tensor([1]), torch.tensor([2])))
