@@ -29,6 +29,7 @@ FAMILIES += ALL_ATTEND
 NOT_LIKE_LLAMA = {"kimi_linear", *MAMBA, *ALL_ATTEND}
 # Granite's and Bamba's layers are Nemotron-H's and Falcon-H1's, beside experts or MLPs that other families have.
 EXHAUSTIVE = {"granitemoehybrid", "bamba", ("nemotron_h", torch.bfloat16), ("falcon_h1", torch.float32)}
+EXHAUSTIVE |= {("inkling", torch.float32), ("inkling2", torch.bfloat16), ("deepseek_v4", torch.bfloat16)}
 
 
 def case(family: str, *others: object) -> ParameterSet:
