@@ -89,6 +89,8 @@ class PublishedNames:
         """Return how a published tensor gets into the module, which may lack the name that is found."""
         renamed = rename_source_key(key, self._renamings, [])[0]
         name, pattern = rename_source_key(renamed, [], self._converters, self._prefix, self._shapes)
+        if name not in self._shapes and key in self._shapes:
+            return Conversion(key, key)  # the renamings are of other names, as transformers' loader sees it too
         if pattern is None:
             return Conversion(name, renamed)
         converter = self._by_pattern[pattern]
