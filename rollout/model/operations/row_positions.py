@@ -21,6 +21,8 @@ from .copied_code import innermost
 
 Forward = Callable[..., Any]
 
+# Attribute of transformers' layers: whether checkpoints leave them their cache, which then is the same one again.
+CHECKPOINTS_CACHE = "_can_checkpoint_with_cache"
 PACKING = "cu_seq_lens_q"
 _CACHE, _LENGTH, _HIDDEN = "past_key_values", "get_seq_length", "hidden_states"
 # Attributes of parts that are told of the cache alone: convolutions of a layer that has several, compressors, indexers.
