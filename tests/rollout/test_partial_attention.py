@@ -76,6 +76,17 @@ def test_chunks_neighbours_and_prefix_hits_keep_the_trainers_bits(make_model, fa
     assert record([engine.generate(p, params())[0] for p in PROMPTS[::-1]][::-1]) == record(cold)
 
 
+@pytest.mark.parametrize("rates", [(2, 2), (8, 128)])  # the last one is that of published models
+def test_windows_of_any_length_are_pooled(make_model, rates):
+    kinds = ("compressed_sparse_attention", "heavily_compressed_attention")
+    engine = make_engine(make_model("deepseek_v4", compress_rates=dict(zip(kinds, rates, strict=True))))
+    prompts = [PROMPTS[3], [(13 * i + 1) % 250 for i in range(280)], PROMPTS[2]]
+    cold = engine.generate(prompts, params())
+    assert_trainers_bits(engine, cold)
+    hit = engine.generate(prompts[::-1], params())[::-1]
+    assert record(hit) == record(cold) and hit[1].num_cached_tokens > 0
+
+
 @pytest.mark.parametrize(
     ("family", "plain"),
     [

@@ -37,7 +37,8 @@ def compressor_of(attention: nn.Module) -> tuple[nn.Module, Forward] | None:
         return None
     for part in attention.children():
         if isinstance(getattr(part, "compress_rate", None), int) and all(hasattr(part, name) for name in _PARTS):
-            return (part, _forward_of(attention, part)) if _is_like(part) else None
+            # Windows of one token would fill the indexer's cache, which needs an unused slot in a block (`entries.py`).
+            return (part, _forward_of(attention, part)) if part.compress_rate > 1 and _is_like(part) else None
     return None
 
 
@@ -121,7 +122,7 @@ def _is_like(part: Any) -> bool:
 
 def _trial(part: Any) -> bool:
     weight, rate = part.kv_proj.weight, part.compress_rate
-    num_rows, generator = 3 * rate + 2, torch.Generator().manual_seed(0)
+    num_rows, generator = 4 * rate - 1, torch.Generator().manual_seed(0)  # three windows, and most of another
 
     def drawn(width: int) -> Tensor:
         drawn = torch.randn(1, num_rows, width, generator=generator, dtype=torch.float32)

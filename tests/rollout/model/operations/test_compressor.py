@@ -63,6 +63,12 @@ def test_blocks_that_windows_do_not_divide_are_refused_at_the_start(make_model, 
     assert [shape.index_dim for shape in shapes] == [0, 24, 0, 24]
 
 
+def test_windows_of_one_token_are_refused(make_model):
+    rates = {"compressed_sparse_attention": 1, "heavily_compressed_attention": 6}
+    with pytest.raises(ValueError, match=r"cannot be hosted: layers of type compressed_sparse_attention$"):
+        Engine(make_model("deepseek_v4", compress_rates=rates), EngineConfig(kv_cache="16 blocks"))
+
+
 def test_the_indexers_are_frozen_since_they_get_no_gradients(model):
     assert freeze_indexers(model) == 2
     engine = Engine(model.train(), EngineConfig(kv_cache="16 blocks"))
