@@ -30,12 +30,13 @@ SINGLE_FILE = "model.safetensors"
 
 @dataclass
 class _StoredParameter:
-    """The pieces of a parameter in the folder: one tensor, several that are concatenated, or groups of tensors, stacked
-    and then concatenated."""
+    """The pieces of a parameter in the folder: one tensor, perhaps of pairs, several that are concatenated, or groups
+    of tensors, stacked and then concatenated."""
 
     groups: dict[str, list[str]]  # by source pattern, in the order of the converter; keys of the folder
     stacked: bool
     cat_dim: int = 0  # of the stacked tensors, which have a dimension more than each
+    pairs_dim: int | None = None  # dimension whose two halves lie interleaved in the folder
 
 
 class CheckpointSlices:
@@ -92,7 +93,28 @@ class CheckpointSlices:
             in_stack = Shard.whole(shape) if shard.is_whole else Shard(shape, shard.dim + 1, shard.ranges)
             return self._joined(name, pieces, in_stack)[0]
         (key,) = next(iter(pieces.groups.values()))
+        if pieces.pairs_dim is not None:
+            return self._from_pairs(name, key, pieces.pairs_dim, shard)
         return self._cut(name, key, shard.full_shape, shard)
+
+    def _from_pairs(self, name: str, key: str, dim: int, shard: Shard) -> Tensor:
+        """Read the shard of a tensor whose first half along a dimension is every other index of it in the folder."""
+        shape, half = shard.full_shape, shard.full_shape[dim] // 2
+        if shard.dim != dim:
+            return (
+                self._cut(name, key, shape, shard)
+                .unflatten(dim, (half, 2))
+                .transpose(dim, dim + 1)
+                .flatten(dim, dim + 1)
+            )
+        parts = []
+        for start, stop in shard.ranges:
+            for second in (0, 1):
+                begin, end = max(start - second * half, 0), min(stop - second * half, half)
+                if begin < end:
+                    pairs = self._cut(name, key, shape, Shard(shape, dim, ((2 * begin, 2 * end),)))
+                    parts.append(pairs.unflatten(dim, (end - begin, 2)).select(dim + 1, second))
+        return torch.cat(parts, dim)
 
     def _joined(self, name: str, pieces: _StoredParameter, shard: Shard) -> Tensor:
         """Read a stack [experts, ...], each group's pieces one range of cat_dim after another."""
@@ -138,7 +160,8 @@ class CheckpointSlices:
         return self._files[name]
 
     def _map_names(self) -> None:
-        """Fill `_pieces`. Raises ValueError naming every conversion other than stacking and concatenating."""
+        """Fill `_pieces`. Raises ValueError naming every conversion other than stacking, concatenating and
+        parting pairs."""
         published = PublishedNames(self._skeleton)
         wrong: dict[str, str] = {}
         for key in sorted(self._file_of, key=dot_natural_key):
@@ -146,11 +169,12 @@ class CheckpointSlices:
             if not found.patterns:
                 self._pieces[found.name] = _StoredParameter({"": [key]}, stacked=False)
                 continue
-            if found.others:
+            if found.others and found.pairs_dim is None:
                 wrong[found.name] = found.others
                 continue
             groups: dict[str, list[str]] = {pattern: [] for pattern in found.patterns}
-            pieces = self._pieces.setdefault(found.name, _StoredParameter(groups, found.stacked, found.cat_dim))
+            stored = _StoredParameter(groups, found.stacked, found.cat_dim, found.pairs_dim)
+            pieces = self._pieces.setdefault(found.name, stored)
             pieces.groups[found.patterns[found.group]].append(key)
         if wrong:
             text = "; ".join(f"{name} ({kinds})" for name, kinds in wrong.items())

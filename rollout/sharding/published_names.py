@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
+    Interleave,
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
@@ -40,6 +41,7 @@ class Conversion:
     stacked: bool = False
     cat_dim: int = 0  # of the stacked tensors, which have a dimension more than each
     others: str = ""  # the operations of a conversion that is neither: it has no place
+    pairs_dim: int | None = None  # dimension whose two halves lie interleaved in the published tensor, a case of these
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,10 @@ class PublishedNames:
         cat_dim = 1
         if kinds[-1] is Concatenate:
             cat_dim = cast(Concatenate, converter.operations[-1]).dim + (not stacked)
-        return Conversion(name, renamed, patterns, patterns.index(pattern), stacked, cat_dim, others)
+        pairs_dim = None
+        if kinds == [Interleave] and not (operation := cast(Interleave, converter.operations[0])).inverse:
+            pairs_dim = operation.dim
+        return Conversion(name, renamed, patterns, patterns.index(pattern), stacked, cat_dim, others, pairs_dim)
 
     def piece(self, key: str) -> PublishedPiece | None:
         """Return the place of a published tensor; None for a name of the module's own, and for an unknown one.

@@ -25,6 +25,7 @@ FILE = "model.safetensors"
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
 CONFIG = EngineConfig(kv_cache="16 blocks", max_num_seqs=4)
 FAMILIES = ["qwen3_moe", "qwen3_5_moe", "qwen3_next", "kimi_linear", "nemotron_h", "lfm2_moe", "deepseek_v4"]
+FAMILIES += ["inkling2"]  # whose gates and ups are pairs
 EXPERT = "model.layers.0.mlp.experts.1.gate_proj.weight"
 
 
