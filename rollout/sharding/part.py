@@ -6,6 +6,7 @@ It is filled from a folder of safetensors files, of which only its slices are re
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,9 +113,15 @@ def build_part(
 
 
 def skeleton_of(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Make the whole module on the meta device: it has no memory."""
+    """Make the whole module on the meta device: it has no memory. Its types are those of `from_pretrained`, which keeps
+    some tensors of some classes in float32."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
+    wide = [re.compile(part.replace("*", ".*")) for part in module._keep_in_fp32_modules_strict or ()]
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_floating_point() and any(part.search(name) for part in wide):
+            tensor.data = tensor.data.float()
+    return module
 
 
 def _names(module: nn.Module) -> set[str]:

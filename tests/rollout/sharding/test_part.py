@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.kernels.attention.paged import PagedStep
 from lockstep.rollout.model.attention import StepContext
 from lockstep.rollout.model.hosted_model import HostedModel
 from lockstep.rollout.ranks.mesh import Mesh
+from lockstep.rollout.sharding.part import skeleton_of
 
 BLOCK_SIZE, BLOCKS_EACH = 16, 4
 SEQUENCES = {0: 40, 1: 23}  # tokens by sequence
@@ -247,3 +248,14 @@ def test_a_lookup_over_ranks_keeps_even_the_sign_of_a_zero(run_world, has_memory
         return VocabularyLookup(4 * rank, ranks)(torch.arange(8), matrix[4 * rank : 4 * rank + 4])
 
     assert all(_same_bits([found], [matrix]) for found in run_world(2, on_rank))
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "inkling", "inkling2", "deepseek_v4"])
+def test_a_part_has_the_types_that_transformers_loads(make_model, tmp_path, family):
+    """Some tensors of these stay in float32, buffers too."""
+    make_model(family).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    expected = {name: tensor.dtype for name, tensor in loaded.state_dict().items()}
+    assert set(expected.values()) >= {torch.float32, torch.bfloat16}
+    skeleton = skeleton_of(loaded.config, torch.bfloat16)
+    assert {name: tensor.dtype for name, tensor in skeleton.state_dict().items()} == expected
