@@ -98,15 +98,18 @@ def draw(
     if masks is not None:  # padded to whole words of 16 tokens; tokens after a mask's end are not allowed
         missing = -(-vocab_size // 16) * 2 - masks.shape[1]
         masks = torch.nn.functional.pad(masks, (0, missing)).contiguous()
+    columns = [each.contiguous() for each in (*noise_keys, *filters)]
     token_ids = torch.empty(num_rows, dtype=torch.int64, device="cpu")
     logprobs, chances = torch.empty(2, num_rows, dtype=torch.float32, device="cpu")
     draws = _Draws(
-        *(each.data_ptr() for each in (*noise_keys, *filters)),
+        *(each.data_ptr() for each in columns),
         *(None if each is None else each.data_ptr() for each in (rows, reshaped_row, masks, allowed_row)),
         *(0 if masks is None else masks.shape[1] // 2,),
         *(token_ids.data_ptr(), logprobs.data_ptr(), chances.data_ptr()),
     )
-    native.run(_function("lockstep_draw", 1), _rows(logits, temperatures), ctypes.addressof(draws), kept=draws)
+    with_rows = _rows(logits, temperatures := temperatures.contiguous())
+    kept = (draws, columns, temperatures)
+    native.run(_function("lockstep_draw", 1), with_rows, ctypes.addressof(draws), kept=kept)
     return token_ids, logprobs, chances
 
 
@@ -123,9 +126,9 @@ def draw_parts(
     out = torch.empty(len(logits), 4 + -(-logits.shape[1] // BLOCK), dtype=torch.float64, device="cpu")
     columns = [column.contiguous() for column in (largest, *noise_keys, is_greedy.long())]
     parts = _Parts(*(column.data_ptr() for column in columns), first_id, out.data_ptr())
-    native.run(
-        _function("lockstep_draw_parts", 1), _rows(logits, temperatures), ctypes.addressof(parts), kept=(parts, columns)
-    )
+    with_rows = _rows(logits, temperatures := temperatures.contiguous())
+    kept = (parts, columns, temperatures)
+    native.run(_function("lockstep_draw_parts", 1), with_rows, ctypes.addressof(parts), kept=kept)
     return out
 
 

@@ -116,6 +116,22 @@ def test_temperatures_and_shapes_that_do_not_fit_are_refused(dtype):
 
 
 @PATHS
+@pytest.mark.parametrize("name", ["temperatures", "seeds", "top_k", "top_p", "min_p", "positions"])
+def test_settings_that_lie_apart_in_memory_are_read_as_those_that_lie_together(dtype, name):
+    num_rows, logits = 64, some_logits(64, 257, dtype)
+    given = settings_of(num_rows, seed=torch.arange(num_rows), temperature=torch.linspace(0.5, 2, num_rows), top_k=9,
+                        top_p=torch.linspace(0.3, 0.9, num_rows), min_p=0.05)  # fmt: skip
+    columns = {**vars(given), "positions": torch.arange(num_rows)}
+    together = draw_tokens(logits, given, columns["positions"])
+    columns[name] = torch.stack([torch.zeros_like(columns[name]) + 3, columns[name]], 1)[:, 1]
+    assert not columns[name].is_contiguous()
+    positions = columns.pop("positions")
+    apart = draw_tokens(logits, RowSettings(**columns), positions)
+    for expected, found in zip(vars(together).values(), vars(apart).values(), strict=True):
+        assert torch.equal(expected, found)
+
+
+@PATHS
 def test_a_rows_results_do_not_depend_on_batch_threads_or_place_in_memory(dtype):
     num_rows, vocab_size = 12, 4099
     logits = some_logits(num_rows, vocab_size, dtype)
