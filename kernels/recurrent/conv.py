@@ -37,12 +37,12 @@ def causal_conv(
 
     x [R, C], weight [C, w], bias [C] and initial [S, w - 1, C], the inputs before each first row (None: zeros), share
     a dtype. `out` is rounded to it before the activation, "silu" or None, and after it.
-    cu_seqlens: int32 [S + 1], the rows at which sequences start, and their number.
+    cu_seqlens: int32 [S + 1], the rows at which sequences start, and their number. Raises ValueError for operands that
+    do not fit each other.
     """
     if activation not in (None, "silu"):
         raise ValueError(f"causal_conv: the activation is {activation!r}, not 'silu' or None")
-    if any(t is not None and t.dtype != x.dtype for t in (weight, bias, initial)):
-        raise ValueError(f"causal_conv: x is {x.dtype}, weight {weight.dtype}, and bias and initial must be the same")
+    _check(x, weight, bias, initial, states_fit=initial is None or len(initial) == len(cu_seqlens) - 1)
     operands = (x, weight, bias, initial)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in operands):
         return _CausalConv.apply(x, weight, bias, initial, cu_seqlens, activation)
@@ -53,6 +53,7 @@ def causal_conv_in_slots(
     x: Tensor, weight: Tensor, bias: Tensor | None, cu_seqlens: Tensor, slots: Slots, activation: str | None = None
 ) -> Tensor:
     """Compute `causal_conv` with states in slots [N, w - 1, C] that are read and written in place. Returns out."""
+    _check(x, weight, bias, slots.pool, states_fit=True)
     if _is_native(x, weight):
         return _run_native(x, weight, bias, cu_seqlens, activation, slots)
     if triton_serves(x.device) and x.dtype != torch.float64:
@@ -88,6 +89,21 @@ def reference_causal_conv(
         total = total + weight[:, tap].to(wide) * inputs[tap : tap + num_windows].to(wide)
     out = total[rows].to(x.dtype)  # windows over the border of two sequences are left out
     return silu(out) if activation else out, inputs[ends]
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor | None, *, states_fit: bool) -> None:
+    """Raise ValueError for operands that do not fit each other: kernels read them by address. states_fit: in what
+    depends on their use."""
+    channels, width = x.shape[1], weight.shape[1]
+    if states is not None:
+        states_fit = states_fit and states.shape[1:] == (width - 1, channels) and states.dtype == x.dtype
+    if not (
+        len(weight) == channels and weight.dtype == x.dtype and states_fit
+        and (bias is None or (bias.shape == (channels,) and bias.dtype == x.dtype))
+    ):  # fmt: skip
+        named = {"x": x, "weight": weight, "bias": bias, "states": states}
+        shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in named.items() if t is not None)
+        raise ValueError(f"causal_conv: {shapes} do not belong together")
 
 
 def _forward(

@@ -55,13 +55,9 @@ def gated_delta_rule(
     decay [R, H] or, per channel, [R, H, K]; beta [R, H]. cu_seqlens: int32 [S + 1], the rows at which sequences start,
     and their number. initial [S, H, K, V], None for zeros. norm_eps: divide q and k by their lengths, this added to the
     squares. scale: of q, else K ** -0.5. corrects: False for d = beta v, with a decay per head and without bfloat16.
-    float64 inputs are computed, and give states, in float64.
+    float64 inputs are computed, and give states, in float64. Raises ValueError for operands that do not fit each other.
     """
-    if len({q.dtype, k.dtype, v.dtype}) > 1 or v.shape[1] % k.shape[1] or q.shape != k.shape:
-        shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in (("q", q), ("k", k), ("v", v)))
-        raise ValueError(f"gated_delta_rule: {shapes} do not belong together")
-    if not corrects and (g.dim() == 3 or v.dtype is torch.bfloat16):
-        raise ValueError("gated_delta_rule: without the correction it takes a decay per head, and no bfloat16")
+    _check(q, k, v, g, beta, initial, corrects, states_fit=initial is None or len(initial) == len(cu_seqlens) - 1)
     rule = DeltaRule(q.shape[-1] ** -0.5 if scale is None else scale, norm_eps, corrects)
     wide = torch.promote_types(v.dtype, torch.float32)
     rows = (q, k, v, g.to(wide), beta.to(wide))
@@ -75,6 +71,8 @@ def gated_delta_rule_in_slots(
     *, norm_eps: float | None = 1e-6, scale: float | None = None, corrects: bool = True,
 ) -> Tensor:  # fmt: skip
     """Compute `gated_delta_rule` with states in slots [N, H, K, V] that are read and written in place. Returns out."""
+    wide = torch.promote_types(v.dtype, torch.float32)
+    _check(q, k, v, g, beta, slots.pool, corrects, states_fit=slots.pool.dtype == wide)
     rule = DeltaRule(q.shape[-1] ** -0.5 if scale is None else scale, norm_eps, corrects)
     if v.is_cpu and v.dtype in (torch.bfloat16, torch.float32) and _native() is not None:
         return _run_native(q, k, v, g.float(), beta.float(), cu_seqlens, rule, slots)
@@ -113,6 +111,28 @@ def reference_gated_delta_rule(
             state += k[t] * change.unsqueeze(-2)
             out[t] = (state * q[t]).sum(-2)
     return out, final
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor | None, corrects: bool, *,
+    states_fit: bool,
+) -> None:  # fmt: skip
+    """Raise ValueError for operands that do not fit each other: kernels read them by address. states_fit: in what
+    depends on their use."""
+    rows, heads, value_dim = v.shape
+    _, key_heads, key_dim = k.shape
+    if states is not None:
+        states_fit = states_fit and states.shape[1:] == (heads, key_dim, value_dim)
+    if not (
+        q.dtype == k.dtype == v.dtype and q.shape == k.shape and len(k) == rows
+        and key_heads > 0 and heads % key_heads == 0 and beta.shape == (rows, heads)
+        and g.shape in ((rows, heads), (rows, heads, key_dim)) and states_fit
+    ):  # fmt: skip
+        named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "states": states}
+        shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in named.items() if t is not None)
+        raise ValueError(f"gated_delta_rule: {shapes} do not belong together")
+    if not corrects and (g.dim() == 3 or v.dtype is torch.bfloat16):
+        raise ValueError("gated_delta_rule: without the correction it takes a decay per head, and no bfloat16")
 
 
 def _forward(

@@ -19,8 +19,19 @@ class Slots:
     """
 
     pool: Tensor  # [N, *shape], contiguous
-    reads: Tensor  # int64 [S]: the slot with each sequence's state before its rows
-    writes: Tensor  # int64 [S]: the slot that gets its state after its rows
+    reads: Tensor  # int64 [S], contiguous: the slot with each sequence's state before its rows
+    writes: Tensor  # int64 [S], contiguous: the slot that gets its state after its rows
+
+    def __post_init__(self) -> None:
+        """Check what kernels read and write by address. Raises ValueError for another form than the fields'."""
+        pool, reads, writes = self.pool, self.reads, self.writes
+        if not pool.is_contiguous():
+            raise ValueError(f"slots: the pool is not contiguous: {list(pool.shape)} with strides {pool.stride()}")
+        for name, numbers in (("reads", reads), ("writes", writes)):
+            if numbers.dtype is not torch.int64 or not numbers.is_contiguous():
+                raise ValueError(f"slots: {name} are {numbers.dtype} with a stride of {numbers.stride(0)}")
+        if len(reads) != len(writes):
+            raise ValueError(f"slots: {len(reads)} slots are read, {len(writes)} written")
 
     def heads(self) -> Tensor:
         """Return for each sequence the first one of its chain, int64 [S]: itself if it continues no other."""
@@ -44,7 +55,10 @@ def run_in_slots(rows: Sequence[Tensor], cu_seqlens: Tensor, slots: Slots, compu
         waves.setdefault(sequence - head, []).append(sequence)
     starts, parts = cu_seqlens.tolist(), []
     for wave in waves.values():
-        index = torch.tensor([row for s in wave for row in range(starts[s], starts[s + 1])], device=cu_seqlens.device)
+        index = torch.tensor(
+            [row for s in wave for row in range(starts[s], starts[s + 1])],
+            dtype=torch.int64, device=cu_seqlens.device,
+        )  # fmt: skip
         ends = itertools.accumulate((starts[s + 1] - starts[s] for s in wave), initial=0)
         lengths = torch.tensor(list(ends), dtype=torch.int32, device=cu_seqlens.device)
         initial = slots.pool.index_select(0, slots.reads[wave])

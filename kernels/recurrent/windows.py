@@ -48,7 +48,8 @@ def look_back(
     x, cu_seqlens and slots as in `causal_windows`; not further back than the states reach. Differentiable in x.
     """
     rows = ends[:, None] - count + torch.arange(count, device=x.device)
-    found = x[rows.clamp(0, max(len(x) - 1, 0)).flatten()]
+    known = x if len(x) else x.new_zeros(1, x.shape[1])  # sequences without rows look at their states alone
+    found = known[rows.clamp(0, len(known) - 1).flatten()]
     inside = _where_inside(found, rows.flatten(), owners.repeat_interleave(count), cu_seqlens.to(torch.int64), slots)
     return inside.view(len(ends), count, x.shape[1])
 

@@ -78,8 +78,33 @@ def test_an_unknown_activation_and_mixed_dtypes_are_refused() -> None:
     x, weight = torch.randn(3, 4), torch.randn(4, 2)
     with pytest.raises(ValueError, match="'gelu'"):
         causal_conv(x, weight, None, starts([3]), None, "gelu")
-    with pytest.raises(ValueError, match=r"weight torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"weight \[4, 2\] torch\.bfloat16"):
         causal_conv(x, weight.bfloat16(), None, starts([3]))
+
+
+def test_operands_that_do_not_belong_together_are_refused() -> None:
+    x, weight, bias, initial, ends = (
+        torch.randn(3, 4),
+        torch.randn(4, 2),
+        torch.randn(4),
+        torch.randn(1, 1, 4),
+        starts([3]),
+    )
+    for message, operands in {
+        r"weight \[3, 2\]": (weight[:3], bias, initial),
+        r"bias \[3\]": (weight, bias[:3], initial),
+        r"states \[1, 2, 4\]": (weight, bias, torch.randn(1, 2, 4)),
+        r"weight \[4, 2\] torch\.bfloat16": (weight.bfloat16(), bias, initial),
+        r"states \[1, 1, 4\] torch\.float64": (weight, bias, initial.double()),
+    }.items():
+        *of_layer, states = operands
+        slots = Slots(states, torch.tensor([0]), torch.tensor([0]))
+        with pytest.raises(ValueError, match=message):
+            causal_conv(x, *of_layer, ends, states)
+        with pytest.raises(ValueError, match=message):
+            causal_conv_in_slots(x, *of_layer, ends, slots)
+    with pytest.raises(ValueError, match=r"states \[2, 1, 4\]"):
+        causal_conv(x, weight, bias, ends, torch.randn(2, 1, 4))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -212,9 +212,28 @@ def test_all_levels_with_fused_sums_have_the_same_bits() -> None:
 
 
 def test_operands_that_do_not_belong_together_are_refused() -> None:
-    q, _, v, g, beta = operands(4, "by head")
-    with pytest.raises(ValueError, match=r"k \[4, 3, 40\]"):
-        gated_delta_rule(q, torch.randn(4, 3, 40), v, g, beta, starts([4]))
+    q, k, v, g, beta = operands(4, "by head")
+    ends, initial = starts([4]), torch.randn(1, 4, 40, 72)
+    wrong = {
+        r"k \[4, 3, 40\]": (q, torch.randn(4, 3, 40), v, g, beta),
+        r"k \[4, 0, 40\]": (q[:, :0], k[:, :0], v, g, beta),
+        r"v \[3, 4, 72\]": (q, k, v[:3], g, beta),
+        r"g \[2, 4\]": (q, k, v, g[:2], beta),
+        r"beta \[4, 1\]": (q, k, v, g, beta[:, :1]),
+        r"k \[4, 2, 40\] torch\.bfloat16": (q, k.bfloat16(), v, g, beta),
+        r"states \[1, 4, 40, 71\]": (q, k, v, g, beta, initial[..., :71].contiguous()),
+        r"states \[0, 4, 40, 72\]": (q, k, v, g, beta, initial[:0]),
+    }
+    for message, (*rows, states) in ((m, (*r, initial)[:6] if len(r) == 5 else r) for m, r in wrong.items()):
+        with pytest.raises(ValueError, match=message):
+            gated_delta_rule(*rows, ends, states)
+        if len(states):
+            slots = Slots(states, torch.tensor([0]), torch.tensor([0]))
+            with pytest.raises(ValueError, match=message):
+                gated_delta_rule_in_slots(*rows, ends, slots)
+    slots = Slots(initial.bfloat16(), torch.tensor([0]), torch.tensor([0]))
+    with pytest.raises(ValueError, match=r"states \[1, 4, 40, 72\] torch\.bfloat16"):
+        gated_delta_rule_in_slots(q, k, v, g, beta, ends, slots)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
