@@ -85,12 +85,19 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     }
 
 
+def engine_config(batch: int, *, overlap: bool, trace: str | None) -> EngineConfig:
+    """Return the settings of an engine whose decode steps have one row of every sequence."""
+    return EngineConfig(
+        kv_cache="1024 blocks", max_num_seqs=batch, overlap=overlap, trace=trace, speculation="off"
+    )  # fmt: skip
+
+
 def _decode_steps(
     model: torch.nn.Module, batch: int, num_new: int, overlap: bool, work_ms: float, trace: str | None
 ) -> list[float]:
     """Measure the seconds of each decode step of one load."""
     tokenizer = SlowTokenizer(work_ms / 1e3 / batch)
-    config = EngineConfig(kv_cache="1024 blocks", max_num_seqs=batch, overlap=overlap, trace=trace)
+    config = engine_config(batch, overlap=overlap, trace=trace)
     # The engine reads only `decode` and `eos_token_id` of it.
     engine = Engine(model, config, tokenizer=cast(PreTrainedTokenizerBase, tokenizer))
     generator = torch.Generator().manual_seed(0)

@@ -2,10 +2,10 @@
 
 A batch of random prompts decodes on a background engine. At random moments another thread pauses it, in turn in place,
 by retraction and by abortion, and times the call, which returns when the pause holds; then the engine continues until
-it decodes the whole batch again. step_ms_p50 is the median over the decode steps right before the pauses, so that
-other work on the machine affects both equally. resume_ms is the time to continue after a retraction and a flush: from
-`continue_generation` until every known token has its KV again and the next step would decode the whole batch.
-ideal_prefill_ms is the same for new requests of the same tokens, on an empty cache. Both are medians over the
+it decodes the whole batch again, without drafts. step_ms_p50 is the median over the decode steps right before the
+pauses, so that other work on the machine affects both equally. resume_ms is the time to continue after a retraction and
+a flush: from `continue_generation` until every known token has its KV again and the next step would decode the whole
+batch. ideal_prefill_ms is the same for new requests of the same tokens, on an empty cache. Both are medians over the
 repeats. With two threads or more, other load on the same cores distorts the times much: prefer --threads 1.
 
 Bars: the p99 of every mode at most twice the median step; resuming at most 1.25 times the ideal prefill.
@@ -134,6 +134,7 @@ def make_engine(model: torch.nn.Module, load: Load, *, overlap: bool) -> Engine:
         max_num_seqs=load.batch,
         max_num_batched_tokens=max(EngineConfig.max_num_batched_tokens, load.batch),
         overlap=overlap,
+        speculation="off",  # a decode step has one row of every sequence
     )
     engine = Engine(model, config)
     if length > engine.max_model_len:

@@ -2,11 +2,11 @@
 
 A load is --requests random prompts, --concurrency of them at a time, each continued by exactly --new-tokens tokens with
 their log-probabilities. Over HTTP every token is a separate event; those of SGLang's /generate repeat the tokens before
-it, those of vLLM's /inference/v1/generate (--route) do not. The two take
-turns within each repeat, with equal prompts and an empty cache. tok_s is new tokens over the wall seconds of the whole
-load, median over the repeats; http_cost is the share of throughput that HTTP loses against the direct run beside it,
-median over the repeats; ttft and itl are times at the clients: to the first event, and between one and the next. Bar:
-HTTP costs at most 15 % at concurrency 32.
+it, those of vLLM's /inference/v1/generate (--route) do not. The two take turns within each repeat, with equal prompts,
+an empty cache and no drafts. tok_s is new tokens over the wall seconds of the whole load, median over the repeats;
+http_cost is the share of throughput that HTTP loses against the direct run beside it, median over the repeats; ttft and
+itl are times at the clients: to the first event, and between one and the next. Bar: HTTP costs at most 15 % at
+concurrency 32.
 """
 
 from __future__ import annotations
@@ -150,8 +150,9 @@ def make_engine(options: argparse.Namespace, load: ServeLoad) -> Engine:
     length = load.prompt_tokens + load.new_tokens
     blocks_each = -(-(length + 1) // EngineConfig.block_size)
     config = EngineConfig(
-        kv_cache=2 * load.concurrency * blocks_each, max_num_seqs=load.concurrency, overlap=options.overlap
-    )
+        kv_cache=2 * load.concurrency * blocks_each, max_num_seqs=load.concurrency, overlap=options.overlap,
+        speculation="off",  # the second of two equal runs would draw from the history of the first
+    )  # fmt: skip
     engine = Engine(load_model(options.model, dtype=options.dtype), config)
     if length > engine.max_model_len:
         raise ValueError(f"{length} tokens (prompt and new) exceed the context of {engine.max_model_len}")

@@ -5,10 +5,10 @@ pipelining and without, by turns: chunk k + 1 is in the first stage while chunk 
 chunk k has left it. sequential_s and pipelined_s are medians, ratio the median of each pair's ratio; with stages of
 equal length n chunks can reach (n + 1) / 2n. single_s is an engine of one rank and one thread.
 
-Then --batch sequences decode --new-tokens each: control_bytes_per_step is the number of bytes that the controller
-sends, control_us_per_step its time for writing, sending and reading messages, control_share that time over a step of a
-single rank. One sequence alone has nothing to overlap: overhead_us_per_step is how much longer its step takes than a
-single rank's.
+Then --batch sequences decode --new-tokens each, without drafts: control_bytes_per_step is the number of bytes that the
+controller sends, control_us_per_step its time for writing, sending and reading messages, control_share that time over a
+step of a single rank. One sequence alone has nothing to overlap: overhead_us_per_step is how much longer its step takes
+than a single rank's.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class PipelineLoad:
         return EngineConfig(
             pp=pp, sequence_pipelining=sequence_pipelining, kv_cache=num_blocks, prefix_cache=False,
             chunked_prefill_size=self.chunk_tokens, max_num_batched_tokens=rows, max_num_seqs=self.batch,
+            speculation="off",  # a call would draw from the history of the one before, which has the same tokens
         )  # fmt: skip
 
     def prompt(self) -> list[int]:
