@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel, 
 from ....rollout.completion import Completion
 from ....rollout.config import EngineConfig
 from ....rollout.engine import Engine
+from ....rollout.reports.metrics import Metrics
 from ....rollout.sampling_params import SamplingParams
 from .load import Load
 
@@ -24,6 +25,34 @@ class Run:
     seconds: float
     prefill_seconds: float
     decode_step_seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The steps of one call, or all of an engine so far."""
+
+    num_steps: int
+    num_rows: int
+    num_sequences: int  # of each step, added up
+    num_drafted: int  # rows for proposed tokens
+
+    @classmethod
+    def of(cls, metrics: Metrics) -> Work:
+        """Return the work of an engine so far."""
+        return cls(metrics.num_steps, metrics.num_rows, metrics.num_sequence_forwards, metrics.num_drafted_tokens)
+
+    def __sub__(self, earlier: Work) -> Work:
+        """Return the work since then."""
+        return Work(*(now - then for now, then in zip(astuple(self), astuple(earlier), strict=True)))
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether a sequence had several rows of known tokens."""
+        return self.num_rows - self.num_drafted > self.num_sequences
+
+    def are_decodes_of(self, batch: int) -> bool:
+        """Return whether each step had one row of each of so many sequences, and no draft."""
+        return self.num_rows == self.num_sequences == batch * self.num_steps > 0
 
 
 def make_engine(
@@ -64,15 +93,14 @@ def run_engine(engine: Engine, load: Load, prompts: list[list[int]], repeat: int
         for prompt, count in zip(prompts, counts, strict=True):
             engine.add(prompt, SamplingParams(max_new_tokens=count, ignore_eos=True))
         while engine.has_work:
-            before, num_open = now, load.batch - len(completions)
-            num_rows, num_steps = metrics.num_rows, metrics.num_steps
+            before, so_far = now, Work.of(metrics)
             completions += engine.step(engine.config.num_scheduler_steps)
             now = time.perf_counter()  # to wait for the device here would end the overlap of steps
-            num_rows, num_steps = metrics.num_rows - num_rows, metrics.num_steps - num_steps
-            if num_rows > num_open * num_steps:
+            work = Work.of(metrics) - so_far
+            if work.has_prompts:
                 prefill_seconds += now - before
-            elif num_open == load.batch and num_steps:  # with overlap the last call only delivers
-                decode_steps += [(now - before) / num_steps] * num_steps
+            elif work.are_decodes_of(load.batch):
+                decode_steps += [(now - before) / work.num_steps] * work.num_steps
         now = clock(device)
     assert sum(len(completion.logprobs) for completion in completions) == sum(counts)
     # A prompt of one token per sequence is indistinguishable from a decode step, and is its own prefill.

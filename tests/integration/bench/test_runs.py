@@ -14,7 +14,7 @@ from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
 from lockstep.integration.bench import overlap, pause, rollout, schedule
 from lockstep.integration.bench.parts import presets, runs
 from lockstep.integration.bench.parts.load import Load
-from lockstep.integration.bench.parts.runs import Run
+from lockstep.integration.bench.parts.runs import Run, Work
 from lockstep.integration.cli import main as cli
 from lockstep.kernels.linear.linear import SOURCE
 from lockstep.kernels.machine import native
@@ -81,6 +81,29 @@ def test_our_run_separates_prefill_from_decode_and_hits_no_prefix(tiny):
         assert run.prefill_seconds + sum(run.decode_step_seconds) <= run.seconds
     assert engine.metrics.num_cached_tokens == 0
     assert engine.metrics.num_output_tokens == 2 * LOAD.batch * LOAD.new_tokens
+
+
+def test_a_step_in_which_few_samples_of_a_group_compute_their_prompt_is_no_decode_step(tiny):
+    load = Load(batch=32, prompt_tokens=24, new_tokens=4, group=32)  # 31 samples wait for the first one's block
+    engine = runs.make_engine(tiny, load, invariant=True)
+    run = runs.run_engine(engine, load, load.prompts(16384, 0), 0)
+    assert engine.metrics.num_cached_tokens == 31 * 16
+    # The first sample is a token ahead, so that two steps have a row of every sequence.
+    assert len(run.decode_step_seconds) == 2
+    assert run.prefill_seconds > 0
+    engine.close()
+
+
+def test_steps_with_drafts_are_neither_prefill_nor_decode_steps_of_one_row():
+    decode = Work(num_steps=2, num_rows=8, num_sequences=8, num_drafted=0)
+    assert decode.are_decodes_of(4) and not decode.has_prompts
+    assert not decode.are_decodes_of(5)
+    drafts = Work(num_steps=1, num_rows=7, num_sequences=4, num_drafted=3)
+    assert not drafts.are_decodes_of(4) and not drafts.has_prompts
+    prompt = Work(num_steps=1, num_rows=16, num_sequences=1, num_drafted=0)
+    assert not prompt.are_decodes_of(16) and prompt.has_prompts
+    nothing = Work(num_steps=0, num_rows=0, num_sequences=0, num_drafted=0)  # with overlap a call may only deliver
+    assert not nothing.are_decodes_of(4) and not nothing.has_prompts
 
 
 def test_our_run_with_overlap_ends_with_a_call_that_only_delivers(tiny):
