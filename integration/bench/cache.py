@@ -46,17 +46,21 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     longest = max(options.prompt_tokens // _BLOCK_SIZE, 8) * _BLOCK_SIZE
     lengths = [longest // 8, longest // 4, longest // 2, longest]
     full = FilledCache(options.blocks, longest)
-    by_prompt = {length: full.median_ms(length, options.repeats, budget) for length in lengths}
-    by_cache = {}
-    for num_blocks in (options.blocks // 100, options.blocks // 10):
-        smaller = FilledCache(num_blocks, longest)
-        by_cache[smaller.num_blocks] = smaller.median_ms(longest, options.repeats, budget)
+    cases = [(full, length) for length in lengths]
+    cases += [(FilledCache(num, longest), longest) for num in (options.blocks // 100, options.blocks // 10)]
+    found = [
+        cache.times_ms(length, options.repeats, budget.share(1 / (len(cases) - number)))
+        for number, (cache, length) in enumerate(cases)
+    ]
+    medians = [round(statistics.median(times), 3) for times in found]
+    by_prompt = dict(zip(lengths, medians, strict=False))
+    by_cache = {cache.num_blocks: ms for (cache, _), ms in zip(cases, medians, strict=True) if cache is not full}
     by_cache[full.num_blocks] = by_prompt[longest]
     return {
         "insert_match_ms": by_prompt[longest],
         "num_blocks": full.num_blocks,
         "prompt_tokens": longest,
-        "repeats": options.repeats,
+        "repeats": min(map(len, found)),
         "by_prompt": [{"prompt_tokens": length, "insert_match_ms": ms} for length, ms in by_prompt.items()],
         "by_cache": [{"num_blocks": num_blocks, "insert_match_ms": ms} for num_blocks, ms in by_cache.items()],
         "growth": round(by_prompt[longest] / longest / (by_prompt[lengths[0]] / lengths[0]), 2),
@@ -75,20 +79,19 @@ class FilledCache:
             token_ids = self._dice.choice(stems) + self._tokens(_FILL_TOKENS)
             self.insert(token_ids if len(token_ids) <= room else self._tokens(room))
 
-    def median_ms(self, num_tokens: int, repeats: int, budget: Budget) -> float:
-        """Measure inserting a new prompt of that length and matching an equal one."""
+    def times_ms(self, num_tokens: int, repeats: int, budget: Budget) -> list[float]:
+        """Measure inserting a new prompt of that length and matching an equal one, as often as there is time for."""
         times = []
         gc.collect()
         gc.disable()
         try:
             for _ in budget.rounds(repeats):
                 token_ids = self._tokens(num_tokens)
-                times.append(self.insert(token_ids) + self.match(token_ids))
+                times.append((self.insert(token_ids) + self.match(token_ids)) * 1e3)
         finally:
             gc.enable()
-        median_ms = round(statistics.median(times) * 1e3, 3)
-        say(f"{num_tokens} tokens, {self.num_blocks} blocks: {median_ms} ms")
-        return median_ms
+        say(f"{num_tokens} tokens, {self.num_blocks} blocks: {statistics.median(times):.3f} ms")
+        return times
 
     def insert(self, token_ids: list[int]) -> float:
         """Insert a request with this prompt, publish its blocks and release it; returns this thread's seconds."""

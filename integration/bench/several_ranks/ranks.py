@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> dict[str, object]:
             engine.close()
     settings = {
         "model": options.model, "dtype": options.dtype, "tp": options.tp, "pp": options.pp, "batch": load.batch,
-        "prompt_tokens": load.prompt_tokens, "new_tokens": load.new_tokens, "repeats": options.repeats,
+        "prompt_tokens": load.prompt_tokens, "new_tokens": load.new_tokens, "repeats": len(runs["replica"]),
         "has_memory": replica.parts.ranks.mesh.tp_memory is not None, "replays": replays,
     }  # fmt: skip
     return {**settings, **report(load, runs)}

@@ -22,10 +22,12 @@ def options(*arguments: str) -> argparse.Namespace:
 @pytest.mark.slow
 @pytest.mark.skipif(native.load(SOURCE) is None, reason="needs a C++ compiler")
 def test_the_report_is_of_a_replica_that_replays_its_steps(restore_threads):
-    report = ranks.run(options("--batch", "2", "--prompt-tokens", "8", "--new-tokens", "16", "--repeats", "1"))
+    report = ranks.run(
+        options("--batch", "2", "--prompt-tokens", "8", "--new-tokens", "16", "--repeats", "9", "--max-seconds", "0")
+    )
     for key in ("replica_tok_s", "single_tok_s", "replica_step_ms", "single_step_ms", "ratio", "step_ratio"):
         assert report[key] > 0, key
-    assert report["has_memory"] and report["replays"]
+    assert report["has_memory"] and report["replays"] and report["repeats"] == 1
 
 
 def test_ratios_are_medians_of_the_pairs():
