@@ -25,9 +25,10 @@ from ..sampling_params import SamplingParams
 from .search_time import SearchTime
 from .stop_prefixes import StopPrefixes
 
-NUM_CONTEXT_TOKENS = 5  # of the prompt, so that the first word keeps its leading space
+NUM_CONTEXT_TOKENS = 5  # of the prompt, so that the first word keeps its leading space; a few more inside characters
 MAX_WINDOW_TOKENS = 16  # a longer window is cut
 NUM_BYTES_OF_A_CHARACTER = 4  # at most, in UTF-8; a token has one or more
+_MAX_CONTEXT_TOKENS = NUM_CONTEXT_TOKENS + 2 * (NUM_BYTES_OF_A_CHARACTER - 1)
 REGEX_WINDOW = 512  # a stop_regex match is found if it starts within this many last characters
 HALF = "\ufffd"  # decoders write it for bytes that are no character (yet)
 
@@ -105,11 +106,10 @@ class IncrementalDetokenizer:
         self._search_time = search_time or SearchTime()
         self._num_tokens = 0
         self._is_skipped: dict[int, bool] = dict.fromkeys(params.kept_special_tokens, False)  # filled token by token
-        self._window: list[int] = list(prompt_ids[-NUM_CONTEXT_TOKENS:])
+        self._window, self._num_known = self._context(prompt_ids)
         self._ids = list(self._window)  # the same tokens, and every token after them
         self._num_context = len(self._ids)
         self._prompt_text = self._decode(self._window)
-        self._num_known = len(self._prompt_text.rstrip(HALF))
         self._clean = len(self._window)  # tokens of the window up to the last complete character
         self._pieces: list[str] = []  # the settled text
         self._num_chars = 0  # its length
@@ -173,7 +173,7 @@ class IncrementalDetokenizer:
         """
         start = len(self._ids) - num_replaced
         assert start >= self._num_context, "more tokens replaced than there are"
-        before = self._ids[max(start - NUM_CONTEXT_TOKENS, 0) : start]
+        before, _ = self._context(self._ids[max(start - _MAX_CONTEXT_TOKENS, 0) : start])
         num_known_chars = len(self._decode(before + self._ids[start:]).rstrip(HALF))
         num_known = 0
         for num in range(1, len(token_ids) + 1):
@@ -186,6 +186,21 @@ class IncrementalDetokenizer:
         self._num_known = num_known_chars
         self._clean = len(before)
         return num_known
+
+    def _context(self, token_ids: SequenceOf[int]) -> tuple[list[int], int]:
+        """Return the last of these tokens, and the number of their characters that no further token changes.
+
+        They begin with a whole character, and so do those that are counted, if there are such places near the end: some
+        decoders write `HALF` for all of a row of bytes that begins or ends inside a character.
+        """
+        for end in range(len(token_ids), max(len(token_ids) - NUM_BYTES_OF_A_CHARACTER, -1), -1):
+            for num in range(NUM_CONTEXT_TOKENS, NUM_CONTEXT_TOKENS + NUM_BYTES_OF_A_CHARACTER):
+                first = max(end - num, 0)
+                text = self._decode(list(token_ids[first:end]))
+                if not text.startswith(HALF) and not text.endswith(HALF):
+                    return list(token_ids[first:]), len(text)
+        context = list(token_ids[-NUM_CONTEXT_TOKENS:])
+        return context, len(self._decode(context).rstrip(HALF))
 
     def _settled(self) -> str:
         if len(self._pieces) > 1:

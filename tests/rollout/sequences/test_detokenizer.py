@@ -69,8 +69,10 @@ def encode(text: str, tokenizer: PreTrainedTokenizerFast = BYTES) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def token_of_each_byte(text: str) -> list[int]:
-    vocab = BYTES.get_vocab()
+def token_of_each_byte(text: str, tokenizer: PreTrainedTokenizerFast = BYTES) -> list[int]:
+    vocab = tokenizer.get_vocab()
+    if "<0x00>" in vocab:
+        return [vocab[f"<0x{byte:02X}>"] for byte in text.encode()]
     pieces = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     return [vocab[char] for piece, _ in pieces for char in piece]
 
@@ -149,6 +151,17 @@ def test_byte_fallback_characters_in_a_row_are_whole():
     pieces = stream(IncrementalDetokenizer(tokenizer, [], SamplingParams()), ids)
     assert "".join(pieces) == text
     assert sum(bool(piece) for piece in pieces) > 10  # it does not wait for the end of the row
+
+
+@pytest.mark.parametrize("name", ["byte_level", "metaspace"])
+@pytest.mark.parametrize("num_halves", [1, 2, 3])
+@pytest.mark.parametrize("before", ["字", "🙂"])
+def test_a_prompt_may_end_inside_a_character_whatever_character_is_before_it(name, num_halves, before):
+    tokenizer = TOKENIZERS[name]
+    ids = token_of_each_byte(f"A{before}🙂B", tokenizer)
+    num_prompt = len(ids) - 5 + num_halves
+    detokenizer = IncrementalDetokenizer(tokenizer, ids[:num_prompt], SamplingParams())
+    assert "".join(stream(detokenizer, ids[num_prompt:])) == "🙂B"
 
 
 @pytest.mark.parametrize("name", sorted(TOKENIZERS))
