@@ -36,9 +36,10 @@ def compressor_of(attention: nn.Module) -> tuple[nn.Module, Forward] | None:
     if not isinstance(getattr(attention, "layer_idx", None), int):
         return None
     for part in attention.children():
-        if isinstance(getattr(part, "compress_rate", None), int) and all(hasattr(part, name) for name in _PARTS):
+        rate = getattr(part, "compress_rate", None)
+        if isinstance(rate, int) and all(hasattr(part, name) for name in _PARTS):
             # Windows of one token would fill the indexer's cache, which needs an unused slot in a block (`entries.py`).
-            return (part, _forward_of(attention, part)) if part.compress_rate > 1 and _is_like(part) else None
+            return (part, _forward_of(attention, part)) if rate > 1 and _is_like(part) else None
     return None
 
 
