@@ -92,10 +92,31 @@ class CheckpointSlices:
             shape = (1, *shard.full_shape)
             in_stack = Shard.whole(shape) if shard.is_whole else Shard(shape, shard.dim + 1, shard.ranges)
             return self._joined(name, pieces, in_stack)[0]
-        (key,) = next(iter(pieces.groups.values()))
+        keys = next(iter(pieces.groups.values()))
         if pieces.pairs_dim is not None:
-            return self._from_pairs(name, key, pieces.pairs_dim, shard)
-        return self._cut(name, key, shard.full_shape, shard)
+            return self._from_pairs(name, keys[0], pieces.pairs_dim, shard)
+        if len(keys) > 1:
+            return self._concatenated(name, keys, pieces.cat_dim - 1, shard)
+        return self._cut(name, keys[0], shard.full_shape, shard)
+
+    def _concatenated(self, name: str, keys: list[str], dim: int, shard: Shard) -> Tensor:
+        """Read the shard of a tensor whose pieces lie one after another along a dimension."""
+        shapes = [self._shape(key) for key in keys]
+        if sum(shape[dim] for shape in shapes) != shard.full_shape[dim]:
+            raise ValueError(f"{name} is {list(shard.full_shape)}, but its pieces in the folder do not make that")
+        if shard.dim != dim and not shard.is_whole:
+            cuts = [Shard(shape, shard.dim, shard.ranges) for shape in shapes]
+            return torch.cat([self._cut(name, *each) for each in zip(keys, shapes, cuts, strict=True)], dim)
+        ranges = ((0, shard.full_shape[dim]),) if shard.is_whole else shard.ranges
+        parts = []
+        for start, stop in ranges:
+            first = 0
+            for key, shape in zip(keys, shapes, strict=True):
+                begin, end = max(start - first, 0), min(stop - first, shape[dim])
+                if begin < end:
+                    parts.append(self._cut(name, key, shape, Shard(shape, dim, ((begin, end),))))
+                first += shape[dim]
+        return torch.cat(parts, dim)
 
     def _from_pairs(self, name: str, key: str, dim: int, shard: Shard) -> Tensor:
         """Read the shard of a tensor whose first half along a dimension is every other index of it in the folder."""

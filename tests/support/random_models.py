@@ -235,9 +235,9 @@ def _make(family: str, dtype: torch.dtype, overrides: dict[str, object]) -> PreT
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
     """Cast a model in place as `from_pretrained` does: some parameters stay in float32. Returns it."""
     kept = model._keep_in_fp32_modules_strict or ()
-    for name, parameter in model.to(dtype).named_parameters():
-        if any(f".{part}." in f".{name}." for part in kept):
-            parameter.data = parameter.data.float()
+    for name, tensor in (*model.to(dtype).named_parameters(), *model.named_buffers()):
+        if tensor.is_floating_point() and any(f".{part}." in f".{name}." for part in kept):
+            tensor.data = tensor.data.float()
     return model
 
 
