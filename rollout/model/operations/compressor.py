@@ -86,7 +86,8 @@ def _pooled(part: Any, hidden: Tensor, rows: RecurrentRows, closings: Closings, 
         is_before = torch.arange(span, device=x.device) < rate  # there is no window before the first
         lacks = ((closings.windows == 0)[:, None] & is_before)[:, :, None]
         kv, gate = kv.masked_fill(lacks, 0), gate.masked_fill(lacks, -torch.inf)
-    weights = gate.softmax(dim=1, dtype=torch.float32).to(kv.dtype)
+    # Along the last dimension: along another one PyTorch's threads share the numbers of an entry, with other bits.
+    weights = gate.transpose(1, 2).softmax(-1, dtype=torch.float32).transpose(1, 2).to(kv.dtype)
     entries = part.kv_norm((kv * weights).sum(dim=1))
     cos, sin = part.rotary_emb(entries, position_ids=closings.windows[None] * rate, layer_type=part.rope_layer_type)
     return cast(Tensor, _rotary_of(part)(entries[None, None], cos, sin)[0, 0])

@@ -69,6 +69,16 @@ def test_windows_of_one_token_are_refused(make_model):
         Engine(make_model("deepseek_v4", compress_rates=rates), EngineConfig(kv_cache="16 blocks"))
 
 
+def test_entries_of_several_threads_do_not_depend_on_their_number(model, restore_threads):
+    torch.set_num_threads(3)  # which do not divide an entry's numbers
+    engine = Engine(model.train(), EngineConfig(kv_cache="16 blocks"))
+    ids = torch.arange(5, 65)[None]
+    with engine.model.training_numerics(), torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        for length in (8, 13, 31, 59):
+            assert torch.equal(model(ids[:, :length], use_cache=False).logits, whole[:, :length]), length
+
+
 def test_the_indexers_are_frozen_since_they_get_no_gradients(model):
     assert freeze_indexers(model) == 2
     engine = Engine(model.train(), EngineConfig(kv_cache="16 blocks"))
