@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...rollout.model.tokenizer import load_tokenizer
 from .parts.budget import Budget, add_budget_argument, say
-from .parts.decode_load import DecodeWork, decode_steps, make_decode_engine, median_ms
+from .parts.decode_load import DecodeWork, decode_steps, head_dim_of, make_decode_engine, median_ms
 from .parts.decode_profile import HostTime, profile_decode
 from .parts.load import positive
 from .parts.machine_peaks import Peaks, measure_peaks
@@ -115,8 +115,7 @@ def tokenizer_of(model: str) -> PreTrainedTokenizerBase | None:
 def kv_bytes_per_token(model: PreTrainedModel) -> int:
     """Return the bytes of keys and values of one token in all layers."""
     config = model.config
-    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * model.dtype.itemsize
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim_of(config) * model.dtype.itemsize
 
 
 def _cell(

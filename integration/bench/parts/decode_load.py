@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,13 +51,17 @@ class DecodeWork:
         num_weights -= in_experts * (1 - chosen)
         itemsize = next(model.parameters()).element_size()
         num_bytes = num_read * itemsize + batch * context * kv_bytes_per_token
-        heads = config.num_attention_heads
-        width = heads * getattr(config, "head_dim", config.hidden_size // heads)
-        attention = 4 * width * context * config.num_hidden_layers
+        attention = 4 * config.num_attention_heads * head_dim_of(config) * context * config.num_hidden_layers
         return cls(round(num_bytes), round(batch * (2 * num_weights + attention)))
 
     def floor_seconds(self, peaks: Peaks) -> float:
         return peaks.floor_seconds(self.num_bytes, self.num_operations)
+
+
+def head_dim_of(config: Any) -> int:
+    """Return the size of a head: a configuration may lack it, or leave it to be computed."""
+    size: int | None = getattr(config, "head_dim", None)
+    return size or config.hidden_size // config.num_attention_heads
 
 
 def make_decode_engine(

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from lockstep.integration.bench import decode, gpu, soak
 from lockstep.integration.bench.parts import decode_load, decode_profile, machine_peaks, presets
@@ -44,6 +45,18 @@ def test_of_experts_those_count_that_a_batch_chooses():
     assert one.num_bytes == 2 * (others + in_experts // 4) and one.num_operations == 2 * (others + in_experts // 4)
     assert many.num_bytes == pytest.approx(2 * (others + in_experts), rel=1e-3)
     assert many.num_operations == 32 * one.num_operations
+
+
+def test_a_configuration_may_leave_the_size_of_a_head_to_be_computed():
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128, num_local_experts=4, tie_word_embeddings=True,
+    )  # fmt: skip
+    assert config.head_dim is None
+    model = MixtralForCausalLM(config).to(torch.bfloat16)
+    assert decode.kv_bytes_per_token(model) == 2 * 2 * 2 * 16 * 2
+    at_none, at_ten = (DecodeWork.of(model, 1, context, 0).num_operations for context in (0, 10))
+    assert at_ten - at_none == 4 * 4 * 16 * 10 * 2
 
 
 def test_decode_steps_run_at_the_context_that_was_asked_for_without_its_prefill(tiny):
