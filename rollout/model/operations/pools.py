@@ -72,7 +72,9 @@ def _pooled(indexer: Any, hidden: Tensor, rows: RecurrentRows, closings: Closing
         rows.keep("indexer", final)
     else:
         slots.pool.index_copy_(0, slots.writes, final)
-    weights = (gates.float() + indexer.index_kpool_compress_ape.float()).softmax(dim=1)
+    gates = gates.float() + indexer.index_kpool_compress_ape.float()
+    # Along the last dimension: along another one PyTorch's threads share the numbers of a pool, with other bits.
+    weights = gates.transpose(1, 2).softmax(-1).transpose(1, 2)
     return (weights.to(keys.dtype) * keys).sum(dim=1)
 
 
