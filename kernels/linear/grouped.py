@@ -84,7 +84,7 @@ def _check(x: Tensor, experts: Tensor, weights: Tensor, biases: Tensor | None, g
     wrong = []
     if x.dtype not in (torch.bfloat16, torch.float32) or not (x.is_cpu and weights.is_cpu):
         wrong.append(f"x is {x.dtype} on {x.device}, the weights are {weights.dtype} on {weights.device}")
-    if experts.dtype is not torch.int64 or experts.dim() != 1 or (len(x) and len(experts) % len(x)):
+    if experts.dtype is not torch.int64 or experts.dim() != 1 or len(experts) % (len(x) or len(experts) + 1):
         wrong.append(f"experts are {experts.dtype} {list(experts.shape)} for {len(x)} rows")
     if wrong := [*wrong, *faults_of_operands(x, weights, biases, gated)]:
         raise ValueError("grouped_products: " + "; ".join(wrong))

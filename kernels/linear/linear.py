@@ -56,7 +56,7 @@ def invariant_linear(
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     if method == "native" and num_blocks == 1 and not needs_grad:
         return native_products(x, ((weight, bias),))[0]  # skips the checks below, which cost a decode step too much
-    _check(x, weight, bias)
+    _check(x, weight, bias, num_blocks)
     product = product_of(method, row_multiple)
     if num_blocks > 1:
         product = partial(blocked_product, product=product, num_blocks=num_blocks)
@@ -264,8 +264,10 @@ def _library() -> native.NativeLibrary:
     return library
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, num_blocks: int = 1) -> None:
     wrong = []
+    if num_blocks < 1 or (x.dim() and x.shape[-1] % num_blocks):
+        wrong.append(f"x is {list(x.shape)}, which {num_blocks} equal blocks do not fill")
     if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[-1]:
         wrong.append(f"x is {list(x.shape)} and weight {list(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:

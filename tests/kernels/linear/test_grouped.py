@@ -81,6 +81,9 @@ def test_arguments_that_do_not_fit_are_named():
         grouped_products(x[:, :20], experts, weights)
     with pytest.raises(ValueError, match=r"experts are torch.int64 \[5\] for 3 rows"):
         grouped_products(x, experts[:5], weights)
+    with pytest.raises(ValueError, match=r"experts are torch.int64 \[6\] for 0 rows"):
+        grouped_products(x[:0], experts, weights)
+    assert grouped_products(x[:0], experts[:0], weights).shape == (0, 40)
     with pytest.raises(ValueError, match=r"biases are \[5, 7\]"):
         grouped_products(x, experts, weights, biases[:, :7])
     with pytest.raises(ValueError, match=r"the weights are torch\.bfloat16"):

@@ -429,6 +429,13 @@ def test_k_blocks_are_added_left_to_right_and_rounded_once(method):
     )
 
 
+@pytest.mark.parametrize("num_blocks", [3, 11, 0, -1])
+def test_blocks_that_do_not_fill_the_sum_are_refused(num_blocks):
+    x, weight = torch.randn(2, 10), torch.randn(3, 10)
+    with pytest.raises(ValueError, match=rf"x is \[2, 10\], which {num_blocks} equal blocks do not fill"):
+        invariant_linear(x, weight, method="padded", num_blocks=num_blocks)
+
+
 def test_k_blocks_have_the_gradient_of_the_product():
     generator = torch.Generator().manual_seed(6)
     shapes = ((3, 8), (5, 8), (5,))
