@@ -30,14 +30,15 @@ KERNELS: tuple[tuple[str, str], ...] = (
 OPERATIONS = "torch's operations"
 # Parts by pattern of the path, the first match counts.
 PARTS: tuple[tuple[str, str], ...] = (
-    ("attention", r"kernels/\w*attention|hosted_attention"),
-    ("sampler", r"kernels/(logprobs|native_sampling|sampling)|rollout/sampler"),
-    ("norms, rotary, activation", r"kernels/(rms_norm|rotary|swiglu|activation)|fused_layers"),
-    ("products", r"kernels/(linear|invariant|triton_linear)|torch/nn/modules/linear|rollout/(numerics|row_reduction)"),
+    ("attention", r"kernels/attention/|rollout/model/attention\.py"),
+    ("sampler", r"kernels/sampling/|rollout/running/sampler\.py"),
+    ("norms, rotary, activation", r"kernels/layers/|fused_layers"),
+    ("products", r"kernels/linear/|torch/nn/modules/linear|rollout/model/(numerics\.py|operations/products\.py)"),
     ("module code", r"/transformers/|/torch/"),
     ("scheduling", r"lockstep|rollout/"),
 )
 OTHER = "other Python"
+CALLS = "kernels/machine/native.py"  # makes the calls of C++ kernels
 
 
 def profile_decode(engine: Engine, batch: int, context: int, num_steps: int) -> dict[str, float]:
@@ -129,10 +130,11 @@ def _timed(record: Any, seconds: dict[str, float]) -> Iterator[None]:
 
 
 def shares(stats: pstats.Stats) -> dict[str, float]:
-    """Compute the share of each part; a builtin's own time counts for the files of its callers."""
+    """Compute the share of each part; the own time of a builtin, and of the calls of kernels, counts for the files of
+    its callers."""
     seconds = dict.fromkeys((*(part for part, _ in PARTS), OTHER), 0.0)
     for (path, _, _), (_, _, own, _, callers) in stats.stats.items():  # type: ignore[attr-defined]
-        if path != "~":
+        if path != "~" and not path.endswith(CALLS):
             seconds[part_of(path)] += own
             continue
         for (caller_path, _, _), (_, _, own_there, _) in callers.items():

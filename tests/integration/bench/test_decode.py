@@ -1,7 +1,9 @@
 """Tests of the benchmarks of decode steps, memory and GPUs, on small loads: they test the counts, not the speed."""
 
 import argparse
+import cProfile
 import json
+import pstats
 
 import pytest
 import torch
@@ -12,6 +14,13 @@ from lockstep.integration.bench.parts import decode_load, decode_profile, machin
 from lockstep.integration.bench.parts.decode_load import DecodeWork
 from lockstep.integration.bench.parts.machine_peaks import Peaks
 from lockstep.integration.cli import main as cli
+from lockstep.kernels.attention import paged
+from lockstep.kernels.layers import rms_norm
+from lockstep.kernels.linear import linear
+from lockstep.kernels.machine import native
+from lockstep.kernels.sampling import draws
+from lockstep.rollout.loop import loop
+from lockstep.rollout.running import sampler
 
 PEAKS = Peaks(bytes_per_s=1e9, operations_per_s=1e10)
 
@@ -119,13 +128,22 @@ def test_a_plot_is_drawn_with_a_line_a_context(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "part"),
-    [("/x/kernels/linear.py", "products"), ("/x/torch/nn/modules/linear.py", "products"),
-     ("/x/kernels/native_attention.py", "attention"), ("/x/rollout/sampler.py", "sampler"),
-     ("/x/kernels/rms_norm.py", "norms, rotary, activation"), ("/x/rollout/loop.py", "scheduling"),
-     ("/x/transformers/models/qwen3/modeling_qwen3.py", "module code"), ("/usr/lib/enum.py", "other Python")],
+    [(linear.__file__, "products"), ("/x/torch/nn/modules/linear.py", "products"), (paged.__file__, "attention"),
+     (draws.__file__, "sampler"), (sampler.__file__, "sampler"), (rms_norm.__file__, "norms, rotary, activation"),
+     (loop.__file__, "scheduling"), ("/x/transformers/models/qwen3/modeling_qwen3.py", "module code"),
+     ("/usr/lib/enum.py", "other Python")],
 )  # fmt: skip
 def test_a_file_belongs_to_one_part_of_the_profile(path, part):
     assert decode_profile.part_of(path) == part
+
+
+@pytest.mark.skipif(native.load(linear.SOURCE) is None, reason="needs a C++ compiler")
+def test_the_time_in_a_kernel_counts_for_the_function_that_calls_it():
+    x, weight = torch.randn(64, 1024), torch.randn(1024, 1024)
+    linear.native_product(x, weight, None)
+    profiler = cProfile.Profile()
+    profiler.runcall(lambda: [linear.native_product(x, weight, None) for _ in range(5)])
+    assert decode_profile.shares(pstats.Stats(profiler))["products"] > 0.9
 
 
 # -- soak ------------------------------------------------------------------------------------------
