@@ -50,11 +50,12 @@ class Recorder:
     @contextmanager
     def recording_on(self) -> Iterator[Recording]:
         """Record all forwards of the module in the context. Changes no result; removes its hooks at the end."""
+        pooling = _of_entries(self._module)
         with ExitStack() as entered:
             for root in dict.fromkeys((self._module, self._module.base_model)):
                 entered.callback(root.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
             for part in self._module.modules():
-                if part is self._module or part is self._module.base_model or isinstance(part, PassedLayer):
+                if part in (self._module, self._module.base_model) or part in pooling or isinstance(part, PassedLayer):
                     continue
                 entered.callback(part.register_forward_pre_hook(self._before, with_kwargs=True).remove)
                 entered.callback(part.register_forward_hook(self._after).remove)
@@ -194,6 +195,12 @@ class Recorder:
         """Record a tensor [1, T, H, D]."""
         if self._depth and self._rows and len(heads) == 1 and heads.shape[1] == self._num_rows:
             self._put(self._operation(module, what), heads, heads[0], self._rows, self._positions)
+
+
+def _of_entries(module: nn.Module) -> set[nn.Module]:
+    """Return the parts that compute with entries of compressed windows of tokens, and not with rows (DeepSeek-V4)."""
+    compressors = [part for part in module.modules() if hasattr(part, "compress_rate")]
+    return {part for one in compressors for part in one.children() if not isinstance(part, nn.Linear)}
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -52,6 +52,13 @@ def test_equal_ways_are_said_to_be_equal(model, file, capsys):
     assert "running decode" in err
 
 
+@pytest.mark.parametrize("family", ["deepseek_v4", "inkling2"])
+def test_ways_of_families_whose_layers_have_other_parts_are_equal(tmp_path, file, capsys, family):
+    random_model(family).save_pretrained(tmp_path / "model")
+    code, out, _ = explained(capsys, file, "--model", tmp_path / "model")
+    assert code == 0 and "equal      every operation at every position, bit for bit" in out
+
+
 def test_the_first_operation_row_and_element_are_named(model, file, capsys):
     code, out, _ = explained(capsys, file, "--model", model, "--way", "decode", "--way", "decode,k_blocks=2")
     assert code == 1
