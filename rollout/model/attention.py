@@ -245,16 +245,15 @@ def _tell(
     options: _KernelOptions, choice: _Choice,
 ) -> None:  # fmt: skip
     """Tell the start-up probe of a call: the shape of a layer's KV of one token, its window and its mask."""
-    index_dim, rate, window = 0, 1, options["window"]
+    index_dim, rate = 0, 1
     if isinstance(choice, Entries):
-        window = None  # of its tokens alone
         if choice.keys is not None:
             index_dim, rate = choice.keys.shape[1], choice.rate
     elif choice is not None and choice.layer == layer:  # it has an indexer of its own
         index_dim, rate = choice.keys.shape[1], choice.rate if isinstance(choice, PoolChoice) else 1
     (_, num_heads, key_dim), value_dim = rows[1].shape, rows[2].shape[2]
     shape = KVShape(num_heads, key_dim, value_dim, rows[1].dtype, index_dim, rate)
-    probe.attention_called(module, shape, window, chunk, None if isinstance(choice, PoolChoice) else mask)
+    probe.attention_called(module, shape, options["window"], chunk, None if isinstance(choice, PoolChoice) else mask)
 
 
 def _packed(rows: list[Tensor], query_start: Tensor, options: _KernelOptions, choice: _Choice) -> Tensor:

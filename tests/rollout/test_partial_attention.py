@@ -138,6 +138,12 @@ def test_packed_and_padded_rows_and_checkpoints_of_the_trainer_have_the_same_bit
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("kind", ["compressed_sparse_attention", "heavily_compressed_attention"])
+def test_the_start_up_check_knows_the_window_of_layers_with_entries(make_model, kind):
+    model = make_model("deepseek_v4", layer_types=[kind] * make_model("deepseek_v4").config.num_hidden_layers)
+    assert set(make_engine(model).model.windows) == {model.config.sliding_window}
+
+
 def gradients_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     model.zero_grad()
     logits = model(torch.tensor([PROMPTS[3]]), use_cache=False).logits
