@@ -60,9 +60,27 @@ def _of_run(folder: Path, step: int | None) -> tuple[Receipts, list[str], str | 
     steps = saved_steps(folder)
     if not steps:
         raise ValueError(f"{folder} has no samples: give a file of receipts, or the folder of a run such as runs/NAME")
-    rows = read_samples(folder, steps[-1] if step is None else step)
+    if step is None:
+        step = _newest_with_weights(folder, steps)
+        print(f"{folder}: step {step}" + (", the newest whose weights it has" * (step != steps[-1])), file=sys.stderr)
+    rows = read_samples(folder, step)
     base = read_run_engine(folder).get("model") if (folder / RUN_ENGINE).is_file() else None
     return receipts_in(rows), [str(folder)], None if base is None else str(base)
+
+
+def _newest_with_weights(folder: Path, steps: Sequence[int]) -> int:
+    """Return the newest of a run's steps that was drawn from weights which the run has kept; the newest of all where it
+    has those of none."""
+    from ...rollout.proving.fields import wrong_fields
+    from ..replay.digest_index import read_index
+    from ..replay.reading import receipts_in
+
+    kept = {entry.digest for entry in read_index(folder) if (folder / entry.folder).is_dir()}
+    for step in reversed(steps):
+        sound = [receipt for receipt in receipts_in(read_samples(folder, step)) if not wrong_fields(receipt)]
+        if sound and all(kept.issuperset(_digests(receipt)) for receipt in sound):
+            return step
+    return steps[-1]
 
 
 def _proven(
@@ -147,7 +165,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "source", metavar="SOURCE",
         help="a file of receipts (lines of JSON in which they stand anywhere), or the folder of a run of the job",
     )  # fmt: skip
-    parser.add_argument("--step", type=int, metavar="N", help="of a run; default: the newest step whose samples it has")
+    parser.add_argument("--step", type=int, metavar="N", help="of a run; default: the newest whose weights it has")
     parser.add_argument(
         "--weights", nargs="+", metavar="FOLDER",
         help="model folders, runs or folders of checkpoints, whose weights are found by digest; default: the run",
