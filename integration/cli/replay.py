@@ -29,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
     from ..replay.reading import completed, read_lines  # heavy imports come after the parser
 
     source = Path(options.source)
-    receipts, sources, base = _of_run(source, options.step) if source.is_dir() else _of_file(source)
+    receipts, sources, base = _of_run(source, options) if source.is_dir() else _of_file(source)
     if options.samples:
         receipts = completed(receipts, read_lines(options.samples))
     if not receipts:
@@ -53,29 +53,29 @@ def _of_file(path: Path) -> tuple[Receipts, list[str], str | None]:
     return receipts_in(read_lines(path)), [], None
 
 
-def _of_run(folder: Path, step: int | None) -> tuple[Receipts, list[str], str | None]:
+def _of_run(folder: Path, options: argparse.Namespace) -> tuple[Receipts, list[str], str | None]:
     """Return the receipts of a step of a run, where its weights are, and the model that it began with."""
     from ..replay.reading import receipts_in
 
-    steps = saved_steps(folder)
+    steps, step = saved_steps(folder), options.step
     if not steps:
         raise ValueError(f"{folder} has no samples: give a file of receipts, or the folder of a run such as runs/NAME")
     if step is None:
-        step = _newest_with_weights(folder, steps)
+        step = _newest_with_weights(folder, steps, options.weights or [folder])
         print(f"{folder}: step {step}" + (", the newest whose weights it has" * (step != steps[-1])), file=sys.stderr)
     rows = read_samples(folder, step)
     base = read_run_engine(folder).get("model") if (folder / RUN_ENGINE).is_file() else None
     return receipts_in(rows), [str(folder)], None if base is None else str(base)
 
 
-def _newest_with_weights(folder: Path, steps: Sequence[int]) -> int:
-    """Return the newest of a run's steps that was drawn from weights which the run has kept; the newest of all where it
-    has those of none."""
+def _newest_with_weights(folder: Path, steps: Sequence[int], weights: Sequence[str | Path]) -> int:
+    """Return the newest of a run's steps that was drawn from weights which the indexes of these folders name; the
+    newest of all where they have those of none."""
     from ...rollout.proving.fields import wrong_fields
     from ..replay.digest_index import read_index
     from ..replay.reading import receipts_in
 
-    kept = {entry.digest for entry in read_index(folder) if (folder / entry.folder).is_dir()}
+    kept = {one.digest for root in map(Path, weights) for one in read_index(root) if (root / one.folder).is_dir()}
     for step in reversed(steps):
         sound = [receipt for receipt in receipts_in(read_samples(folder, step)) if not wrong_fields(receipt)]
         if sound and all(kept.issuperset(_digests(receipt)) for receipt in sound):

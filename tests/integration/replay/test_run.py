@@ -39,6 +39,8 @@ def test_steps_of_a_run_are_proven_with_the_weights_that_it_has_kept(tmp_path, m
     assert cli.main(["replay", str(run), "--quiet"]) == 0  # not step 4, which was drawn from version 3
     printed = capsys.readouterr()
     assert "step 3, the newest whose weights it has" in printed.err and "16 of 16 samples proven" in printed.out
+    assert cli.main(["replay", str(run), "--weights", engine["model"], "--quiet"]) == 3  # whose index names no step
+    assert "step 4\n" in capsys.readouterr().err
     checkpoint = run / "checkpoints" / "step-000002"  # without a configuration of its own
     assert cli.main(["explain", str(run), "--step", "3", "--model", str(checkpoint)]) == 0
     assert "log-probabilities are the first way's, bit for bit" in capsys.readouterr().out
