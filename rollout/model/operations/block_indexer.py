@@ -16,10 +16,11 @@ from ....kernels.attention.compressed import Closings
 from ....kernels.attention.selection import IndexQueries
 from ....kernels.attention.step import RowLayout
 from ....kernels.recurrent.windows import last_inputs, look_back
-from ..recurrent.rows import RecurrentRows, rows_of
+from ..recurrent.rows import RecurrentRows
 from .copied_code import innermost
 from .pool_choice import PoolChoice, selects_like
-from .row_positions import RowCache, contexts_of
+from .pools import rows_and_closings
+from .row_positions import RowCache
 
 Forward = Callable[..., Any]
 
@@ -38,11 +39,7 @@ def block_indexer_forward(module: nn.Module) -> Forward | None:
     def forward(
         hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], _: object, past_key_values: RowCache | None
     ) -> PoolChoice:
-        batch, num_rows = hidden_states.shape[:2]
-        keywords = {} if past_key_values is None else past_key_values.keywords
-        rows = rows_of(module, batch, num_rows, hidden_states.device, keywords)
-        layout = RowLayout(rows.cu_seqlens, contexts_of(keywords), None)
-        closings = Closings.of(layout, batch * num_rows, indexer.compress_ratio)
+        rows, closings = rows_and_closings(module, hidden_states, past_key_values, indexer.compress_ratio)
         with torch.no_grad():
             asked, keys = _index(indexer, hidden_states, position_embeddings, rows, closings)
         return PoolChoice(indexer.compress_ratio, closings, asked, keys, indexer.layer_idx)

@@ -40,17 +40,23 @@ def pooled_indexer_forward(module: nn.Module) -> Forward | None:
     def forward(
         hidden_states: Tensor, q_resid: Tensor, past_key_values: RowCache | None = None, **_: object
     ) -> PoolChoice:
-        batch, num_rows = hidden_states.shape[:2]
-        keywords = {} if past_key_values is None else past_key_values.keywords
-        rows = rows_of(module, batch, num_rows, hidden_states.device, keywords)
-        layout = RowLayout(rows.cu_seqlens, contexts_of(keywords), None)
-        closings = Closings.of(layout, batch * num_rows, indexer.index_kpool)
+        rows, closings = rows_and_closings(module, hidden_states, past_key_values, indexer.index_kpool)
         with torch.no_grad():
             keys = _pooled(indexer, hidden_states, rows, closings)
             asked = _queries(indexer, hidden_states, q_resid)
         return PoolChoice(indexer.index_kpool, closings, asked, keys, indexer.layer_idx)
 
     return forward
+
+
+def rows_and_closings(
+    indexer: nn.Module, hidden: Tensor, cache: RowCache | None, rate: int
+) -> tuple[RecurrentRows, Closings]:
+    """Return the rows of an indexer's hidden [B, T, D] in their sequences, and the pools of `rate` tokens they end."""
+    batch, num_rows = hidden.shape[:2]
+    keywords = {} if cache is None else cache.keywords
+    rows = rows_of(indexer, batch, num_rows, hidden.device, keywords)
+    return rows, Closings.of(RowLayout(rows.cu_seqlens, contexts_of(keywords), None), batch * num_rows, rate)
 
 
 def mask_of_choice(module: nn.Module) -> Forward | None:
