@@ -31,6 +31,7 @@ from .operations.functions import outside_modes
 from .operations.indexer import IndexChoice
 from .operations.packed_rows import hosted_mask, query_start
 from .operations.pool_choice import PoolChoice
+from .operations.vision import WHOLE, whole_attention
 from .recurrent.states import StepStates
 
 ATTENTION_NAMES: dict[AttentionPath, str] = {
@@ -149,6 +150,8 @@ def hosted_attention(
     module that `distance_bias.py` knows. Raises ValueError that names every unknown keyword; none is ignored.
     """
     step = others.pop(STEP_KEYWORD, None)
+    if WHOLE in vars(module):
+        return whole_attention(module, query, key, value, attention_mask, scaling)
     rotation, query, key = _unrotated(step, query, key) if IS_USED else (None, query, key)
     _refuse_call(module, others, dropout)
     batch, num_heads, num_rows, head_dim = query.shape
@@ -165,8 +168,7 @@ def hosted_attention(
         "path": path,
     }
     chunk = cast(int | None, vars(module).get(CHUNK))
-    if indices is not None:
-        _refuse_choice(module, indices, batch * num_rows, sliding_window or chunk, position_bias)
+    _refuse_choice(module, indices, batch * num_rows, sliding_window or chunk, position_bias)
     if rotation is not None and isinstance(step, StepContext):
         out = _with_rotation(rotation, value, step.of_layer(cast(int, module.layer_idx), chunk), step.slots, options)
         return out.view(batch, num_rows, num_heads, value.shape[3]), None
@@ -179,8 +181,7 @@ def hosted_attention(
             _tell(step, module, rows, layer, chunk, attention_mask, options, choice)
         mask = choice.mask if isinstance(choice, PoolChoice) else attention_mask
         starts = query_start(mask, cu_seq_lens_q, others.get("position_ids"), batch, num_rows, query)
-        if chunk is not None:
-            starts = chunked_starts(starts, chunk, batch * num_rows)
+        starts = starts if chunk is None else chunked_starts(starts, chunk, batch * num_rows)
         out = _packed(rows, starts, options, choice)
     return out.view(batch, num_rows, num_heads, value.shape[3]), None
 
@@ -306,7 +307,9 @@ def _in_step(
 
 
 def _refuse_choice(module: nn.Module, choice: object, num_rows: int, window: int | None, bias: Tensor | None) -> None:
-    """Raise ValueError for a choice that is not one of these rows, as that of a hosted indexer is."""
+    """Raise ValueError for a choice that is not one of these rows, as that of a hosted indexer is; None is none."""
+    if choice is None:
+        return
     name = type(module).__name__
     if not isinstance(choice, IndexChoice):
         raise ValueError(f"{name} brings indices of keys that no hosted indexer has selected: not supported")

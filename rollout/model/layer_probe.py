@@ -87,6 +87,10 @@ class LayerProbe:
     def _blame(self, layer: int, fault: str) -> None:
         self.faults.setdefault(fault, set()).add(layer)
 
+    def kv_shapes(self, layers: Iterable[int], dtype: torch.dtype) -> list[KVShape]:
+        """Return the shapes of the KV of these layers, empty ones of this dtype for layers without."""
+        return [self.layers.get(index, KVShape(0, 0, 0, dtype)) for index in layers]
+
     def refuse_faults(self, expected: Sequence[int], name: str) -> None:
         """Raise ValueError that names everything that cannot be hosted.
 
