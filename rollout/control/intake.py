@@ -213,8 +213,8 @@ class Intake:
             detokenizer = IncrementalDetokenizer(self._tokenizer, its_ids, params, self._search_time)
         sequence = TokenSequence(id, its_ids)
         earlier = renewal.token_ids if renewal is not None else ()
-        request = Request(sequence, params, options, index, seed, now, number, detokenizer, earlier=earlier)
-        request.images = prompt.images
+        request = Request(sequence, params, options, index, seed, now, number, detokenizer, earlier=earlier,
+                          images=prompt.images)  # fmt: skip
         if begun is not None:
             request.go_on_with(begun)
         return request

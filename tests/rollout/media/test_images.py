@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.request_options import RequestOptions
@@ -246,3 +247,25 @@ def test_steps_that_begin_ahead_have_the_positions_behind_images():
     assert answers(engine, prompts) == expected
     assert engine.parts.runner.num_begun > 4
     engine.close()
+
+
+def test_a_commit_under_way_draws_answers_over_images_again():
+    service = RolloutService(Engine(make("qwen3_vl"), ENGINE))
+    engine, model = service.engine, service.engine.model.module
+    prompts = prompts_of(model)
+    service.commit_in_place("0", source=model.named_parameters())
+    for prompt in prompts:
+        engine.add(prompt, SAMPLED)
+    found = [completion for _ in range(6) for completion in engine.step()]
+    assert engine.num_running
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    service.commit_in_place("1", source=model.named_parameters(), in_flight="verify")
+    while engine.has_work:
+        found += engine.step()
+    fresh = {c.prompt_ids: (c.token_ids, c.logprobs) for c in engine.generate(prompts, SAMPLED)}
+    of_new = [c for c in found if c.weight_version == "1"]
+    assert len(of_new) >= 2
+    assert all((c.token_ids, c.logprobs) == fresh[c.prompt_ids] for c in of_new)
+    service.close()
