@@ -76,6 +76,14 @@ _FALCON = {
     **{"attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "lm_head_multiplier": 0.9},
 }
 
+# Blocks of 16 rows in the module's own code, which sequences do not fill, and factors of residuals.
+_LIGHTNING = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    **{"block_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    **{"full_attn_alpha_factor": 0.9, "linear_attn_beta_factor": 1.2, "mlp_alpha_factor": 0.8},
+}
+
 # Rows see more keys than their indexer selects; of 16 heads not all are zero, so that scores differ.
 _INDEXED = {
     **{"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
@@ -171,6 +179,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "granitemoehybrid": ("GraniteMoeHybridConfig", _GRANITE),
     "falcon_h1": ("FalconH1Config", _FALCON),
     "bamba": ("BambaConfig", {**_MAMBA, "mamba_d_head": "auto", "attn_layer_indices": [1]}),
+    "minimax": ("MiniMaxConfig", _LIGHTNING),
     "deepseek_v32": ("DeepseekV32Config", _INDEXED),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_INDEXED, "indexer_types": ["full", "shared", "full"]}),
     "llama4": ("Llama4TextConfig", _CHUNKED),

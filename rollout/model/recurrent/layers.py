@@ -21,6 +21,7 @@ from ..operations.functions import outside_modes
 from ..operations.row_positions import RowCache
 from .delta_rule import UNLIKE, delta_rule_of, is_channel_delta_rule, is_delta_rule
 from .heads import UNDIVIDED, HeadDivision
+from .lightning import lightning_forward
 from .rows import rows_of
 from .state_space import is_shortcut, is_state_space, state_space_of, without_shortcut
 from .weighted_conv import weighted_conv_forward
@@ -42,6 +43,8 @@ def recurrent_forward(module: nn.Module, division: HeadDivision = UNDIVIDED) -> 
         return None
     if (weighted := weighted_conv_forward(module)) is not None:
         return weighted
+    if (lightning := lightning_forward(module, division)) is not None:
+        return lightning
     called = {name: code.__globals__.get(name) for name in code.__code__.co_names if name in _OPERATIONS}
     if not called or not all(_OPERATIONS[name][0](function) for name, function in called.items()):
         return None

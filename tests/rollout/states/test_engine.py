@@ -24,9 +24,9 @@ from lockstep.tests.support import random_models
 MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"]
 FAMILIES = ["lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear", *MAMBA]
 ALL_ATTEND = ["inkling", "inkling2", "deepseek_v4"]  # whose layers all have attention beside their states
-FAMILIES += ALL_ATTEND
+FAMILIES += [*ALL_ATTEND, "minimax"]
 # The stand-in for stages in one process cannot run their layers.
-NOT_LIKE_LLAMA = {"kimi_linear", *MAMBA, *ALL_ATTEND}
+NOT_LIKE_LLAMA = {"kimi_linear", "minimax", *MAMBA, *ALL_ATTEND}
 # Granite's and Bamba's layers are Nemotron-H's and Falcon-H1's, beside experts or MLPs that other families have.
 EXHAUSTIVE = {"granitemoehybrid", "bamba", ("nemotron_h", torch.bfloat16), ("falcon_h1", torch.float32)}
 EXHAUSTIVE |= {("inkling", torch.float32), ("inkling2", torch.bfloat16), ("deepseek_v4", torch.bfloat16)}

@@ -35,7 +35,7 @@ def ours(model: PreTrainedModel, ids: Tensor = IDS) -> dict[str, Tensor]:
 
 MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"]
 DELTA = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear"]
-FAMILIES = [*DELTA, *MAMBA, "lfm2", "lfm2_moe"]
+FAMILIES = [*DELTA, *MAMBA, "lfm2", "lfm2_moe", "minimax"]
 NUM_INPUTS = 8
 BAR = 1e-5  # of one parameter's gradient, by its length, in float32
 EVERY_FAMILY = pytest.mark.parametrize(
