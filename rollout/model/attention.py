@@ -246,14 +246,12 @@ def _tell(
     options: _KernelOptions, choice: _Choice,
 ) -> None:  # fmt: skip
     """Tell the start-up probe of a call: the shape of a layer's KV of one token, its window and its mask."""
-    index_dim, rate = 0, 1
-    if isinstance(choice, Entries):
-        if choice.keys is not None:
-            index_dim, rate = choice.keys.shape[1], choice.rate
-    elif choice is not None and choice.layer == layer:  # it has an indexer of its own
-        index_dim, rate = choice.keys.shape[1], choice.rate if isinstance(choice, PoolChoice) else 1
     (_, num_heads, key_dim), value_dim = rows[1].shape, rows[2].shape[2]
-    shape = KVShape(num_heads, key_dim, value_dim, rows[1].dtype, index_dim, rate)
+    shape = KVShape(num_heads, key_dim, value_dim, rows[1].dtype)
+    has_indexer = isinstance(choice, Entries) or (choice is not None and choice.layer == layer)  # of its own
+    if choice is not None and has_indexer and (keys := choice.keys) is not None:
+        rate = 1 if isinstance(choice, IndexChoice) else choice.rate
+        shape = replace(shape, index_dim=keys.shape[1], index_rate=rate, index_dtype=keys.dtype)
     probe.attention_called(module, shape, options["window"], chunk, None if isinstance(choice, PoolChoice) else mask)
 
 

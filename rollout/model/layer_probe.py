@@ -29,6 +29,12 @@ class KVShape:
     dtype: torch.dtype
     index_dim: int = 0  # of the keys of its indexer; 0: it has none
     index_rate: int = 1  # tokens for which the indexer has one key
+    index_dtype: torch.dtype = torch.float32  # of these keys
+
+    @property
+    def num_bytes(self) -> int:
+        numbers = (self.key_dim + self.value_dim) * self.num_kv_heads
+        return numbers * self.dtype.itemsize + self.index_dim * self.index_dtype.itemsize
 
 
 @dataclass(frozen=True)

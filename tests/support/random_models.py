@@ -92,6 +92,18 @@ _INDEXED = {
     **{"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "dense"]},
 }
 
+# An indexer that rotates in float32, and layers in a window that have other heads.
+_NOTE = {
+    **{**_INDEXED, "head_dim": 8, "sliding_window": 20, "shared_experts_intermediate_size": 32},
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "per_layer_config": {
+        1: {
+            **{"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24},
+            **{"kv_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16},
+        }
+    },
+}
+
 # Chunks that begin inside a block of KV; a scale of queries that rises every eight positions in the layers without.
 _CHUNKED = {
     **{"attention_chunk_size": 20, "floor_scale": 8, "attn_scale": 0.3, "attn_temperature_tuning": True},
@@ -181,6 +193,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "bamba": ("BambaConfig", {**_MAMBA, "mamba_d_head": "auto", "attn_layer_indices": [1]}),
     "minimax": ("MiniMaxConfig", _LIGHTNING),
     "deepseek_v32": ("DeepseekV32Config", _INDEXED),
+    "dots3_note_text": ("Dots3NoteTextConfig", _NOTE),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_INDEXED, "indexer_types": ["full", "shared", "full"]}),
     "llama4": ("Llama4TextConfig", _CHUNKED),
     "deepseek_v4": ("DeepseekV4Config", _COMPRESSED),
@@ -209,6 +222,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: o
         "deepseek_v32",
         "deepseek_v4",
         "glm_moe_dsa",
+        "dots3_note_text",
         "inkling",
         "inkling2",
         "glm5_next",
