@@ -84,6 +84,13 @@ _LIGHTNING = {
     **{"full_attn_alpha_factor": 0.9, "linear_attn_beta_factor": 1.2, "mlp_alpha_factor": 0.8},
 }
 
+# Convolutions of other widths than by default, biases, one layer in a window, and half of a head rotated.
+_CONVOLVED = {
+    **{"num_hidden_layers": 3, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 20},
+    **{"cca_time0": 3, "cca_time1": 2, "attention_bias": True, "router_hidden_size": 24},
+    **{"num_experts": 4, "moe_intermediate_size": 32, "hidden_act": "silu"},
+}
+
 # Rows see more keys than their indexer selects; of 16 heads not all are zero, so that scores differ.
 _INDEXED = {
     **{"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
@@ -191,6 +198,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "granitemoehybrid": ("GraniteMoeHybridConfig", _GRANITE),
     "falcon_h1": ("FalconH1Config", _FALCON),
     "bamba": ("BambaConfig", {**_MAMBA, "mamba_d_head": "auto", "attn_layer_indices": [1]}),
+    "zaya": ("ZayaConfig", _CONVOLVED),
     "minimax": ("MiniMaxConfig", _LIGHTNING),
     "deepseek_v32": ("DeepseekV32Config", _INDEXED),
     "dots3_note_text": ("Dots3NoteTextConfig", _NOTE),
@@ -219,6 +227,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: o
     if family in (
         "lfm2",
         "lfm2_moe",
+        "zaya",
         "deepseek_v32",
         "deepseek_v4",
         "glm_moe_dsa",
@@ -282,6 +291,8 @@ def spread_weights(model: PreTrainedModel) -> PreTrainedModel:
                 parameter.normal_(0.0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
             elif "sinks" in name or "bias" in name:
                 parameter.normal_(0.0, 0.5)
+            elif name.endswith(".temp"):  # a factor of keys (ZAYA1), which begins at 0: attention would be uniform
+                parameter.normal_(1.0, 0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):  # the experts of each token: distinct ones
                 first, num_chosen = torch.randint(4, (len(buffer), 1)), torch.arange(buffer.shape[1])

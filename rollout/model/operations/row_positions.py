@@ -26,7 +26,7 @@ CHECKPOINTS_CACHE = "_can_checkpoint_with_cache"
 PACKING = "cu_seq_lens_q"
 _CACHE, _LENGTH, _HIDDEN = "past_key_values", "get_seq_length", "hidden_states"
 # Attributes of parts that are told of the cache alone: convolutions of a layer that has several, compressors, indexers.
-_UNTOLD = ("conv_idx", "compress_rate", "index_kpool", "token_budget", "short_conv_state_len")
+_UNTOLD = ("conv_idx", "conv_qk_grouped", "compress_rate", "index_kpool", "token_budget", "short_conv_state_len")
 
 
 def counting_forward(module: nn.Module) -> Forward | None:

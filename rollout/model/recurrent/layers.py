@@ -19,6 +19,7 @@ from ....kernels.recurrent.conv import causal_conv, causal_conv_in_slots
 from ..operations.copied_code import innermost, with_names
 from ..operations.functions import outside_modes
 from ..operations.row_positions import RowCache
+from .conv_projection import conv_projection_forward
 from .delta_rule import UNLIKE, delta_rule_of, is_channel_delta_rule, is_delta_rule
 from .heads import UNDIVIDED, HeadDivision
 from .lightning import lightning_forward
@@ -45,6 +46,8 @@ def recurrent_forward(module: nn.Module, division: HeadDivision = UNDIVIDED) -> 
         return weighted
     if (lightning := lightning_forward(module, division)) is not None:
         return lightning
+    if (projection := conv_projection_forward(module)) is not None:
+        return projection
     called = {name: code.__globals__.get(name) for name in code.__code__.co_names if name in _OPERATIONS}
     if not called or not all(_OPERATIONS[name][0](function) for name, function in called.items()):
         return None

@@ -310,7 +310,7 @@ def test_batch_padded_on_the_right_equals_single_sequences_bit_for_bit(make_mode
         assert torch.equal(row[: len(sequence)], logits_of(hosted, [sequence])[0])
 
 
-RECURRENT = ["minimax", "inkling", "inkling2", "deepseek_v4"]
+RECURRENT = ["minimax", "zaya", "inkling", "inkling2", "deepseek_v4"]
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "qwen3_moe", *RECURRENT])

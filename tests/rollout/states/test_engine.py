@@ -23,7 +23,7 @@ from lockstep.tests.support import random_models
 
 MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"]
 FAMILIES = ["lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear", *MAMBA]
-ALL_ATTEND = ["inkling", "inkling2", "deepseek_v4"]  # whose layers all have attention beside their states
+ALL_ATTEND = ["inkling", "inkling2", "deepseek_v4", "zaya"]  # whose layers all have attention beside their states
 FAMILIES += [*ALL_ATTEND, "minimax"]
 # The stand-in for stages in one process cannot run their layers.
 NOT_LIKE_LLAMA = {"kimi_linear", "minimax", *MAMBA, *ALL_ATTEND}
@@ -39,7 +39,7 @@ def case(family: str, *others: object) -> ParameterSet:
 
 
 EVERY_FAMILY = pytest.mark.parametrize("family", [FAMILIES[0], *(case(family) for family in FAMILIES[1:])])
-UNDIVIDED = {"falcon_h1", "bamba"}  # they bring no plan
+UNDIVIDED = {"falcon_h1", "bamba", "zaya"}  # they bring no plan
 ONE_STAGE, ONE_PART = (
     {*UNDIVIDED, "inkling2", "deepseek_v4"},
     {*UNDIVIDED, "inkling"},
@@ -209,7 +209,7 @@ def test_decode_steps_are_recorded(make_model, make_engine):
 
 
 def test_tensor_parallelism_and_unknown_recurrent_layers_are_refused_by_name(make_model):
-    for family, name in (("lfm2", "Lfm2"), ("falcon_h1", "FalconH1")):
+    for family, name in (("lfm2", "Lfm2"), ("falcon_h1", "FalconH1"), ("zaya", "Zaya")):
         with pytest.raises(ValueError, match=f"{name}ForCausalLM brings no tensor-parallel plan"):
             Engine(make_model(family), EngineConfig(kv_cache="64 blocks", k_blocks=2))
     with pytest.raises(ValueError, match="shared_experts has the plan style 'all_reduce', which is not supported"):
