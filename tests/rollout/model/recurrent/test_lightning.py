@@ -31,7 +31,7 @@ def test_the_forward_is_that_of_the_modules_code_and_so_are_its_gradients(layer,
         out.square().sum().backward()
         found.append([out, leaf.grad, *(each.grad.clone() for each in layer.parameters())])
     for mine, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-5 * float(theirs.abs().max()), rtol=1e-3)
+        torch.testing.assert_close(mine, theirs, atol=1e-5 * float(theirs.detach().abs().max()), rtol=1e-3)
 
 
 def test_in_bfloat16_the_numbers_are_nearer_to_the_exact_ones_than_the_modules_own(layer) -> None:
