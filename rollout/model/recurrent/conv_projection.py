@@ -31,7 +31,16 @@ def conv_projection_forward(module: nn.Module) -> Forward | None:
     if not hasattr(module, "layer_idx") or not all(hasattr(module, name) for name in _PARTS):
         return None
     kind: Any = type(module)
+    if not _is_plain(module.conv_qk_depthwise) or not _is_plain(module.conv_qk_grouped):
+        return None
     return _forward_of(module) if _is_like(kind, kind.forward) else None
+
+
+def _is_plain(convolution: object) -> bool:
+    """Return whether it is torch's own, which an adapter around it is not, over rows without padding or strides."""
+    if type(convolution) is not nn.Conv1d:
+        return False
+    return (convolution.stride, convolution.padding, convolution.dilation) == ((1,), (0,), (1,))
 
 
 def _forward_of(module: Any) -> Forward:

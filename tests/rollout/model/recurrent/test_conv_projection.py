@@ -47,6 +47,18 @@ def test_packed_sequences_do_not_see_each_other(make_model, has_bias) -> None:
         torch.testing.assert_close(found, torch.cat(parts, 1))
 
 
+def test_convolutions_of_another_kind_are_not_recognised(projection) -> None:
+    class Adapted(torch.nn.Conv1d):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * 2
+
+    projection.conv_qk_grouped.__class__ = Adapted
+    assert recurrent_forward(projection) is None
+    projection.conv_qk_grouped.__class__ = torch.nn.Conv1d
+    projection.conv_qk_depthwise.dilation = (2,)
+    assert recurrent_forward(projection) is None
+
+
 def test_code_that_computes_otherwise_is_not_recognised(projection) -> None:
     own = type(projection)
 
