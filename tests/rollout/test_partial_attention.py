@@ -9,6 +9,7 @@ are longer.
 from __future__ import annotations
 
 import copy
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,8 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.model.attention import chunk_of
 from lockstep.rollout.model.layer_probe import KVShape, LayerProbe
+from lockstep.rollout.model.operations.pools import pooled_indexer_forward
+from lockstep.rollout.model.operations.row_positions import PACKING, RowCache
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.rollout.speculation.drafting import Case, Oracle, counts, draft_always, outputs_of, play
@@ -268,7 +271,9 @@ def test_an_indexer_that_scores_otherwise_is_refused_by_name(make_model, monkeyp
     own = torch.relu
     kind = type(model.model.layers[1].self_attn.indexer)
     monkeypatch.setitem(
-        kind.forward.__globals__, "torch", SimpleNamespace(**vars(torch) | {"relu": lambda x: own(x) ** 2})
+        inspect.unwrap(kind.forward).__globals__,
+        "torch",
+        SimpleNamespace(**vars(torch) | {"relu": lambda x: own(x) ** 2}),
     )
     with pytest.raises(ValueError, match="Qwen4ExpTextQSAIndexer scores keys in another way than is known here"):
         make_engine(model)
@@ -288,6 +293,16 @@ def test_an_indexer_that_pools_otherwise_is_refused_by_name(make_model, monkeypa
     monkeypatch.setattr(kind, method, lambda self, *args, **named: change(own(self, *args, **named)))
     with pytest.raises(ValueError, match="Glm5NextTextIndexer asks the cache for layers: not supported"):
         make_engine(model)
+
+
+def test_an_indexer_of_pools_takes_its_cache_by_either_name(make_model):
+    indexer = make_model("glm5_next").model.language_model.layers[1].self_attn.indexer
+    forward, starts = pooled_indexer_forward(indexer), torch.tensor([0, 7, 30], dtype=torch.int32)
+    hidden, residual = (torch.randn(1, 30, layer.in_features) for layer in (indexer.wk, indexer.wq_b))
+    cache = RowCache(indexer, 30, starts, starts.diff())
+    cache.keywords = {PACKING: starts}
+    old, new = (forward(hidden, residual, **{name: cache}).keys for name in ("past_key_values", "cache"))
+    assert torch.equal(old, new) and not torch.equal(new, forward(hidden, residual).keys)
 
 
 def test_pools_that_blocks_do_not_hold_are_refused_at_the_start(make_model):
