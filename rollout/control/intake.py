@@ -239,7 +239,8 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_
             "a prompt is a text or a list of token ids: "
             + next(
                 (remedy for key, remedy in _INSTEAD_OF_MAPPINGS.items() if key in prompt),
-                f"images and other inputs ({named}) are not supported",
+                f"images and other inputs ({named}) are not supported: pass what the model's processor makes of them "
+                "(input_ids, pixel_values and so on)",
             )
         )
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):

@@ -143,7 +143,8 @@ def _ids_of(prompt: Mapping[str, object]) -> list[int]:
 
 def _as_tensor(name: str, value: object) -> Tensor:
     try:
-        return torch.as_tensor(value).detach().cpu()
+        # PyTorch would read the arrays of a list number by number.
+        return torch.as_tensor(value if isinstance(value, Tensor) else np.asarray(value)).detach().cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} must be a tensor, or numbers that make one: {error}") from error
 
