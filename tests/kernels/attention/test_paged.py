@@ -256,7 +256,7 @@ def test_new_rows_are_written_before_they_are_attended_to(path: AttentionPath, d
 
 
 @covering(
-    2, rest="slow", kind=KINDS, dtype=[torch.float32, torch.bfloat16], block_size=[16, 24],
+    2, kind=KINDS, dtype=[torch.float32, torch.bfloat16], block_size=[16, 24],
     shapes=[((12, 4), (64, 64)), ((5, 1), (24, 40)), ((4, 4), (32, 32)), ((34, 1), (64, 64))],
 )  # fmt: skip
 def test_decoding_sequences_that_begin_with_the_same_blocks_have_the_bits_they_have_alone(

@@ -103,7 +103,7 @@ def in_a_crowd(engine: Engine, mode: str, seed: int) -> dict[int, object]:
 
 
 @covering(
-    2, rest="slow",
+    2,
     mode=["text", "exact"], rows=[5, 24, 2048], pool=["16 blocks", "96 blocks"], chunk=[None, 3],
     way=["plain", "overlap", "2 stages"],
 )  # fmt: skip
@@ -118,7 +118,7 @@ def test_neighbours_change_no_bit_of_a_constrained_sample(bpe_tokenizer, in_stag
     engine.close()
 
 
-@covering(1, rest="slow", mode=["text", "exact"], rows=[5, 64], overlap=[False, True])
+@covering(1, mode=["text", "exact"], rows=[5, 64], overlap=[False, True])
 def test_neighbours_change_no_bit_where_states_are_taken_back(bpe_tokenizer, mode, rows, overlap):
     expected = alone(bpe_tokenizer, mode, "lfm2")
     engine = make_engine(
@@ -170,7 +170,7 @@ def test_a_jump_larger_than_a_step_runs_in_several_with_the_bits_of_one(bpe_toke
     assert found[0] == found[1]
 
 
-@covering(1, rest="slow", mode=["text", "exact"], way=["plain", "overlap", "2 stages"])
+@covering(1, mode=["text", "exact"], way=["plain", "overlap", "2 stages"])
 def test_a_jump_without_a_block_for_its_first_row_waits_and_begins_again(bpe_tokenizer, in_stages, mode, way):
     """Blocks that a rollback gives up may be kept by pins and other sequences; here the pool says so at random."""
     expected, draw = alone(bpe_tokenizer, mode, "qwen3"), random.Random(3)
@@ -205,7 +205,7 @@ def test_what_has_no_room_ends_as_alone(bpe_tokenizer):
         assert found[0] == found[1]
 
 
-@covering(1, rest="slow", mode=["text", "exact"], overlap=[False, True])
+@covering(1, mode=["text", "exact"], overlap=[False, True])
 def test_a_step_that_fails_at_any_place_changes_no_bit(bpe_tokenizer, mode, overlap):
     """The tokens after a jump that is undone are those of the first time, also where it only joined tokens."""
     kinds = (1, 2, 5)
