@@ -32,6 +32,7 @@ from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
 from .supported import (
     DTYPES,
+    context_length,
     has_recurrent_layers,
     has_state,
     refuse_different_choices,
@@ -183,8 +184,8 @@ class HostedModel:
 
     @property
     def max_model_len(self) -> int:
-        """The longest context that the module supports, in tokens."""
-        return self.config.max_position_embeddings
+        """The longest context that the module supports, in tokens; without a limit, that of an engine by default."""
+        return context_length(self.config)
 
     @property
     def in_rollout_phase(self) -> bool:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from lockstep.tests.families.configs import tiny_config
 from lockstep.tests.optional_packages import needs_transformers
 
+ABSENT = object()  # a setting of the common part that a configuration does not have
 _COMMON = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -74,6 +75,18 @@ _FALCON = {
     **{"mamba_d_ssm": 96, "mamba_rms_norm": True, "mlp_multipliers": [0.8, 1.2], "key_multiplier": 0.9},
     **{"ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.6},
     **{"attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "lm_head_multiplier": 0.9},
+}
+
+# No attention: nothing of heads, of MLPs or of a longest context.
+_SCAN = {
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"), ABSENT),
+    "max_position_embeddings": ABSENT,
+    **{"num_hidden_layers": 3, "expand": 2, "state_size": 12, "conv_kernel": 4, "time_step_rank": 20},
+}
+_MAMBA_2 = {**_SCAN, "num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 20, "chunk_size": 16}
+_JAMBA = {
+    **{"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4},
+    **{"num_experts_per_tok": 2, "mamba_d_state": 12, "mamba_dt_rank": 20},
 }
 
 # Rows see more keys than their indexer selects; of 16 heads not all are zero, so that scores differ.
@@ -171,6 +184,10 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "granitemoehybrid": ("GraniteMoeHybridConfig", _GRANITE),
     "falcon_h1": ("FalconH1Config", _FALCON),
     "bamba": ("BambaConfig", {**_MAMBA, "mamba_d_head": "auto", "attn_layer_indices": [1]}),
+    "mamba2": ("Mamba2Config", _MAMBA_2),
+    "mamba": ("MambaConfig", {**_SCAN, "tie_word_embeddings": False}),
+    "falcon_mamba": ("FalconMambaConfig", {**_SCAN, "tie_word_embeddings": False}),
+    "jamba": ("JambaConfig", _JAMBA),
     "deepseek_v32": ("DeepseekV32Config", _INDEXED),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_INDEXED, "indexer_types": ["full", "shared", "full"]}),
     "llama4": ("Llama4TextConfig", _CHUNKED),
@@ -223,7 +240,8 @@ def initial_model(family: str, **overrides: object) -> PreTrainedModel:
         torch.manual_seed(1)
         return transformers.AutoModelForImageTextToText.from_config(config, **attention).eval()
     config_name, extra = FAMILIES[family]
-    config = getattr(transformers, config_name)(**{**_COMMON, **extra, **overrides})
+    settings = {**_COMMON, **extra, **overrides}
+    config = getattr(transformers, config_name)(**{name: own for name, own in settings.items() if own is not ABSENT})
     torch.manual_seed(1)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 

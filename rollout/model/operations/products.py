@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 Linear = Callable[..., Tensor]  # x [...,K], weight [N,K], bias [N] or None -> [...,N]
@@ -60,13 +60,16 @@ def replaced_products(linear: Linear) -> dict[Callable[..., object], Callable[..
 
 
 def invariant_matmul(left: Tensor, right: Tensor, linear: Linear) -> Tensor:
-    """Compute torch.matmul(left, right), differentiable; the bits of a row depend on the row and on `right` alone."""
+    """Compute torch.matmul(left, right), differentiable; the bits of a row depend on the row and on `right` alone, and
+    those of a column, where `left` is a parameter and `right` a batch, on the column and on `left` alone."""
     if left.dim() == 1:
         return invariant_matmul(left[None], right, linear).squeeze(-1 if right.dim() == 1 else -2)
     if right.dim() == 1:
         return linear(left, right[None]).squeeze(-1)
     if right.dim() == 2:
         return linear(left, right.t())
+    if left.dim() == 2 and isinstance(left, nn.Parameter):  # a weight before columns, which are the rows here (Mamba)
+        return linear(right.mT, left).mT
     if left.shape[-1] <= _NARROW:
         total = left[..., :1] * right[..., :1, :]
         for k in range(1, left.shape[-1]):

@@ -1,11 +1,13 @@
 """The sequences in one call of a recurrent layer, and the layer's states before and after its rows.
 
-A layer calls `rows_of` with the keywords that its forward received. The result is the same kind of value in a rollout
+A layer calls `rows_of` with the keywords that its forward received; the functions that it calls find these in its
+`LayerCall`. The result is the same kind of value in a rollout
 step, in the trainer's forward and in the start-up probe, so a layer has one code for all of them.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import cast
 
@@ -41,6 +43,13 @@ class RecurrentRows:
         """Show the sequences' states after their rows, [S, *shape], to the start-up probe only."""
         if isinstance(self._step, LayerProbe):
             self._step.states.setdefault(self._layer, {})[name] = StateShape(tuple(final.shape[1:]), final.dtype)
+
+
+class LayerCall(threading.local):
+    """The call of one layer that runs in this thread."""
+
+    def __init__(self) -> None:
+        self.keywords: Mapping[str, object] = {}  # of its forward
 
 
 def rows_of(

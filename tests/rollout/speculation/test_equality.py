@@ -97,7 +97,7 @@ def test_drafts_change_no_bit_in_any_pair(small, make_engine, expected, family, 
 # What the stand-in for stages in one process cannot run.
 @pytest.mark.slow
 @covering(
-    1, family=["gemma3", "gpt_oss", "nemotron_h", "falcon_h1", "kimi_linear", "qwen3_next"],
+    1, family=["gemma3", "gpt_oss", "nemotron_h", "falcon_h1", "kimi_linear", "qwen3_next", "jamba", "mamba2", "mamba"],
     dtype=[torch.float32, torch.bfloat16], way=[way for way in WAYS if way != "2 stages"], spoil=["right", "part"],
 )  # fmt: skip
 def test_drafts_change_no_bit_of_further_families(small, make_engine, expected, family, dtype, way, spoil):

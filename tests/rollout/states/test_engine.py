@@ -21,7 +21,9 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support import random_models
 
-MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"]
+MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba", "jamba"]
+WITHOUT_ATTENTION = ["mamba2", "mamba", "falcon_mamba"]
+MAMBA += WITHOUT_ATTENTION
 FAMILIES = ["lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear", *MAMBA]
 ALL_ATTEND = ["inkling", "inkling2", "deepseek_v4"]  # whose layers all have attention beside their states
 FAMILIES += ALL_ATTEND
@@ -39,9 +41,9 @@ def case(family: str, *others: object) -> ParameterSet:
 
 
 EVERY_FAMILY = pytest.mark.parametrize("family", [FAMILIES[0], *(case(family) for family in FAMILIES[1:])])
-UNDIVIDED = {"falcon_h1", "bamba"}  # they bring no plan
+UNDIVIDED = {"falcon_h1", "bamba", *WITHOUT_ATTENTION}  # they bring no plan
 ONE_STAGE, ONE_PART = (
-    {*UNDIVIDED, "inkling2", "deepseek_v4"},
+    {*UNDIVIDED, "inkling2", "deepseek_v4", "jamba"},
     {*UNDIVIDED, "inkling"},
 )  # they bring no plan of that kind
 DTYPES = [torch.float32, torch.bfloat16]
@@ -316,9 +318,10 @@ def test_several_ranks_give_the_bits_of_one_rank(make_model, run_world, family, 
     def rank(rank: int) -> object:
         engine = Engine(model, EngineConfig(tp=tp, pp=pp, **common))
         for layer, states in engine.model.state_shapes.items():
-            for name, state in states.items():  # heads are divided, the last inputs of convolutions are not
+            for name, state in states.items():  # heads, or channels, are divided, the last inputs of convolutions not
                 whole = shapes[layer][name].shape
-                assert state.shape == ((whole[0] // tp, *whole[1:]) if name == "recurrent" else whole)
+                divided = (*whole[:-1], whole[-1] // tp) if family == "jamba" else (whole[0] // tp, *whole[1:])
+                assert state.shape == (divided if name == "recurrent" else whole)
         pool = engine.parts.state_plan
         assert not engine.is_controller or pool.num_bytes == engine.state()["state_bytes"]
         assert pool.bytes_per_slot < one.parts.state_plan.bytes_per_slot or family in (*ALL_ATTEND, "lfm2_moe")

@@ -11,7 +11,9 @@ from lockstep.rollout.engine import Engine
 LENGTHS = [1, 37, 2, 1, 50, 3]  # some are shorter than a convolution, or than a window that is compressed
 
 
-@pytest.mark.parametrize("family", ["inkling", "inkling2", "deepseek_v4", "llama4"])
+@pytest.mark.parametrize(
+    "family", ["inkling", "inkling2", "deepseek_v4", "llama4", "jamba", "mamba2", "mamba", "falcon_mamba"]
+)
 def test_checkpoints_of_packed_rows_give_the_same_bits(make_model, restore_threads, family):
     torch.set_num_threads(1)
     model = make_model(family).train()
