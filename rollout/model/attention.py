@@ -31,6 +31,7 @@ from .operations.functions import outside_modes
 from .operations.indexer import IndexChoice
 from .operations.packed_rows import hosted_mask, query_start
 from .operations.pool_choice import PoolChoice
+from .operations.shared_attention import LAYER
 from .recurrent.states import StepStates
 
 ATTENTION_NAMES: dict[AttentionPath, str] = {
@@ -149,6 +150,7 @@ def hosted_attention(
     module that `distance_bias.py` knows. Raises ValueError that names every unknown keyword; none is ignored.
     """
     step = others.pop(STEP_KEYWORD, None)
+    layer = cast(int, others.pop(LAYER, getattr(module, "layer_idx", None)))  # the probe refuses a module without
     rotation, query, key = _unrotated(step, query, key) if IS_USED else (None, query, key)
     _refuse_call(module, others, dropout)
     batch, num_heads, num_rows, head_dim = query.shape
@@ -168,10 +170,9 @@ def hosted_attention(
     if indices is not None:
         _refuse_choice(module, indices, batch * num_rows, sliding_window or chunk, position_bias)
     if rotation is not None and isinstance(step, StepContext):
-        out = _with_rotation(rotation, value, step.of_layer(cast(int, module.layer_idx), chunk), step.slots, options)
+        out = _with_rotation(rotation, value, step.of_layer(layer, chunk), step.slots, options)
         return out.view(batch, num_rows, num_heads, value.shape[3]), None
     rows = [_by_row(t) for t in (query, key, value)]
-    layer = cast(int, getattr(module, "layer_idx", None))  # the probe refuses a module without
     if isinstance(step, StepContext):
         out = _in_step(rows, step, layer, chunk, options, choice)
     else:
@@ -253,7 +254,8 @@ def _tell(
         index_dim, rate = choice.keys.shape[1], choice.rate if isinstance(choice, PoolChoice) else 1
     (_, num_heads, key_dim), value_dim = rows[1].shape, rows[2].shape[2]
     shape = KVShape(num_heads, key_dim, value_dim, rows[1].dtype, index_dim, rate)
-    probe.attention_called(module, shape, options["window"], chunk, None if isinstance(choice, PoolChoice) else mask)
+    mask = None if isinstance(choice, PoolChoice) else mask
+    probe.attention_called(module, layer, shape, options["window"], chunk, mask)
 
 
 def _packed(rows: list[Tensor], query_start: Tensor, options: _KernelOptions, choice: _Choice) -> Tensor:

@@ -41,6 +41,7 @@ from .operations.fused_layers import fused_forward, gates_by_halves, is_gated_ml
 from .operations.indexer import indexer_forward
 from .operations.pools import MASK_OF, mask_of_choice, pooled_indexer_forward
 from .operations.row_positions import CHECKPOINTS_CACHE, counting_forward, telling_forward
+from .operations.shared_attention import shared_attention_forward
 from .operations.shared_input import SharedInput, siblings_of
 from .recurrent.heads import HeadDivision
 from .recurrent.layers import recurrent_forward
@@ -161,7 +162,7 @@ class Numerics:
         for module in root.modules():
             pooled = pooled_indexer_forward(module) or block_indexer_forward(module) or ngram_forward(module)
             counting = counting_forward(module)
-            telling = counting or telling_forward(module)
+            telling = counting or telling_forward(module) or shared_attention_forward(module)
             forward = pooled or indexer_forward(module) or telling or distance_bias_forward(module)
             if forward is not None:
                 self._patches.append((module, "forward", forward))

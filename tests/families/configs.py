@@ -116,6 +116,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False},
     "step3p5": {"sliding_window": 20},
     "zamba": {"num_hidden_layers": 12, "layers_block_type": None},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},  # of one shared block
 }
 
 

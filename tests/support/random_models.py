@@ -88,6 +88,17 @@ _JAMBA = {
     **{"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4},
     **{"num_experts_per_tok": 2, "mamba_d_state": 12, "mamba_dt_rank": 20},
 }
+# One block of attention and MLP in two layers, of which each has adapters of its own; Zamba's Mamba layers have heads.
+_SHARED = {
+    **{"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4},
+    **{"n_mamba_heads": 4, "head_dim": ABSENT},
+}
+_ZAMBA = {**_SHARED, "n_mamba_heads": 2, "mamba_d_state": 12, "mamba_dt_rank": 20}
+_ZAMBA_2 = {
+    **_SHARED,
+    **{"mamba_d_state": 20, "mamba_ngroups": 2, "chunk_size": 16, "use_shared_attention_adapter": True},
+    **{"adapter_rank": 8, "use_mem_rope": True},
+}
 
 # Rows see more keys than their indexer selects; of 16 heads not all are zero, so that scores differ.
 _INDEXED = {
@@ -185,9 +196,11 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "falcon_h1": ("FalconH1Config", _FALCON),
     "bamba": ("BambaConfig", {**_MAMBA, "mamba_d_head": "auto", "attn_layer_indices": [1]}),
     "mamba2": ("Mamba2Config", _MAMBA_2),
-    "mamba": ("MambaConfig", {**_SCAN, "tie_word_embeddings": False}),
-    "falcon_mamba": ("FalconMambaConfig", {**_SCAN, "tie_word_embeddings": False}),
+    "mamba": ("MambaConfig", _SCAN),
+    "falcon_mamba": ("FalconMambaConfig", _SCAN),
     "jamba": ("JambaConfig", _JAMBA),
+    "zamba": ("ZambaConfig", _ZAMBA),
+    "zamba2": ("Zamba2Config", _ZAMBA_2),
     "deepseek_v32": ("DeepseekV32Config", _INDEXED),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_INDEXED, "indexer_types": ["full", "shared", "full"]}),
     "llama4": ("Llama4TextConfig", _CHUNKED),
@@ -202,6 +215,13 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 
+# Whose layers have another form in older versions of transformers.
+_NEWEST = {
+    *("lfm2", "lfm2_moe", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "inkling", "inkling2", "glm5_next"),
+    *("qwen4_exp", "mamba", "mamba2", "falcon_mamba", "jamba", "zamba", "zamba2"),
+}
+# Tied heads, which would repeat the newest token for ever if embeddings were large.
+_SMALL_EMBEDDINGS = ("mamba", "falcon_mamba", "zamba", "zamba2")
 
 _made: dict[str, tuple[PreTrainedModel, torch.Tensor]] = {}  # with torch's random numbers after the model's
 
@@ -211,17 +231,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: o
 
     Example: `random_model("gemma2", vocab_size=128)`.
     """
-    if family in (
-        "lfm2",
-        "lfm2_moe",
-        "deepseek_v32",
-        "deepseek_v4",
-        "glm_moe_dsa",
-        "inkling",
-        "inkling2",
-        "glm5_next",
-        "qwen4_exp",
-    ):
+    if family in _NEWEST:
         needs_transformers(5, 23)
     key = repr((family, dtype, sorted(overrides.items()), torch.get_default_device()))
     if key not in _made:
@@ -247,7 +257,11 @@ def initial_model(family: str, **overrides: object) -> PreTrainedModel:
 
 
 def _make(family: str, dtype: torch.dtype, overrides: dict[str, object]) -> PreTrainedModel:
-    return spread_weights(cast(initial_model(family, **overrides), dtype)).eval()
+    model = spread_weights(cast(initial_model(family, **overrides), dtype)).eval()
+    if family in _SMALL_EMBEDDINGS:
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(0.25)
+    return model
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -59,11 +59,11 @@ def _without_cache(forward: Forward, call: LayerCall) -> Forward:
 
     def run(*args: Any, **named: Any) -> Any:
         of_layer = [cache.keywords for name in _CACHES if isinstance(cache := named.get(name), RowCache)]
-        call.keywords = of_layer[0] if of_layer else named
+        call.begin(of_layer[0] if of_layer else named)
         try:
             return forward(*args, **{**named, **{name: None for name in _CACHES if name in named}})
         finally:
-            call.keywords = {}
+            call.begin({})
 
     return run
 

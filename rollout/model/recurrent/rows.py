@@ -50,6 +50,16 @@ class LayerCall(threading.local):
 
     def __init__(self) -> None:
         self.keywords: Mapping[str, object] = {}  # of its forward
+        self.num_scans = 0  # so far
+
+    def begin(self, keywords: Mapping[str, object]) -> None:
+        """Begin a call with these keywords; end it with none."""
+        self.keywords, self.num_scans = keywords, 0
+
+    def next_scan(self) -> str:
+        """Return the name of the state of the call's next scan: a layer may have one for each head (Zamba)."""
+        self.num_scans += 1
+        return "recurrent" if self.num_scans == 1 else f"recurrent {self.num_scans}"
 
 
 def rows_of(

@@ -46,15 +46,15 @@ def selective_scan_of(module: nn.Module, division: HeadDivision, call: LayerCall
         rows = rows_of(module, batch, num_rows, hidden_states.device, call.keywords)
         x, steps, b, c = (_by_row(t) for t in (hidden_states, _steps(dt, delta_bias), B, C))
         a, skip = A[None], None if D is None else D[None]
-        share = division.share(num_channels, 1)
-        if (slots := rows.slots("recurrent")) is not None:
+        share, name = division.share(num_channels, 1), call.next_scan()
+        if (slots := rows.slots(name)) is not None:
             x, steps, a = x[..., share.heads], steps[..., share.heads], a[:, share.heads]
             skip = None if skip is None else skip[:, share.heads]
             y = selective_scan_in_slots(x, steps, a, b, c, skip, rows.cu_seqlens, slots)
             y = share.gathered(y.mT).mT
         else:
             y, final = selective_scan(x, steps, a, b, c, skip, rows.cu_seqlens)
-            rows.keep("recurrent", final[..., share.heads])
+            rows.keep(name, final[..., share.heads])
         y = y[:, 0].unflatten(0, (batch, num_rows)).transpose(1, 2)
         return y if z is None else y * silu(z)
 

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from lockstep.kernels.recurrent import scan_gradient
 from lockstep.kernels.recurrent.delta_rule import DeltaRule, gated_delta_rule, reference_gated_delta_rule
 from lockstep.kernels.recurrent.selective_scan import selective_scan, selective_scan_in_slots
 from lockstep.kernels.recurrent.slots import Slots
+from lockstep.tests.optional_packages import needs_transformers
 
 LENGTHS = [1, 70, 5, 130]
 HEADS, STATE = 2, 16
@@ -39,6 +39,9 @@ def rows_of(tensors: list[Tensor], first: int, end: int) -> list[Tensor]:
 
 def transformers_own(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
     """Compute each head with transformers' function, which takes tokens last."""
+    needs_transformers(5, 23)
+    from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+
     x, dt, b, c = (t.permute(1, 2, 0)[:, None] for t in (x, dt, b, c))
     heads = [mamba_selective_scan(x[h], dt[h], a[h], b[h], c[h], D=d[h]) for h in range(len(a))]
     return torch.cat(heads).permute(2, 0, 1)

@@ -12,7 +12,7 @@ LENGTHS = [1, 37, 2, 1, 50, 3]  # some are shorter than a convolution, or than a
 
 
 @pytest.mark.parametrize(
-    "family", ["inkling", "inkling2", "deepseek_v4", "llama4", "jamba", "mamba2", "mamba", "falcon_mamba"]
+    "family", ["inkling", "inkling2", "deepseek_v4", "llama4", "jamba", "mamba2", "mamba", "zamba", "zamba2"]
 )
 def test_checkpoints_of_packed_rows_give_the_same_bits(make_model, restore_threads, family):
     torch.set_num_threads(1)
