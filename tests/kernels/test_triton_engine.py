@@ -22,6 +22,7 @@ if device == "cpu":
     gpu.why_not_triton = lambda device_type: None
 from lockstep.kernels.attention import triton_kernels as attention
 from lockstep.kernels.layers import triton_rms_norm
+from lockstep.kernels.recurrent import triton_kernels as recurrent
 from lockstep.kernels.linear import triton_grouped, triton_kernels as linear
 from lockstep.kernels.sampling import triton_draws, triton_logprobs
 from lockstep.tests.rollout import test_invariance_table as table
@@ -42,15 +43,16 @@ def count(module, name):
 
 for module, name in ((attention, "triton_attention"), (linear, "product"), (triton_rms_norm, "forward"),
                      (triton_grouped, "routed_sum"), (triton_logprobs, "selected"), (triton_logprobs, "scaled"),
-                     (triton_draws, "draw")):
+                     (triton_draws, "draw"), (recurrent, "gated_delta_rule"), (recurrent, "gated_delta_rule_in_slots")):
     count(module, name)
 dtype, family = getattr(torch, sys.argv[1]), sys.argv[2]
 kinds = {  # of the one layer
     "inkling": {"layer_types": ["hybrid_sliding"], "mlp_layer_types": ["sparse"]},
     "inkling2": {"layer_types": ["hybrid"]},
     "deepseek_v4": {"layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"]},
+    "zamba": {"num_hidden_layers": 2, "layers_block_type": ["hybrid"] * 2},  # which share a block
 }
-model = random_model(family, dtype, num_hidden_layers=1, **kinds.get(family, {})).to(device)
+model = random_model(family, dtype, **{"num_hidden_layers": 1, **kinds.get(family, {})}).to(device)
 prompts = [[5], table.STEM[:33], [*table.STEM[:20], 9, 8]]
 settings = [table.params(i, 4) for i in range(3)]
 engine = table.make_engine(model, kv_cache="32 blocks", max_num_seqs=4, chunked_prefill_size=17)
@@ -83,6 +85,8 @@ print(json.dumps({"linear": guarantee.linear, "attention": guarantee.attention, 
         pytest.param("float32", "inkling", marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", "inkling2", marks=pytest.mark.slow),
         pytest.param("float32", "deepseek_v4", marks=pytest.mark.exhaustive),
+        pytest.param("float32", "mamba", marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", "zamba", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_engine_on_all_triton_kernels_at_once_keeps_the_trainers_bits(dtype, family):
@@ -97,6 +101,8 @@ def test_an_engine_on_all_triton_kernels_at_once_keeps_the_trainers_bits(dtype, 
     assert (report["linear"], report["attention"]) == ("triton", "triton")
     has_experts = family in ("qwen3_moe", "gpt_oss", "inkling", "inkling2", "deepseek_v4")
     assert ("linear.triton_grouped.routed_sum" in report["calls"]) == has_experts
+    scans = {"recurrent.triton_kernels.gated_delta_rule", "recurrent.triton_kernels.gated_delta_rule_in_slots"}
+    assert scans.isdisjoint(report["calls"]) == (family not in ("mamba", "zamba"))
     assert {
         "attention.triton_kernels.triton_attention", "linear.triton_kernels.product", "layers.triton_rms_norm.forward",
         "sampling.triton_logprobs.selected", "sampling.triton_draws.draw",

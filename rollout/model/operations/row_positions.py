@@ -72,7 +72,8 @@ def telling_forward(module: nn.Module) -> Forward | None:
     """Return the forward of a model that passes its layers a mask and a cache alone (Mamba), with a cache that brings
     them the keywords of the call; None for any other module.
 
-    It raises ValueError for position_ids of packed rows without cu_seq_lens_q, which the model's own code ignores.
+    It raises ValueError for a cache that its caller brings, as generate() does, and for position_ids of packed rows
+    without cu_seq_lens_q, which the model's own code ignores.
     """
     if not isinstance(module, PreTrainedModel) or _STATES not in inspect.signature(module.forward).parameters:
         return None
@@ -81,6 +82,11 @@ def telling_forward(module: nn.Module) -> Forward | None:
 
     def run(*args: Any, **named: Any) -> Any:
         given = signature.bind(*args, **named)
+        if not isinstance(given.arguments.get(_STATES), RowCache | None):
+            raise ValueError(
+                f"{type(module).__name__} was given a cache: hosted layers keep their own states, so call the module "
+                "with use_cache=False and not through generate()"
+            )
         inputs = [x for name in _INPUTS if (x := given.arguments.get(name)) is not None]
         cache = RowCache.of(module, inputs[0].shape[1], inputs[0].device, named) if inputs else None
         if cache is not None:

@@ -94,6 +94,14 @@ def test_positions_of_packed_rows_alone_are_refused(make_model, family):
         engine.model.module(ids, position_ids=positions)
 
 
+@FAMILIES
+def test_a_cache_of_the_callers_is_refused(make_model, family):
+    """Hosted layers would begin anew with each of its tokens."""
+    engine = Engine(make_model(family), EngineConfig(kv_cache="64 blocks"))
+    with engine.model.training_numerics(), pytest.raises(ValueError, match="was given a cache: hosted layers keep"):
+        engine.model.module.generate(torch.arange(7)[None], max_new_tokens=2, do_sample=False, pad_token_id=0)
+
+
 def test_other_models_without_attention_are_refused_by_name(make_model, monkeypatch):
     from transformers import AutoModelForCausalLM
     from transformers.models.mamba import modeling_mamba
