@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 import time
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +13,8 @@ from ...kernels.sampling.draws import derive_seed
 from ..giving_way import give_way, others_compute
 from ..grammars.catalog import Grammars
 from ..grammars.matcher import CompiledGrammar
+from ..media.images import Images
+from ..media.reader import IDS, ImageReader
 from ..request_options import Begun, Renewal, RequestOptions
 from ..sampling_params import LEAST_BIAS, SamplingParams
 from ..sequences.detokenizer import IncrementalDetokenizer
@@ -27,9 +29,17 @@ _INSTEAD_OF_MAPPINGS = {  # by a key that tells what was given
     "role": "write messages with the tokenizer's chat template first (apply_chat_template)",
 }
 
-Prompt = str | Sequence[int]
+# A text, token ids, or what a processor makes of one text and its images: input_ids, pixel_values and so on.
+Prompt = str | Sequence[int] | Mapping[str, object]
 Params = SamplingParams | Mapping[str, object] | None
 Settings = tuple[SamplingParams, CompiledGrammar | None]  # parameters and the grammar that they ask for
+
+
+class CheckedPrompt(NamedTuple):
+    """A prompt that can run."""
+
+    token_ids: list[int]
+    images: Images | None = None
 
 
 class Intake:
@@ -43,10 +53,14 @@ class Intake:
         grammars: Grammars,
         media_tokens: Mapping[int, str] | None = None,
         *,
+        image_reader: ImageReader | None = None,
+        gives_receipts: bool = False,
         max_model_len: int,
         eos_token_ids: frozenset[int],
     ) -> None:
-        """Create an intake. media_tokens: the kind of media, which are not supported, that a token stands for."""
+        """Create an intake. media_tokens: the kind of media that a token stands for; image_reader: None for a model
+        that runs on text only; gives_receipts: whether answers get receipts where a request does not say."""
+        self._images, self._gives_receipts = image_reader, gives_receipts
         self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
         self._media_tokens = dict(media_tokens or {})
         self._tokenizer = tokenizer
@@ -64,17 +78,12 @@ class Intake:
         checked = [as_params(one) for one in params]
         return list(zip(checked, self._grammars.compiled(checked), strict=True))
 
-    def checked(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> list[int]:
-        """Return the token ids of a prompt that can run with these settings. Raises ValueError."""
+    def checked(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> CheckedPrompt:
+        """Return a prompt that can run with these settings. Raises ValueError."""
         give_way()
         if not isinstance(options, RequestOptions):
             raise ValueError(f"options are RequestOptions, not {_SHORT.repr(options)}")
-        its_ids = prompt_ids(prompt, self._tokenizer, self._vocab_size)
-        if found := {kind for id, kind in self._media_tokens.items() if id in its_ids}:
-            raise ValueError(
-                f"the prompt has placeholders of {' and '.join(sorted(found))} input, which is not supported: it "
-                "runs on text"
-            )
+        its_ids, images = self._read(prompt, options)
         if self._tokenizer is None and params.needs_text:
             raise ValueError("stop strings need a tokenizer, and this engine has none")
         if options.logprob_start_len > len(its_ids):
@@ -94,7 +103,25 @@ class Intake:
             self._check_renewal(options.renewal, params)
         if options.begun is not None:
             self._check_begun(options.begun, params, options)
-        return its_ids
+        return CheckedPrompt(its_ids, images)
+
+    def _read(self, prompt: Prompt, options: RequestOptions) -> CheckedPrompt:
+        """Return a prompt's token ids and images. Raises ValueError, also for other media, and for tokens of images
+        without any."""
+        images: Images | None = None
+        if isinstance(prompt, Mapping) and "pixel_values" in prompt and IDS in prompt and self._images is not None:
+            prompt, images = self._images.read(prompt)
+        its_ids = prompt_ids(prompt, self._tokenizer, self._vocab_size)
+        media = {kind for id, kind in self._media_tokens.items() if id in its_ids}
+        if found := media - ({"image"} if images is not None else set()):
+            remedy = "it runs on text" if self._images is None else "pass images as their processor gives them"
+            raise ValueError(
+                f"the prompt has placeholders of {' and '.join(sorted(found))} input, which is not supported: {remedy}"
+            )
+        asked = options.return_receipt
+        if images is not None and (self._gives_receipts if asked is None else asked):
+            raise ValueError("receipts do not hold images: ask for none (return_receipt=False)")
+        return CheckedPrompt(its_ids, images)
 
     def _check_bias(self, bias: Mapping[int, float], params: SamplingParams) -> None:
         """Check that a `logit_bias` names tokens of the vocabulary and leaves one of them, which with `min_new_tokens`
@@ -152,7 +179,7 @@ class Intake:
         return self._num_made - num
 
     def requests(
-        self, its_ids: list[int], settings: Settings, options: RequestOptions, ids: Sequence[str], number: int
+        self, prompt: CheckedPrompt, settings: Settings, options: RequestOptions, ids: Sequence[str], number: int
     ) -> list[Request]:
         """Make one request per id, the samples of a checked prompt. Needs no lock.
 
@@ -161,7 +188,7 @@ class Intake:
         params, grammar = settings
         now = time.monotonic()
         requests = [
-            self._request(id, its_ids, params, options, index, now, number + 1 + index) for index, id in enumerate(ids)
+            self._request(id, prompt, params, options, index, now, number + 1 + index) for index, id in enumerate(ids)
         ]
         if grammar is not None:
             for request in requests:
@@ -169,10 +196,11 @@ class Intake:
         return requests
 
     def _request(
-        self, id: str, its_ids: list[int], params: SamplingParams, options: RequestOptions, index: int, now: float,
+        self, id: str, prompt: CheckedPrompt, params: SamplingParams, options: RequestOptions, index: int, now: float,
         number: int,
     ) -> Request:  # fmt: skip
         give_way()
+        its_ids = prompt.token_ids
         renewal, begun = options.renewal, options.begun
         if (given := renewal or begun) is not None:
             seed, index = given.seed, given.index
@@ -185,7 +213,8 @@ class Intake:
             detokenizer = IncrementalDetokenizer(self._tokenizer, its_ids, params, self._search_time)
         sequence = TokenSequence(id, its_ids)
         earlier = renewal.token_ids if renewal is not None else ()
-        request = Request(sequence, params, options, index, seed, now, number, detokenizer, earlier=earlier)
+        request = Request(sequence, params, options, index, seed, now, number, detokenizer, earlier=earlier,
+                          images=prompt.images)  # fmt: skip
         if begun is not None:
             request.go_on_with(begun)
         return request
@@ -210,7 +239,8 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_
             "a prompt is a text or a list of token ids: "
             + next(
                 (remedy for key, remedy in _INSTEAD_OF_MAPPINGS.items() if key in prompt),
-                f"images and other inputs ({named}) are not supported",
+                f"images and other inputs ({named}) are not supported: pass what the model's processor makes of them "
+                "(input_ids, pixel_values and so on)",
             )
         )
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):

@@ -11,11 +11,15 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
+from torch import Tensor
+
+from ..check.image_check import check_images
 from ..completion import Completion, FinishReason, StreamChunk
 from ..errors import EngineStopped
 from ..grammars.cache import Promise
 from ..loop.between_steps import BetweenSteps
 from ..loop.parts import Parts
+from ..media.reader import ImageReader
 from ..model.loading import media_tokens
 from ..replica.calls import RankCalls
 from ..request_options import Renewal, RequestOptions
@@ -49,7 +53,25 @@ class RequestDesk:
             parts.tokenizer, parts.model.vocab_size, parts.config.seed, parts.grammars,
             media_tokens(parts.model.module.config), max_model_len=parts.max_model_len,
             eos_token_ids=parts.eos_token_ids,
+            image_reader=self._image_reader(),
+            gives_receipts=parts.config.receipts != "off",
         )  # fmt: skip
+
+    def _image_reader(self) -> ImageReader | None:
+        """Return the reader of prompts with images, which runs the model between two steps; None: it takes none."""
+        model, command = self._parts.model, self._driver.command
+        if (encoder := model.images) is None:
+            return None
+
+        def count(inputs: Mapping[str, Tensor]) -> int:
+            with model.rollout_phase():
+                return encoder.count(inputs)
+
+        return ImageReader(
+            model.module,
+            lambda inputs: command("count_features", lambda: count(inputs)),
+            lambda ids, images: command("check_images", lambda: check_images(model, ids, images)),
+        )
 
     # -- without waiting --------------------------------------------------------------------------------------------
 
@@ -97,8 +119,8 @@ class RequestDesk:
         """Raise the ValueError that `submit` would raise for this prompt. Compiles its grammar: a later `submit` of it
         does not wait."""
         [settings] = self._intake.settings([params])
-        its_ids = self._intake.checked(prompt, settings[0], options)
-        self._intake.requests(its_ids, settings, options, ["checked"], 0)  # a grammar, or begun tokens, may not fit
+        checked = self._intake.checked(prompt, settings[0], options)
+        self._intake.requests(checked, settings, options, ["checked"], 0)  # a grammar, or begun tokens, may not fit
 
     def ask_grammars(self, params: Iterable[SamplingParams]) -> list[Promise]:
         """Start to compile the grammars of these parameters; returns the unfinished ones at once.
@@ -284,7 +306,7 @@ class RequestDesk:
             raise ValueError(f"a rid must be a text, not {bad[0]!r:.100}")
         if wrong := [one for one in options if not isinstance(one, RequestOptions)]:
             raise ValueError(f"options are RequestOptions, not {wrong[0]!r:.100}")
-        token_ids = [self._intake.checked(prompt, setting[0], option) for prompt, setting, option, _ in asked]
+        checked = [self._intake.checked(prompt, setting[0], option) for prompt, setting, option, _ in asked]
         names = [rid or fresh for rid, fresh in zip(rids, fresh_ids(len(rids)), strict=True)]
         groups = [
             [name] if setting[0].n == 1 else [f"{name}-{index}" for index in range(setting[0].n)]
@@ -300,8 +322,8 @@ class RequestDesk:
             number = self._intake.numbers(len(ids))
         try:
             requests: list[Request] = []
-            for its_ids, (_, setting, option, _), name, group in zip(token_ids, asked, names, groups, strict=True):
-                made = self._intake.requests(its_ids, setting, option, group, number + len(requests))
+            for prompt, (_, setting, option, _), name, group in zip(checked, asked, names, groups, strict=True):
+                made = self._intake.requests(prompt, setting, option, group, number + len(requests))
                 for request in made:
                     request.base_id = option.base_id or name
                 requests += made

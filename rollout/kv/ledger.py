@@ -89,7 +89,7 @@ class KVLedger:
         """Return the full blocks of a live request's tokens, by hash."""
         prefix = self._prefixes.get(request)
         if prefix is None:
-            prefix = Prefix(request.sequence.token_ids, self.block_size, request.options.extra_key)
+            prefix = Prefix(request.sequence.token_ids, self.block_size, request.cache_key)
             self._prefixes[request] = prefix
         return prefix
 

@@ -66,7 +66,7 @@ def plan_kv_pool(
 
 def bytes_per_token(shapes: Iterable[KVShape]) -> int:
     """Return the bytes of one token in a cache with these layers."""
-    return sum(((s.key_dim + s.value_dim) * s.num_kv_heads + s.index_dim) * s.dtype.itemsize for s in shapes)
+    return sum(shape.num_bytes for shape in shapes)
 
 
 def usable_bytes(device: torch.device) -> int:
@@ -117,10 +117,10 @@ class KVCache:
         keys, values, index_keys = [], [], []
         try:
             for shape in self._shapes:
-                make = partial(torch.empty, dtype=shape.dtype, device=self._device)
-                keys.append(make(*rows, shape.num_kv_heads, shape.key_dim))
-                values.append(make(*rows, shape.num_kv_heads, shape.value_dim))
-                index_keys.append(make(*rows, shape.index_dim))
+                make = partial(torch.empty, device=self._device)
+                keys.append(make(*rows, shape.num_kv_heads, shape.key_dim, dtype=shape.dtype))
+                values.append(make(*rows, shape.num_kv_heads, shape.value_dim, dtype=shape.dtype))
+                index_keys.append(make(*rows, shape.index_dim, dtype=shape.index_dtype))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

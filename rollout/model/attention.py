@@ -32,6 +32,7 @@ from .operations.indexer import IndexChoice
 from .operations.packed_rows import hosted_mask, query_start
 from .operations.pool_choice import PoolChoice
 from .operations.shared_attention import LAYER
+from .operations.vision import WHOLE, whole_attention
 from .recurrent.states import StepStates
 
 ATTENTION_NAMES: dict[AttentionPath, str] = {
@@ -150,6 +151,8 @@ def hosted_attention(
     module that `distance_bias.py` knows. Raises ValueError that names every unknown keyword; none is ignored.
     """
     step = others.pop(STEP_KEYWORD, None)
+    if WHOLE in vars(module):
+        return whole_attention(module, query, key, value, attention_mask, scaling)
     layer = cast(int, others.pop(LAYER, getattr(module, "layer_idx", None)))  # the probe refuses a module without
     rotation, query, key = _unrotated(step, query, key) if IS_USED else (None, query, key)
     _refuse_call(module, others, dropout)
@@ -167,8 +170,7 @@ def hosted_attention(
         "path": path,
     }
     chunk = cast(int | None, vars(module).get(CHUNK))
-    if indices is not None:
-        _refuse_choice(module, indices, batch * num_rows, sliding_window or chunk, position_bias)
+    _refuse_choice(module, indices, batch * num_rows, sliding_window or chunk, position_bias)
     if rotation is not None and isinstance(step, StepContext):
         out = _with_rotation(rotation, value, step.of_layer(layer, chunk), step.slots, options)
         return out.view(batch, num_rows, num_heads, value.shape[3]), None
@@ -180,8 +182,7 @@ def hosted_attention(
             _tell(step, module, rows, layer, chunk, attention_mask, options, choice)
         mask = choice.mask if isinstance(choice, PoolChoice) else attention_mask
         starts = query_start(mask, cu_seq_lens_q, others.get("position_ids"), batch, num_rows, query)
-        if chunk is not None:
-            starts = chunked_starts(starts, chunk, batch * num_rows)
+        starts = starts if chunk is None else chunked_starts(starts, chunk, batch * num_rows)
         out = _packed(rows, starts, options, choice)
     return out.view(batch, num_rows, num_heads, value.shape[3]), None
 
@@ -246,14 +247,12 @@ def _tell(
     options: _KernelOptions, choice: _Choice,
 ) -> None:  # fmt: skip
     """Tell the start-up probe of a call: the shape of a layer's KV of one token, its window and its mask."""
-    index_dim, rate = 0, 1
-    if isinstance(choice, Entries):
-        if choice.keys is not None:
-            index_dim, rate = choice.keys.shape[1], choice.rate
-    elif choice is not None and choice.layer == layer:  # it has an indexer of its own
-        index_dim, rate = choice.keys.shape[1], choice.rate if isinstance(choice, PoolChoice) else 1
     (_, num_heads, key_dim), value_dim = rows[1].shape, rows[2].shape[2]
-    shape = KVShape(num_heads, key_dim, value_dim, rows[1].dtype, index_dim, rate)
+    shape = KVShape(num_heads, key_dim, value_dim, rows[1].dtype)
+    has_indexer = isinstance(choice, Entries) or (choice is not None and choice.layer == layer)  # of its own
+    if choice is not None and has_indexer and (keys := choice.keys) is not None:
+        rate = 1 if isinstance(choice, IndexChoice) else choice.rate
+        shape = replace(shape, index_dim=keys.shape[1], index_rate=rate, index_dtype=keys.dtype)
     mask = None if isinstance(choice, PoolChoice) else mask
     probe.attention_called(module, layer, shape, options["window"], chunk, mask)
 
@@ -308,7 +307,9 @@ def _in_step(
 
 
 def _refuse_choice(module: nn.Module, choice: object, num_rows: int, window: int | None, bias: Tensor | None) -> None:
-    """Raise ValueError for a choice that is not one of these rows, as that of a hosted indexer is."""
+    """Raise ValueError for a choice that is not one of these rows, as that of a hosted indexer is; None is none."""
+    if choice is None:
+        return
     name = type(module).__name__
     if not isinstance(choice, IndexChoice):
         raise ValueError(f"{name} brings indices of keys that no hosted indexer has selected: not supported")

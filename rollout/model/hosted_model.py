@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ...kernels.machine.huge_pages import use_huge_pages
 from ..errors import MemoryReleased, PhaseError
+from ..media.encoder import NO_FEATURES, ImageEncoder
 from ..ranks.mesh import Mesh
 from ..sharding.division import FullSpec, divide
 from ..sharding.part import Part, copy_part, load_part
@@ -24,7 +25,7 @@ from .adapters.layers import HostedAdapters
 from .attention import ATTENTION_NAMES, STEP_KEYWORD, StepContext
 from .forward_numerics import ForwardNumerics
 from .given_module import device_of, given_module
-from .layer_probe import PROBING, KVShape, LayerProbe
+from .layer_probe import PROBING, LayerProbe
 from .loading import load_whole, read_config
 from .operations.functions import without_autocast
 from .operations.packed_rows import NO_MASK
@@ -76,10 +77,10 @@ class HostedModel:
         warn_of_rounded_frequencies(self.trained_module)
         refuse_different_choices(self.numerics.guarantee, self.mesh)
         self.phase = RolloutPhase(hosted, owned=owned)
+        self.images = ImageEncoder.of(self.module, self.numerics.around) if self.mesh.num_ranks == 1 else None
         use_huge_pages((parameter for _, parameter in self._tensors.parameters()), now=True)
         probe = self._probe()
-        none = KVShape(0, 0, 0, self.dtype)
-        self.kv_shapes = [probe.layers.get(index, none) for index in self.division.layers]  # of this rank's layers
+        self.kv_shapes = probe.kv_shapes(self.division.layers, self.dtype)  # of this rank's layers
         self.windows = probe.windows  # tokens that rows of some layers see, with the attention of the first of them
         self.state_shapes: StateShapes = probe.states  # of this rank's recurrent layers; empty: it has none
         logger.info("hosting %s: %s", type(self.module).__name__, self.numerics.describe())
@@ -117,8 +118,7 @@ class HostedModel:
         """
         num_ranks = 1 if mesh is None else mesh.num_ranks
         module = given_module(module, is_copied=num_ranks > 1)
-        parameter = first_weight(module.parameters())
-        wrong = []
+        parameter, wrong = first_weight(module.parameters()), list[str]()
         if HostedAdapters(module) and (num_ranks > 1 or k_blocks > 1):
             raise ValueError(
                 f"{type(module).__name__} has adapters, which need one rank and k_blocks=1, not {num_ranks} and "
@@ -312,13 +312,14 @@ class HostedModel:
         hidden: Tensor | None = None,
         *,
         whole_logits: bool = True,
+        features: Mapping[str, object] = NO_FEATURES,
     ) -> Tensor:
         """Run this rank's stage and write the rows' KV. Ranks of one stage run it together and return the same.
 
-        token_ids, positions: int64 [N]; a later stage gets no ids, but the hidden states [N, D] of the stage before.
-        logit_rows: int64 [R], the rows that get logits; None: all N. Returns hidden states [N, D], on the last stage
-        logits [R, vocab]. Raises PhaseError outside the rollout phase. whole_logits: False for the part of the
-        vocabulary that this rank has, if any.
+        token_ids: int64 [N], positions: int64 [N] or, by part of the rotary, [S, N]; a later stage gets no ids, but the
+        hidden states [N, D] of the stage before. logit_rows: int64 [R], the rows that get logits; None: all N. Returns
+        hidden states [N, D], on the last stage logits [R, vocab]. Raises PhaseError outside the rollout phase.
+        whole_logits: False for the part of the vocabulary that this rank has, if any. features: of images.
         """
         if not self.phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
@@ -326,10 +327,10 @@ class HostedModel:
             raise PhaseError("the module's attention was replaced inside the rollout phase: set it outside")
         step.first_layer = self.division.layers.start
         last = self.numerics.last_layer if step.ends_at is None else None
-        step.wanted = logit_rows if last and last.leaves_out(self, logit_rows, len(positions)) else None
+        step.wanted = logit_rows if last and last.leaves_out(self, logit_rows, positions.shape[-1]) else None
         divided = self.numerics.divided_logits
         with without_autocast(), nullcontext() if whole_logits or divided is None else divided.left_out():
-            return self.call(token_ids, positions, step, logit_rows, hidden)
+            return self.call(token_ids, positions, step, logit_rows, hidden, features=features)
 
     def call(
         self,
@@ -339,15 +340,16 @@ class HostedModel:
         logit_rows: Tensor | None,
         hidden: Tensor | None,
         mask: Tensor | None = NO_MASK,
+        features: Mapping[str, object] = NO_FEATURES,
     ) -> Tensor:
         """Run this rank's stage as `forward` does: in a step, or over one whole sequence if `step` is None.
 
-        mask: None lets transformers make its own, which the attention reads and drops.
+        mask: None lets transformers make its own, which the attention reads and drops. features: see `ImageEncoder`.
         """
-        common: dict[str, Any] = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
-        common[STEP_KEYWORD] = step
-        if getattr(self.config, "output_router_logits", False):
-            common["output_router_logits"] = False  # they are of the trainer's loss
+        common: dict[str, Any] = {"position_ids": positions.unsqueeze(-2), "attention_mask": mask, "use_cache": False}
+        common |= {STEP_KEYWORD: step, **features}
+        if getattr(self.config, "output_router_logits", False):  # they are of the trainer's loss
+            common["output_router_logits"] = False
         if self._stage_input is None:
             assert token_ids is not None
             common["input_ids"] = token_ids.unsqueeze(0)

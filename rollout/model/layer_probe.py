@@ -29,6 +29,12 @@ class KVShape:
     dtype: torch.dtype
     index_dim: int = 0  # of the keys of its indexer; 0: it has none
     index_rate: int = 1  # tokens for which the indexer has one key
+    index_dtype: torch.dtype = torch.float32  # of these keys
+
+    @property
+    def num_bytes(self) -> int:
+        numbers = (self.key_dim + self.value_dim) * self.num_kv_heads
+        return numbers * self.dtype.itemsize + self.index_dim * self.index_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,10 @@ class LayerProbe:
 
     def _blame(self, layer: int, fault: str) -> None:
         self.faults.setdefault(fault, set()).add(layer)
+
+    def kv_shapes(self, layers: Iterable[int], dtype: torch.dtype) -> list[KVShape]:
+        """Return the shapes of the KV of these layers, empty ones of this dtype for layers without."""
+        return [self.layers.get(index, KVShape(0, 0, 0, dtype)) for index in layers]
 
     def refuse_faults(self, expected: Sequence[int], name: str) -> None:
         """Raise ValueError that names everything that cannot be hosted.

@@ -43,6 +43,7 @@ from .operations.pools import MASK_OF, mask_of_choice, pooled_indexer_forward
 from .operations.row_positions import CHECKPOINTS_CACHE, counting_forward, telling_forward
 from .operations.shared_attention import shared_attention_forward
 from .operations.shared_input import SharedInput, siblings_of
+from .operations.vision import WHOLE, whole_attention_parts
 from .recurrent.heads import HeadDivision
 from .recurrent.layers import recurrent_forward
 from .recurrent.ngrams import SHORT_CONV, ngram_forward, short_conv_of
@@ -178,6 +179,8 @@ class Numerics:
                 self._patches += [(found[0], "forward", found[1]), (module, COMPRESSOR, id(found[0]))]
             if (chunk := chunk_of(module)) is not None:
                 self._patches.append((module, CHUNK, chunk))
+
+        self._patches += [(part, WHOLE, True) for part in whole_attention_parts(root)]
 
     def _plan_shared(self, root: nn.Module, division: Division) -> None:
         """Plan the forwards of layers that several ranks share, or that sum K-blocks as if ranks shared them."""

@@ -33,7 +33,10 @@ def step_pools(
 
     keys = [rows(shape, shape.key_dim) for shape in kv_shapes]
     values = [rows(shape, shape.value_dim) for shape in kv_shapes]
-    index_keys = [torch.zeros(num_blocks, block_size, s.index_dim, dtype=s.dtype, device=device) for s in kv_shapes]
+    index_keys = [
+        torch.zeros(num_blocks, block_size, shape.index_dim, dtype=shape.index_dtype, device=device)
+        for shape in kv_shapes
+    ]
     slots = {
         layer: {name: torch.zeros(num_slots, *s.shape, dtype=s.dtype, device=device) for name, s in named.items()}
         for layer, named in states.items()

@@ -157,8 +157,9 @@ def refuse_other_outputs(name: str, out: Tensor, hidden_size: int, vocab_size: i
 
 
 @contextmanager
-def refused_if_it_fails(module: nn.Module) -> Iterator[None]:
-    """Turn an error of a module's own code into a ValueError that names it. Our refusals and errors of memory stay."""
+def refused_if_it_fails(module: nn.Module, what: str = "text") -> Iterator[None]:
+    """Turn an error of a module's own code into a ValueError that names it. Our refusals and errors of memory stay.
+    what: its forward is run on."""
     try:
         yield
     except (torch.OutOfMemoryError, LockstepError):
@@ -168,7 +169,7 @@ def refused_if_it_fails(module: nn.Module) -> Iterator[None]:
             raise
         text = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"{type(module).__name__} cannot be hosted: its forward fails on text with the engine's attention: "
+            f"{type(module).__name__} cannot be hosted: its forward fails on {what} with the engine's attention: "
             f"{type(error).__name__}: {text}"
         ) from error
 

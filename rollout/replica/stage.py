@@ -125,9 +125,8 @@ class Stage:
         context = StepContext(batch.slots, batch.paged, kv.keys, kv.values, states=states, index_caches=kv.index_keys)
         # A step of mid-prompt chunks needs no logits, but the module computes at least one row of them.
         rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)
-        received = {} if hidden is None else {"hidden": hidden}
         out = self._model.forward(
-            batch.token_ids, batch.positions, rows, context, **received, whole_logits=settings is None
+            batch.token_ids, batch.positions, rows, context, hidden, whole_logits=settings is None
         )
         if settings is None:
             return out

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention.paged import PagedStep
+from ..media.images import ImageRows
+from ..media.rows import image_rows, moved_rows
 from ..sequences.request import Request
 from ..sequences.sequence import Sequence
 from ..sequences.step import ScheduledSequence, ScheduleOutput
@@ -57,6 +59,13 @@ class Batch:
     allowed: tuple[bytes | None, ...] = ()  # per sampled row: the tokens its grammar allows; empty: no grammars
     is_decode: bool = False  # every row is sampled from, and none is read for anything else
     states: Tensor | None = None  # int64 [2, S]: slots that the sequences read and write; None: no recurrent layers
+    images: ImageRows | None = None  # None: no row has or follows images
+
+    @property
+    def rotary_positions(self) -> Tensor:
+        """The positions of the module's rotary, int64 [N] or, by part of it, [S, N]."""
+        moved = None if self.images is None else self.images.positions
+        return self.positions if moved is None else moved
 
     def to(self, device: torch.device) -> Batch:
         """Copy the batch to a device; returns itself if it is there already."""
@@ -72,6 +81,7 @@ class Batch:
             ),
             logit_rows=self.logit_rows.to(**to),
             states=None if self.states is None else self.states.to(**to),
+            images=None if self.images is None else self.images.to(device),
         )  # fmt: skip
 
 
@@ -119,6 +129,7 @@ def build_batch(
         jumps=tuple(wanted.jumps),
         allowed=tuple(wanted.allowed) if any(mask is not None for mask in wanted.allowed) else (),
         states=None if (states := state_slots(items)) is None else torch.from_numpy(states).to(**to),
+        images=image_rows(items, requests, positions, query_start[firsts], device),
     )
 
 
@@ -189,6 +200,7 @@ class StepRows(NamedTuple):
     sampled: tuple[SampledRow, ...]
     allowed: tuple[bytes | None, ...]
     states: np.ndarray | None
+    offsets: list[int] | None  # of the rotary positions, behind images; None: there are none
 
 
 def decode_rows(
@@ -201,11 +213,13 @@ def decode_rows(
     positions: list[int] = []
     sampled: list[SampledRow] = []
     allowed: list[bytes | None] = []
+    offsets: list[int] = []
     for item in items:
         id, _, start, _, _, _, _, _, mask, _, draft, _ = item
         tokens, request = workers.sequence(id).token_ids, requests[id]
         if start != len(tokens) - 1 or request.wants_prompt_logprobs:
             return None
+        offsets += [request.rotary_offset] * (1 + len(draft.token_ids))
         ids.append(id)
         token_ids.append(tokens[start])
         positions.append(start)
@@ -218,7 +232,9 @@ def decode_rows(
             sampled += sampled_rows(item, request)[1:]
             allowed += masks_of(item)[1:]
     masks = tuple(allowed) if allowed.count(None) < len(allowed) else ()
-    return StepRows(ids, token_ids, positions, tuple(sampled), masks, state_slots(items))
+    return StepRows(
+        ids, token_ids, positions, tuple(sampled), masks, state_slots(items), offsets if any(offsets) else None
+    )
 
 
 def _decode_batch(rows: StepRows, workers: WorkerSequenceManager, block_size: int, device: torch.device) -> Batch:
@@ -244,6 +260,7 @@ def _decode_batch(rows: StepRows, workers: WorkerSequenceManager, block_size: in
         allowed=rows.allowed,
         is_decode=True,
         states=None if rows.states is None else torch.from_numpy(rows.states).to(**to),
+        images=None if rows.offsets is None else moved_rows(positions, rows.offsets, device),
     )
 
 

@@ -29,6 +29,7 @@ class DecodeInputs:
     settings: RowSettings | None  # on the host; None: the drawn tokens are not read
     sources: np.ndarray | None = None  # int64 [n]: rows of the step before, whose drawn tokens are these rows' inputs
     states: np.ndarray | None = None  # int64 [2, n]: slots that the rows' sequences read and write, if there are any
+    rotary: np.ndarray | None = None  # int64 [n]: positions of the module's rotary; None: the same
 
 
 class DecodeRows(NamedTuple):

@@ -236,7 +236,8 @@ class DecodeGraphs:
         b, rows = self._buffers, padded_rows(inputs, size)
         numbers = staging.numbers.numpy()
         positions = inputs.positions[rows]
-        numbers[0, :size], numbers[1, :size] = inputs.token_ids[rows], positions
+        rotary = positions if inputs.rotary is None else inputs.rotary[rows]
+        numbers[0, :size], numbers[1, :size] = inputs.token_ids[rows], rotary
         numbers[2, :size], numbers[3, :size] = positions + 1, inputs.slots[rows]
         staging.context_lens.numpy()[:size] = positions + 1
         pairs = [(b.token_ids, 0), (b.positions, 1), (b.noise_positions, 2), (b.slots, 3)]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ..kv.tensors import KVCache
+from ..media.encoder import NO_FEATURES
 from ..model.attention import StepContext
 from ..model.hosted_model import HostedModel
 from ..reports.trace import Trace
@@ -87,6 +88,7 @@ class ModelRunner:
         inputs = DecodeInputs(
             batch.token_ids.numpy(), batch.positions.numpy(), batch.slots.numpy(), batch.paged.block_tables.numpy(),
             settings, states=None if batch.states is None else batch.states.numpy(),
+            rotary=None if batch.images is None else batch.rotary_positions.numpy(),
         )  # fmt: skip
         if settings is None:  # the host takes part in sampling
             return LaunchedStep(self._start(output, lambda: self._decode_with_host(output, batch, inputs)))
@@ -99,7 +101,7 @@ class ModelRunner:
         a step of few rows."""
         graphs, tables = self._graphs, self.workers.block_tables
         rows = decode_rows(output.scheduled, self.workers, requests)
-        if rows is None or rows.allowed or rows.states is not None:
+        if rows is None or rows.allowed or rows.states is not None or rows.offsets is not None:
             return None
         assert graphs is not None
         if (size := graphs.size_for(len(rows.ids))) is None:
@@ -154,12 +156,14 @@ class ModelRunner:
         if settings is None:
             return
         positions = np.array([item.start for item in output.scheduled], np.int64)
+        moved = np.array([requests[item.id].rotary_offset for item in output.scheduled], np.int64)
         tables = self.workers.block_tables.gather_ahead([(item.id, item.new_blocks) for item in output.scheduled])
         blocks, offsets = np.divmod(positions, self._block_size)
         slots = tables[np.arange(len(positions)), blocks] * np.int64(self._block_size) + offsets
         inputs = DecodeInputs(
-            positions, positions, slots, tables, settings, np.array(sources, np.int64), state_slots(output.scheduled)
-        )
+            positions, positions, slots, tables, settings, np.array(sources, np.int64), state_slots(output.scheduled),
+            positions + moved if moved.any() else None,
+        )  # fmt: skip
         self.num_begun += 1
         self._begun = self._decode(output, inputs)
 
@@ -231,7 +235,10 @@ class ModelRunner:
         context = StepContext(batch.slots, batch.paged, kv.keys, kv.values, states=states, index_caches=kv.index_keys)
         # A step of mid-prompt chunks needs no logits, but the module computes at least one row of them.
         rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)
-        logits = self._model.forward(batch.token_ids, batch.positions, rows, context)
+        features = NO_FEATURES
+        if batch.images is not None and self._model.images is not None:
+            features = self._model.images.keywords(batch.images, batch.token_ids)
+        logits = self._model.forward(batch.token_ids, batch.rotary_positions, rows, context, features=features)
         self.num_forwards += 1
         return torch.inference_mode()(lambda: results_of(output, batch, logits, self._sampler))
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 
 from ..completion import Completion, DrawnWith, FinishReason, KeptIds, NextToken, WeightSpan
 from ..grammars.state import GrammarState
+from ..media.images import Images
 from ..request_options import Begun, RequestOptions
 from ..sampling_params import SamplingParams
 from .detokenizer import IncrementalDetokenizer, StopRegexTimeout
@@ -43,9 +44,11 @@ class Request:
     base_id: str = ""  # the id of the request that this is a sample of
     earlier: tuple[int, ...] = ()  # an answer of other weights, whose tokens are drawn again, as many as stay in a step
     record: OutputRecord = field(init=False)
+    rotary_offset: int = field(init=False)  # of the module's rotary positions to those of the tokens behind the prompt
     draws_alone: bool = field(init=False)  # a decode step reads nothing of it but its tokens, and only a stop token
     # needs the host before the next one is drawn
     in_flight: InFlight = field(init=False, default_factory=InFlight)
+    images: Images | None = None  # of its prompt
     next_token: NextToken | None = None
     num_cached_tokens: int = 0
     num_retractions: int = 0  # also the incarnation: results of an earlier one are dropped
@@ -61,12 +64,19 @@ class Request:
             options.top_logprobs_num > 0, bool(options.token_ids_logprob),
             options.max_kept_ids > 0 and self.params.has_filters,
         )  # fmt: skip
+        self.rotary_offset = 0 if self.images is None else self.images.offset
         if options.logprob_start_len == 0:
             self.record.begin_prompt()
         reports_more = options.top_logprobs_num or options.token_ids_logprob or self.record.wants_kept
         self.draws_alone = self.params.draws_alone and not reports_more and not self.wants_prompt_logprobs
 
     id: ClassVar[str] = property(attrgetter("sequence.id"))  # type: ignore[assignment]  # without a call of Python
+
+    @property
+    def cache_key(self) -> str:
+        """The key that separates prefix caches, and samples for drafts, of equal tokens."""
+        key = self.options.extra_key
+        return key if self.images is None else f"{key}\n{self.images.digest}"
 
     @property
     def wants_prompt_logprobs(self) -> bool:

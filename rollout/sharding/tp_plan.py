@@ -210,12 +210,14 @@ def _unit_of(module: PreTrainedModel, owner_name: str, leaf: str, parameter: Ten
 def _head_problems(module: PreTrainedModel, roles: Roles, tp: int) -> list[str]:
     """List attentions with indivisible heads, or with tensors that are missing from the plan; each kind once."""
     problems: dict[str, str] = {}
-    heads = module.config.get_text_config(decoder=True).num_attention_heads
+    config = module.config.get_text_config(decoder=True)
+    of_layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else None
     for name, attention in module.named_modules():
         projections = [child for child, _ in attention.named_children() if roles[f"{name}.{child}"] == "column"]
         is_latent = hasattr(attention, "kv_b_proj")  # its latents, and an indexer, are whole on every rank
         if not hasattr(attention, "layer_idx") or not projections or not (hasattr(attention, "head_dim") or is_latent):
             continue
+        heads = (config if of_layers is None else of_layers[attention.layer_idx]).num_attention_heads
         if heads % tp:
             problems.setdefault("heads", f"num_attention_heads={heads} does not divide by tp={tp}")
         if is_latent:

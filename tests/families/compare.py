@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.completion import Completion
@@ -59,9 +59,14 @@ def compare(kind: str, model_type: str, progress: Progress) -> list[str]:
     return remarks
 
 
-def random_model(kind: str, model_type: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Make the tiny random model of a type, in train mode, with norms that are not all ones."""
-    config = tiny_config(model_type)
+def random_model(
+    kind: str,
+    model_type: str,
+    dtype: torch.dtype,
+    change: Callable[[PretrainedConfig], PretrainedConfig] = lambda config: config,
+) -> PreTrainedModel:
+    """Make the tiny random model of a type, with norms that are not all ones. change: of its configuration."""
+    config = change(tiny_config(model_type))
     torch.manual_seed(1)
     model = cast(CLASSES[kind].from_config(config, attn_implementation="eager"), dtype)
     spread_weights(model)

@@ -56,7 +56,7 @@ _HALF_MROPE = {
     "rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 }
 _INDEXER = {
-    "indexer_n_heads": 2,
+    "indexer_n_heads": 16,  # of few heads all may be zero, and scores equal
     "indexer_kv_heads": 1,
     "indexer_head_dim": 16,
     "indexer_budget": 16,

@@ -30,7 +30,9 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from lockstep.tests.families.compare import Differs, Progress, compare
+from lockstep.tests.families.compare import Differs, Progress
+from lockstep.tests.families.compare import compare as compare_text
+from lockstep.tests.families.images import compare_images
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "families.md"
 MAX_BYTES = 24 << 30  # of a process's addresses
@@ -39,8 +41,13 @@ VERDICTS = ("equal", "refused", "not built", "differs")
 TYPES: dict[str, list[str]] = {
     "text": sorted(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "vision": sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    "images": sorted(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
 }
-TITLES = {"text": "Causal language models", "vision": "Vision-language classes on text"}
+TITLES = {
+    "text": "Causal language models",
+    "vision": "Vision-language classes on text",
+    "images": "Vision-language classes with images",
+}
 Compare = Callable[[str, str, Progress], list[str]]
 _FORK = multiprocessing.get_context("fork")
 _NUMBER = re.compile(r"\d+(\.\d+)?(e[+-]\d+)?")
@@ -68,8 +75,9 @@ class Row:
         return f"| `{self.model_type}` | {self.verdict} | {self.text} |"
 
 
-def measure(kind: str, model_type: str, limit_s: float = LIMIT_S, compare: Compare = compare) -> Row:
-    """Compare one type in a forked process of its own."""
+def measure(kind: str, model_type: str, limit_s: float = LIMIT_S, compare: Compare | None = None) -> Row:
+    """Compare one type in a forked process of its own, as its kind says if no other comparison is given."""
+    compare = compare or (compare_images if kind == "images" else compare_text)
     mine, its = _FORK.Pipe(duplex=False)
     process = _FORK.Process(target=_answer, args=(its, kind, model_type, compare), daemon=True)
     process.start()
@@ -127,13 +135,16 @@ def page_of(rows: Iterable[Row]) -> str:
             "batch, a packed row;",
             "- a prompt is prefilled in chunks, beside others.",
         )),
+        "With images, random pixels in the form that the type's processor gives, log-probabilities are compared with "
+        "the module's own forward (float32, within 1e-3) and with the trainer's, bit for bit: one prompt alone, and a "
+        "padded batch whose images are encoded together.",
         "*equal*: all of this holds. *refused*: the engine is not made; the reason is its message. *not built*: no "
         "tiny model of the type could be made, so nothing is known here, and the check that every engine makes at its "
         "start decides. *differs*: a hosted model computes something else.",
         "\n".join((
-            "| verdict | causal language models | vision-language classes |",
-            "|---|---|---|",
-            *(f"| {verdict} | {counts['text', verdict]} | {counts['vision', verdict]} |" for verdict in VERDICTS),
+            "| verdict | causal language models | vision-language classes | with images |",
+            "|---|---|---|---|",
+            *(f"| {verdict} | {' | '.join(str(counts[kind, verdict]) for kind in TITLES)} |" for verdict in VERDICTS),
         )),
     ]  # fmt: skip
     for kind, title in TITLES.items():
@@ -171,13 +182,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make families", description="Measure the families of transformers.")
     parser.add_argument("--check", action="store_true", help="compare with the page instead of writing it")
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="these only")
+    parser.add_argument("--kinds", nargs="+", choices=tuple(TYPES), default=tuple(TYPES), help="these only")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="for one type; default 120")
     parser.add_argument("--verbose", action="store_true", help="show where an error came from")
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO if options.verbose else logging.ERROR)
     os.environ["HF_HUB_OFFLINE"] = "1"
     prepare()
-    types = [(kind, one) for kind, of_kind in TYPES.items() for one in of_kind]
+    types = [(kind, one) for kind in options.kinds for one in TYPES[kind]]
     if options.types:
         if unknown := set(options.types) - {one for _, one in types}:
             parser.error(f"transformers {transformers.__version__} has no {', '.join(sorted(unknown))}")
@@ -188,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for row in changed:
         print(f"{row.kind} {row.line()}\n  the page has: {before[row.key].line() if row.key in before else 'nothing'}")
     if not options.check:
-        kept = before if options.types else {}
+        kept = before if options.types or set(options.kinds) != set(TYPES) else {}
         of_all = kept | {row.key: row for row in rows}
         PAGE.write_text(page_of(of_all[key] for key in sorted(of_all)), encoding="utf-8")
     return 1 if any(row.verdict == "differs" for row in rows) or (options.check and changed) else 0

@@ -18,7 +18,8 @@ from lockstep.tests.families.compare import Differs
 # A type of each verdict and of each way to be hosted: its own rotary, MLA, experts, short convolutions, products by
 # matmul, text of a composite class; a reason of each kind.
 SAMPLE = [("text", "gpt2"), ("text", "phi3"), ("text", "deepseek_v3"), ("text", "lfm2"), ("text", "roberta"),
-          ("text", "bloom"), ("text", "phimoe"), ("text", "mamba"), ("vision", "llava")]  # fmt: skip
+          ("text", "bloom"), ("text", "phimoe"), ("text", "mamba"), ("vision", "llava"), ("images", "smolvlm"),
+          ("images", "glm4v"), ("images", "mistral3")]  # fmt: skip
 PAGE = sweep.PAGE.read_text(encoding="utf-8")
 TORCH = re.search(r" and torch ([0-9.]+[0-9])", PAGE)[1]
 same_transformers = pytest.mark.skipif(
@@ -38,9 +39,10 @@ def test_page_has_every_type_and_none_that_is_hosted_and_differs():
 def test_readme_has_the_counts_of_the_page():
     rows = sweep.rows_of(PAGE).values()
     of_kind = {kind: [row.verdict for row in rows if row.kind == kind] for kind in sweep.TYPES}
-    text, vision = (f"{verdicts.count('equal')} of {len(verdicts)}" for verdicts in of_kind.values())
+    text, vision, _ = (f"{verdicts.count('equal')} of {len(verdicts)}" for verdicts in of_kind.values())
     readme = " ".join((sweep.PAGE.parents[2] / "README.md").read_text(encoding="utf-8").split())
     assert f"{text} types of causal language models and {vision} vision-language classes" in readme
+    assert f"{of_kind['images'].count('equal')} of them with images" in readme
 
 
 @pytest.mark.slow

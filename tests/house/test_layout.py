@@ -28,8 +28,8 @@ PLACES = {
     "rollout.proving": ("control grammars kv loop model receipt request_options running sampling_params sequences"),
     "rollout.engine": "completion config control kv loop one_process ranks replica reports request_options",
     "rollout.control": (
-        "completion errors giving_way grammars held_signals loop model replica request_options sampling_params "
-        "sequences speculation"
+        "check completion errors giving_way grammars held_signals loop media model replica request_options "
+        "sampling_params sequences speculation"
     ),
     "rollout.loop": (
         "check completion config errors grammars kept_kv kv model nothing ranks receipt replica reports running "
@@ -39,15 +39,16 @@ PLACES = {
         "completion errors grammars kept_kv kv model ranks reports request_options running sampling_params sequences "
         "states"
     ),
-    "rollout.running": "completion errors kv model reports sampling_params sequences states",
+    "rollout.running": "completion errors kv media model reports sampling_params sequences states",
     "rollout.scheduling": "config kv sequences",
     "rollout.speculation": "config sequences",
     "rollout.kv": "config errors model sequences states",
     "rollout.states": "errors model sequences",
-    "rollout.model": "errors held_signals ranks sharding",
-    "rollout.check": "model",
+    "rollout.model": "errors held_signals media ranks sharding",
+    "rollout.media": "",
+    "rollout.check": "media model",
     "rollout.reports": "completion nothing sequences",
-    "rollout.sequences": "completion errors grammars kept_kv request_options sampling_params",
+    "rollout.sequences": "completion errors grammars kept_kv media request_options sampling_params",
     "rollout.sharding": "ranks",
     "rollout.grammars": "errors giving_way sampling_params",
     "rollout.ranks": "errors",

@@ -22,6 +22,7 @@ FAMILIES = [
     "qwen3_moe",
     "deepseek_v32",
     "glm_moe_dsa",
+    "dots3_note_text",
     "llama4",
 ]
 PROMPTS = [[3, 17, 90, 4, 55], [7] * 3 + list(range(40, 75)), [250]]

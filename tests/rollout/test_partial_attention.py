@@ -9,6 +9,7 @@ are longer.
 from __future__ import annotations
 
 import copy
+import inspect
 from types import SimpleNamespace
 
 import pytest
@@ -23,12 +24,16 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.model.attention import chunk_of
 from lockstep.rollout.model.layer_probe import KVShape, LayerProbe
+from lockstep.rollout.model.operations.pools import pooled_indexer_forward
+from lockstep.rollout.model.operations.row_positions import PACKING, RowCache
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.rollout.speculation.drafting import Case, Oracle, counts, draft_always, outputs_of, play
+from lockstep.tests.support import random_models
 from lockstep.tests.support.covering import covering
 
 INDEXED = ["deepseek_v32", "glm_moe_dsa"]  # each layer has an indexer; the second shares the first one's selection
+INDEXED += ["dots3_note_text"]  # whose keys are float32, and layers in a window have none
 WITH_STATES = ["deepseek_v4", "glm5_next", "qwen4_exp"]  # a prefix hit needs a snapshot of what is pooled next
 FAMILIES = [*INDEXED, "llama4", *WITH_STATES]
 STEM = [(11 * i + 3) % 250 for i in range(40)]
@@ -91,6 +96,7 @@ def test_windows_of_any_length_are_pooled(make_model, rates):
     ("family", "plain"),
     [
         ("glm_moe_dsa", {"index_topk": 512}),
+        ("dots3_note_text", {"index_topk": 512}),
         ("deepseek_v4", {"index_topk": 512}),
         ("glm5_next", {"index_topk": 512}),
         ("qwen4_exp", {"indexer_budget": 512}),
@@ -151,7 +157,7 @@ def gradients_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "llama4", "deepseek_v4", "glm5_next"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "dots3_note_text", "llama4", "deepseek_v4", "glm5_next"])
 def test_gradients_are_those_of_the_models_own_attention_and_an_indexer_has_none(make_model, family):
     model = make_model(family, attn_implementation="eager")
     engine, own = make_engine(model), gradients_of(model)
@@ -195,7 +201,7 @@ def test_retractions_before_any_step_and_a_scarce_pool_change_no_bit(make_model,
 
 
 @pytest.mark.parametrize("spoil", ["right", "part", "wrong"])
-@pytest.mark.parametrize("family", ["glm_moe_dsa", *WITH_STATES])
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "dots3_note_text", *WITH_STATES])
 def test_drafts_change_no_bit(make_model, family, spoil):
     cases = [Case(p, params(), RequestOptions(logprob_start_len=0)) for p in PROMPTS]
     expected = play(make_engine(make_model(family), speculation="off"), cases)
@@ -218,8 +224,15 @@ def test_decode_steps_are_recorded(make_model, family):
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", INDEXED)
 def test_several_ranks_give_the_bits_of_one(make_model, run_world, family, tp, pp):
-    kinds = {"indexer_types": ["full", "shared", "full", "shared"]} if family == "glm_moe_dsa" else {}
-    model = make_model(family, num_hidden_layers=4, mlp_layer_types=["dense", "sparse"] * 2, **kinds)
+    of_window = random_models.FAMILIES["dots3_note_text"][1]["per_layer_config"][1]
+    kinds = {
+        "glm_moe_dsa": {"indexer_types": ["full", "shared", "full", "shared"]},
+        "dots3_note_text": {
+            "layer_types": ["indexed_attention", "sliding_attention"] * 2,
+            "per_layer_config": {1: of_window, 3: of_window},
+        },
+    }
+    model = make_model(family, num_hidden_layers=4, mlp_layer_types=["dense", "sparse"] * 2, **kinds.get(family, {}))
     common = {"chunked_prefill_size": 13, "k_blocks": tp}
     wanted = record(make_engine(model, **common).generate(PROMPTS, params()))
 
@@ -244,12 +257,23 @@ def test_a_pool_has_room_for_the_indexers_keys(make_model):
     assert not kv.tensors and kv.num_bytes == 0
 
 
+def test_an_indexers_keys_have_a_type_of_their_own(make_model):
+    engine = make_engine(make_model("dots3_note_text", torch.bfloat16))
+    first, of_window, last = engine.model.kv_shapes
+    assert {first.dtype, of_window.dtype, last.dtype} == {torch.bfloat16} and of_window.index_dim == 0
+    assert (first.index_dim, first.index_dtype) == (last.index_dim, last.index_dtype) == (24, torch.float32)
+    per_token = sum((s.key_dim + s.value_dim) * s.num_kv_heads * 2 + s.index_dim * 4 for s in engine.model.kv_shapes)
+    assert engine.state()["kv_bytes"] == 64 * 16 * per_token
+
+
 def test_an_indexer_that_scores_otherwise_is_refused_by_name(make_model, monkeypatch):
     model = make_model("qwen4_exp")
     own = torch.relu
     kind = type(model.model.layers[1].self_attn.indexer)
     monkeypatch.setitem(
-        kind.forward.__globals__, "torch", SimpleNamespace(**vars(torch) | {"relu": lambda x: own(x) ** 2})
+        inspect.unwrap(kind.forward).__globals__,
+        "torch",
+        SimpleNamespace(**vars(torch) | {"relu": lambda x: own(x) ** 2}),
     )
     with pytest.raises(ValueError, match="Qwen4ExpTextQSAIndexer scores keys in another way than is known here"):
         make_engine(model)
@@ -269,6 +293,16 @@ def test_an_indexer_that_pools_otherwise_is_refused_by_name(make_model, monkeypa
     monkeypatch.setattr(kind, method, lambda self, *args, **named: change(own(self, *args, **named)))
     with pytest.raises(ValueError, match="Glm5NextTextIndexer asks the cache for layers: not supported"):
         make_engine(model)
+
+
+def test_an_indexer_of_pools_takes_its_cache_by_either_name(make_model):
+    indexer = make_model("glm5_next").model.language_model.layers[1].self_attn.indexer
+    forward, starts = pooled_indexer_forward(indexer), torch.tensor([0, 7, 30], dtype=torch.int32)
+    hidden, residual = (torch.randn(1, 30, layer.in_features) for layer in (indexer.wk, indexer.wq_b))
+    cache = RowCache(indexer, 30, starts, starts.diff())
+    cache.keywords = {PACKING: starts}
+    old, new = (forward(hidden, residual, **{name: cache}).keys for name in ("past_key_values", "cache"))
+    assert torch.equal(old, new) and not torch.equal(new, forward(hidden, residual).keys)
 
 
 def test_pools_that_blocks_do_not_hold_are_refused_at_the_start(make_model):

@@ -100,12 +100,39 @@ _ZAMBA_2 = {
     **{"adapter_rank": 8, "use_mem_rope": True},
 }
 
+# Blocks of 16 rows in the module's own code, which sequences do not fill, and factors of residuals.
+_LIGHTNING = {
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    **{"block_size": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    **{"full_attn_alpha_factor": 0.9, "linear_attn_beta_factor": 1.2, "mlp_alpha_factor": 0.8},
+}
+
+# Convolutions of other widths than by default, biases, one layer in a window, and half of a head rotated.
+_CONVOLVED = {
+    **{"num_hidden_layers": 3, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"], "sliding_window": 20},
+    **{"cca_time0": 3, "cca_time1": 2, "attention_bias": True, "router_hidden_size": 24},
+    **{"num_experts": 4, "moe_intermediate_size": 32, "hidden_act": "silu"},
+}
+
 # Rows see more keys than their indexer selects; of 16 heads not all are zero, so that scores differ.
 _INDEXED = {
     **{"num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16},
     **{"v_head_dim": 24, "index_topk": 12, "index_n_heads": 16, "index_head_dim": 24, "moe_intermediate_size": 32},
     **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
     **{"num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "dense"]},
+}
+
+# An indexer that rotates in float32, and layers in a window that have other heads.
+_NOTE = {
+    **{**_INDEXED, "head_dim": 8, "sliding_window": 20, "shared_experts_intermediate_size": 32},
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "per_layer_config": {
+        1: {
+            **{"head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 24},
+            **{"kv_lora_rank": 40, "qk_nope_head_dim": 24, "qk_rope_head_dim": 8, "v_head_dim": 16},
+        }
+    },
 }
 
 # Chunks that begin inside a block of KV; a scale of queries that rises every eight positions in the layers without.
@@ -201,7 +228,10 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "jamba": ("JambaConfig", _JAMBA),
     "zamba": ("ZambaConfig", _ZAMBA),
     "zamba2": ("Zamba2Config", _ZAMBA_2),
+    "zaya": ("ZayaConfig", _CONVOLVED),
+    "minimax": ("MiniMaxConfig", _LIGHTNING),
     "deepseek_v32": ("DeepseekV32Config", _INDEXED),
+    "dots3_note_text": ("Dots3NoteTextConfig", _NOTE),
     "glm_moe_dsa": ("GlmMoeDsaConfig", {**_INDEXED, "indexer_types": ["full", "shared", "full"]}),
     "llama4": ("Llama4TextConfig", _CHUNKED),
     "deepseek_v4": ("DeepseekV4Config", _COMPRESSED),
@@ -218,7 +248,7 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
 # Whose layers have another form in older versions of transformers.
 _NEWEST = {
     *("lfm2", "lfm2_moe", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "inkling", "inkling2", "glm5_next"),
-    *("qwen4_exp", "mamba", "mamba2", "falcon_mamba", "jamba", "zamba", "zamba2"),
+    *("zaya", "dots3_note_text", "qwen4_exp", "mamba", "mamba2", "falcon_mamba", "jamba", "zamba", "zamba2"),
 }
 # Tied heads, which would repeat the newest token for ever if embeddings were large.
 _SMALL_EMBEDDINGS = ("mamba", "falcon_mamba", "zamba", "zamba2")
@@ -291,6 +321,8 @@ def spread_weights(model: PreTrainedModel) -> PreTrainedModel:
                 parameter.normal_(0.0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
             elif "sinks" in name or "bias" in name:
                 parameter.normal_(0.0, 0.5)
+            elif name.endswith(".temp"):  # a factor of keys (ZAYA1), which begins at 0: attention would be uniform
+                parameter.normal_(1.0, 0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("tid2eid"):  # the experts of each token: distinct ones
                 first, num_chosen = torch.randint(4, (len(buffer), 1)), torch.arange(buffer.shape[1])

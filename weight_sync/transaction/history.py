@@ -3,6 +3,8 @@ reverted."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..errors import Poisoned, SessionError
 from .records import SessionRecord, WeightSession
 
@@ -59,6 +61,11 @@ class SessionHistory:
         self._last = ("rolled_back", session.version, why)
         if session.explicit:
             self.lost = f"the weight-update session was rolled back ({why}); call begin_weight_update() first"
+
+    def learn_poison(self, by_rank: Mapping[int, str]) -> None:
+        """Remember that the weights of other ranks of the model are poisoned, and with them the model's."""
+        if self.poison is None and by_rank:
+            self.poison = "; ".join(f"rank {rank}: {why}" for rank, why in by_rank.items())
 
     def release_undo(self) -> None:
         """Free the memory of the last commit's undo."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -25,6 +26,7 @@ class Tally:
     wrote: bool = False  # some rank has something to undo
     expired: bool = False  # on some rank the session's lease has expired
     names: frozenset[str] = frozenset()  # all names that the ranks sent
+    poison: Mapping[int, str] = field(default_factory=dict)  # why the weights of a rank are poisoned, by rank
 
     def raise_if_any(self, own: BaseException | None) -> None:
         """Raise this rank's own error, or PeerFailed where another rank has a problem."""
@@ -55,7 +57,22 @@ class Peers:
     """
 
     def __init__(self, rank: int = 0, num_ranks: int = 1, exchange: Exchange = lambda value: [value]) -> None:
-        self.rank, self.num_ranks, self.exchange = rank, num_ranks, exchange
+        self.rank, self.num_ranks, self._exchange = rank, num_ranks, exchange
+        self.are_apart = False  # a collective has failed here: what the other ranks do next is not known
+
+    def exchange(self, value: object) -> Sequence[object]:
+        """Send this rank's JSON value and return the values of all ranks, in their order. A collective."""
+        with self.apart_if_it_fails():
+            return self._exchange(value)
+
+    @contextmanager
+    def apart_if_it_fails(self) -> Iterator[None]:
+        """Note an exception inside of a collective, which the other ranks do not learn of, or find otherwise."""
+        try:
+            yield
+        except BaseException:
+            self.are_apart = True
+            raise
 
     @property
     def is_alone(self) -> bool:
@@ -70,7 +87,8 @@ class Peers:
         if self.is_alone:
             return action()
         made: list[T] = []
-        error = error_of(lambda: made.append(action()))
+        with self.apart_if_it_fails():  # with what is no Exception, as at Ctrl-C
+            error = error_of(lambda: made.append(action()))
         try:
             self.vote(what, error).raise_if_any(error)
         except BaseException:
@@ -87,6 +105,7 @@ class Peers:
         wrote: bool = False,
         expired: bool = False,
         names: Iterable[str] = (),
+        poison: str | None = None,
     ) -> Tally:
         """Send this rank's result to the others and return the combined results. A collective.
 
@@ -95,6 +114,7 @@ class Peers:
         """
         said = None if problem is None else f"{type(problem).__name__}: {problem}"
         ballot = {"what": what, "problem": said, "wrote": wrote, "expired": expired, "names": sorted(names)}
+        ballot |= {"poison": poison}
         ballots: Sequence[Mapping[str, object]] = [ballot] if self.is_alone else self.exchange(ballot)  # type: ignore[assignment]
         problems = {rank: str(b["problem"]) for rank, b in enumerate(ballots) if b["problem"] is not None}
         places = [b["what"] for b in ballots]
@@ -106,4 +126,5 @@ class Peers:
             any(b["wrote"] for b in ballots),
             any(b["expired"] for b in ballots),
             frozenset(name for b in ballots for name in b["names"]),  # type: ignore[attr-defined]
+            {rank: str(b["poison"]) for rank, b in enumerate(ballots) if b["poison"] is not None},
         )

@@ -65,11 +65,13 @@ class Receiving:
         unproven = self._tally.names - {unit for name in compared for unit in transaction.units(name)}
         if unproven and not session.explicit:
             raise TransferFailed(f"{source}: {UNPROVEN}: {', '.join(sorted(unproven))}")
-        differing = not_as(self._host, verify, compared)
+        with self._peers.apart_if_it_fails():
+            differing = not_as(self._host, verify, compared)
         if differing and not session.explicit:
             raise DigestMismatch(differing, REPAIR_IN_A_SESSION)
         is_verified = session.account(source, version, specs, set(compared) - set(differing), set(self._tally.names))
-        transaction.restore(differing)
+        if differing:
+            self._peers.together("repair", lambda: transaction.restore(differing))
         self.differing = differing
         num_bytes, seconds = sum(spec.num_bytes for spec in specs), time.monotonic() - self._started
         return UpdateRecord(source, version, len(specs), num_bytes, is_verified, session.explicit, seconds)
@@ -84,7 +86,8 @@ class Receiving:
                 listed = "; ".join(transaction.describe(absent))
                 raise TransferFailed(f"{source}: {len(absent)} tensors did not arrive whole: {listed}")
 
-        error = error_of(receive_whole)
+        with self._peers.apart_if_it_fails():  # with what is no Exception, as at Ctrl-C
+            error = error_of(receive_whole)
         wrote, names = self._wrote_here, transaction.unchecked()
         self._tally = self._peers.vote("update received", error, wrote=wrote, names=names)
         self._tally.raise_if_any(error)

@@ -10,7 +10,6 @@ undone. A failure on one rank is undone on all.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,13 +20,13 @@ from ..errors import DigestMismatch, Poisoned, SessionBusy, SessionError
 from .history import NONE_OPEN, SessionHistory
 from .host import SessionHost
 from .lease import Lease
-from .peers import Peers, error_of
+from .peers import Peers, Tally, error_of
 from .publishing import Publishing, check_commit
 from .receiving import REPAIR_IN_A_SESSION, REPAIR_NOW, Receive, Receiving, not_as
 from .records import SessionRecord, UpdateRecord, WeightSession
+from .rolling_back import take_back, tell_of_rollback
 from .transaction import Coverage, Undo, WeightTransaction
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 ALREADY_OPEN = "a weight-update session is already open; call end_weight_update() first"
@@ -152,11 +151,12 @@ class SessionManager:
             session = self._require_session()
             transaction = session.transaction
             try:
-                differing = not_as(self._host, digests, list(digests))
+                with self._peers.apart_if_it_fails():
+                    differing = not_as(self._host, digests, list(digests))
                 session.verified |= {unit for name in digests for unit in transaction.units(name)}
                 session.verified -= {unit for name in differing for unit in transaction.units(name)}
-                if session.explicit:
-                    transaction.restore(differing)
+                if session.explicit and differing:
+                    self._peers.together("repair", lambda: transaction.restore(differing))
             except BaseException as error:  # a rank is lost, and its part of the session with it, or there is no undo
                 if not self._peers.is_alone or transaction.state == "poisoned":
                     self._roll_back(session, f"verify: {error}")
@@ -212,20 +212,18 @@ class SessionManager:
                 if not tally.expired:
                     raise SessionError("no session has expired")
 
-            def give_up() -> None:
-                if self._session is None and self._history.lost is None:
-                    raise SessionError(NONE_OPEN)
-                if self._session is not None:
-                    self._roll_back(self._session, why)
-                self._history.lost = self._history.lost if is_lost else None
-
-            self._peers.together("rollback", give_up)  # the rollback here comes first: it needs no other rank's consent
+            if self._session is not None:  # the rollback here comes first: it needs no other rank's consent
+                self._roll_back(self._session, why).raise_if_any(None)
+            else:
+                missing = SessionError(NONE_OPEN) if self._history.lost is None else None
+                self._peers.vote("rolled back", missing).raise_if_any(missing)
+            self._history.lost = self._history.lost if is_lost else None
 
     def close(self, why: str) -> None:
         """Roll back an open session on this rank, whatever the others do."""
         with self._locked("close", None):
             if self._session is not None:
-                self._roll_back(self._session, why)
+                self._roll_back(self._session, why, alone=True)
 
     def revert(self, timeout_s: float | None = None) -> SessionRecord:
         """Take the last commit back and return its record. Publishes nothing: the caller labels the old weights.
@@ -242,7 +240,7 @@ class SessionManager:
             self._ready("revert", check)
             assert self._history.committed is not None
             session, record = self._history.committed
-            self._roll_back(session, f"the commit of version {record.version} was reverted")
+            self._roll_back(session, f"the commit of version {record.version} was reverted").raise_if_any(None)
             self._history.lost = None
             return record
 
@@ -364,19 +362,20 @@ class SessionManager:
         self._history.was_committed(session, record)
         return record
 
-    def _roll_back(self, session: WeightSession, why: str) -> None:
-        """Restore the old bytes or mark the weights as poisoned, and end the session."""
-        transaction = session.transaction
+    def _roll_back(self, session: WeightSession, why: str, *, alone: bool = False) -> Tally:
+        """Restore the old bytes or mark the weights as poisoned, on all ranks of the model, and end the session.
+        alone: whether the other ranks do nothing of it. Returns what the ranks report, and raises the error of this
+        rank's undo."""
+        failed, tally = None, Tally()
         try:
-            if transaction.can_revert:
-                transaction.revert()
-            elif transaction.state == "open":
-                transaction.rollback()
+            failed = error_of(lambda: take_back(session.transaction))
         finally:  # where the undo fails too, the weights are poisoned
             self._close(session)
             self._history.was_rolled_back(session, why)
-            logger.warning("weight-update session %s: %s", self._history.outcome, why)
-            self._host.on_rollback(why, self._history.poison is not None)
+            tally = tell_of_rollback(why, failed, self._history, self._host, Peers() if alone else self._peers)
+        if failed is not None:
+            raise failed
+        return tally
 
     def _close(self, session: WeightSession) -> None:
         if session.lease is not None:

@@ -139,7 +139,7 @@ def without_forward(engine: Engine) -> Iterator[None]:
 
     def forward(
         token_ids: Tensor | None, positions: Tensor, logit_rows: Tensor | None, step: object,
-        hidden: Tensor | None = None, *, whole_logits: bool = True,
+        hidden: Tensor | None = None, *, whole_logits: bool = True, features: object = None,
     ) -> Tensor:  # fmt: skip  # as HostedModel.forward
         num_rows = len(positions if logit_rows is None else logit_rows)
         return torch.zeros(num_rows, model.vocab_size, device=model.device)

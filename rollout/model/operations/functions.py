@@ -25,6 +25,7 @@ from . import deferred
 from .indexer import Recorded
 from .products import Linear, replaced_products
 from .shared_queries import shared_query_attention
+from .vision import patch_convolution
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,8 @@ def invariant_functions(
             **(dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), deferred.add) if defers else {}),
             **({F.embedding: embedding} if defers else {}),
             F.scaled_dot_product_attention: shared_query_attention(linear),
+            F.conv2d: patch_convolution(linear, F.conv2d),
+            F.conv3d: patch_convolution(linear, F.conv3d),
             F.silu: lambda x, inplace=False: silu(x),
             F.gelu: lambda x, approximate="none": gelu_tanh(x) if approximate == "tanh" else gelu(x),
             F.mish: lambda x, inplace=False: mish(x),

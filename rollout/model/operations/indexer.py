@@ -26,7 +26,7 @@ from .copied_code import innermost
 
 Forward = Callable[..., Any]
 
-_CACHE = "past_key_values"
+_CACHES = ("past_key_values", "cache")  # the parameter up to transformers 5.23, and since
 _UPDATE = "update_indexer"  # the method of transformers' caches that returns the keys of all tokens
 _ENTRIES = "index_topk"  # attribute of indexers of all kinds, also of those that a compressor has (`compressor.py`)
 
@@ -36,7 +36,12 @@ def is_indexer(module: nn.Module) -> bool:
     code = innermost(type(module).forward)
     if code is None or _UPDATE not in code.__code__.co_names:
         return False
-    return hasattr(module, "layer_idx") and _CACHE in inspect.signature(code).parameters
+    return hasattr(module, "layer_idx") and _cache_of(code) is not None
+
+
+def _cache_of(code: Forward) -> str | None:
+    """Return the name of the parameter for the cache."""
+    return next((name for name in _CACHES if name in inspect.signature(code).parameters), None)
 
 
 def freeze_indexers(root: nn.Module) -> int:
@@ -53,11 +58,12 @@ def indexer_forward(module: nn.Module) -> Forward | None:
     if not is_indexer(module):
         return None
     own = types.MethodType(type(module).forward, module)
-    signature = inspect.signature(own)
+    signature, name = inspect.signature(own), _cache_of(own)
+    assert name is not None
 
     def run(*args: Any, **named: Any) -> IndexChoice:
         cache, given = _Cache(module), signature.bind(*args, **named)
-        given.arguments[_CACHE] = cache
+        given.arguments[name] = cache
         try:
             with torch.no_grad():
                 found = own(*given.args, **given.kwargs)

@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ..layer_probe import PROBING, MaskFunction
 
@@ -76,6 +76,8 @@ def hosted_mask(
     attention_mask [B, T], true where a token is. In the start-up forward the probe gives a mask of its own. Raises
     ValueError for padding on the left, and for tokens of images that attend to each other both ways.
     """
+    if mask_function is bidirectional_mask_function:  # of an encoder of images, whose attention refuses padding
+        return None if attention_mask is None or bool(attention_mask.all()) else attention_mask[:, None, None]
     if (without := _without_blocks(mask_function)) is not None:
         mask_function, allow_is_causal_skip = without, not _is_packed(without)
     probe = PROBING.get()
@@ -100,7 +102,7 @@ def _without_blocks(function: object) -> Callable[..., Tensor | bool] | None:
     if not isinstance(ids, Tensor):
         return None
     if bool((ids >= 0).any()):
-        raise ValueError("tokens of images attend to each other in both directions here: the engine runs on text")
+        raise ValueError("tokens of images attend to each other in both directions here: not supported")
     return cast(Callable[..., Tensor | bool], parts[0])
 
 

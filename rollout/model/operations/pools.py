@@ -38,9 +38,11 @@ def pooled_indexer_forward(module: nn.Module) -> Forward | None:
     indexer: Any = module
 
     def forward(
-        hidden_states: Tensor, q_resid: Tensor, past_key_values: RowCache | None = None, **_: object
+        hidden_states: Tensor, q_resid: Tensor, past_key_values: RowCache | None = None, **named: object
     ) -> PoolChoice:
-        rows, closings = rows_and_closings(module, hidden_states, past_key_values, indexer.index_kpool)
+        cache = named.get("cache", past_key_values)  # its name since transformers 5.24
+        assert cache is None or isinstance(cache, RowCache)
+        rows, closings = rows_and_closings(module, hidden_states, cache, indexer.index_kpool)
         with torch.no_grad():
             keys = _pooled(indexer, hidden_states, rows, closings)
             asked = _queries(indexer, hidden_states, q_resid)

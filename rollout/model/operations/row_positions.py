@@ -26,13 +26,13 @@ Forward = Callable[..., Any]
 # Attribute of transformers' layers: whether checkpoints leave them their cache, which then is the same one again.
 CHECKPOINTS_CACHE = "_can_checkpoint_with_cache"
 PACKING = "cu_seq_lens_q"
-_CACHE, _LENGTH, _HIDDEN = "past_key_values", "get_seq_length", "hidden_states"
+_CACHES, _LENGTH, _HIDDEN = ("past_key_values", "cache"), "get_seq_length", "hidden_states"  # the second since 5.24
 _INPUTS, _MASK = ("input_ids", "inputs_embeds"), "attention_mask"
 _STATES = "cache_params"  # the cache's name in models whose layers are all recurrent
 # Attributes of parts that are told of the cache alone: convolutions of a layer that has several, compressors, indexers,
 # and selective scans.
 _UNTOLD = (
-    *("conv_idx", "compress_rate", "index_kpool", "token_budget", "short_conv_state_len"),
+    *("conv_idx", "conv_qk_grouped", "compress_rate", "index_kpool", "token_budget", "short_conv_state_len"),
     "use_associative_scan",
 )
 
@@ -53,17 +53,19 @@ def counting_forward(module: nn.Module) -> Forward | None:
     kinds = {each.kind for each in signature.parameters.values()}
     if _HIDDEN not in signature.parameters or _STATES in signature.parameters:  # the latter is told by its model
         return None
-    if _CACHE not in signature.parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+    taken = next((name for name in _CACHES if name in signature.parameters), None)
+    if taken is None and inspect.Parameter.VAR_KEYWORD not in kinds:
         return None
 
     def run(*args: Any, **named: Any) -> Any:
         hidden = signature.bind(*args, **named).arguments[_HIDDEN]
         cache = RowCache.of(module, hidden.shape[1], hidden.device, named)
-        given = signature.bind_partial(*args, **{name: value for name, value in named.items() if name != _CACHE})
-        if _CACHE in given.arguments:  # by its place
-            given.arguments[_CACHE] = cache
+        name = taken or next((name for name in _CACHES if name in named), _CACHES[0])
+        given = signature.bind_partial(*args, **{key: value for key, value in named.items() if key not in _CACHES})
+        if name in given.arguments:  # by its place
+            given.arguments[name] = cache
             return own(*given.args, **given.kwargs)
-        return own(*given.args, **{**given.kwargs, _CACHE: cache})
+        return own(*given.args, **{**given.kwargs, name: cache})
 
     return run
 
@@ -145,7 +147,7 @@ class RowCache:
         """Return the number of this call's keys, and 0, the first of them."""
         return num_rows, 0
 
-    def update(self, keys: Tensor, values: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Return the keys and values of this call."""
         return keys, values
 

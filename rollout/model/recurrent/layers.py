@@ -19,8 +19,10 @@ from ....kernels.recurrent.conv import causal_conv, causal_conv_in_slots
 from ..operations.copied_code import innermost, with_names
 from ..operations.functions import outside_modes
 from ..operations.row_positions import RowCache
+from .conv_projection import conv_projection_forward
 from .delta_rule import UNLIKE, delta_rule_of, is_channel_delta_rule, is_delta_rule
 from .heads import UNDIVIDED, HeadDivision
+from .lightning import lightning_forward
 from .rows import LayerCall, rows_of
 from .selective_scan import is_inner_shortcut, is_selective_scan, selective_scan_of
 from .state_space import is_shortcut, is_state_space, state_space_of, without_shortcut
@@ -42,6 +44,10 @@ def recurrent_forward(module: nn.Module, division: HeadDivision = UNDIVIDED) -> 
         return None
     if (weighted := weighted_conv_forward(module)) is not None:
         return weighted
+    if (lightning := lightning_forward(module, division)) is not None:
+        return lightning
+    if (projection := conv_projection_forward(module)) is not None:
+        return projection
     called = {name: code.__globals__.get(name) for name in code.__code__.co_names if name in _OPERATIONS}
     if not called or not all(_OPERATIONS[name][0](function) for name, function in called.items()):
         return None

@@ -52,7 +52,7 @@ def test_equal_ways_are_said_to_be_equal(model, file, capsys):
     assert "running decode" in err
 
 
-@pytest.mark.parametrize("family", ["deepseek_v4", "inkling2"])
+@pytest.mark.parametrize("family", ["deepseek_v4", "inkling2", "minimax", "zaya"])
 def test_ways_of_families_whose_layers_have_other_parts_are_equal(tmp_path, file, capsys, family):
     random_model(family).save_pretrained(tmp_path / "model")
     code, out, _ = explained(capsys, file, "--model", tmp_path / "model")

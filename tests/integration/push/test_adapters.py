@@ -121,7 +121,10 @@ def test_stored_buffers_come_with_the_parameters_and_only_floating_point_is_cast
     assert tensors["weight"].is_contiguous() and torch.equal(tensors["weight"], model.weight.bfloat16())
 
 
-@pytest.mark.parametrize("family", ["kimi_linear", "nemotron_h", "lfm2_moe", "qwen3_next"])
+CAST = ["kimi_linear", "nemotron_h", "lfm2_moe", "qwen3_next", "minimax", "zaya", "dots3_note_text"]
+
+
+@pytest.mark.parametrize("family", CAST)
 def test_a_cast_gives_each_tensor_the_dtype_that_an_engine_loads_it_with(family, make_model, tmp_path):
     model = make_model(family)
     model.save_pretrained(tmp_path / "model")

@@ -26,7 +26,7 @@ PARAMS = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
 CONFIG = EngineConfig(kv_cache="16 blocks", max_num_seqs=4)
 FAMILIES = ["qwen3_moe", "qwen3_5_moe", "qwen3_next", "kimi_linear", "nemotron_h", "lfm2_moe", "deepseek_v4"]
 FAMILIES += ["jamba"]
-FAMILIES += ["inkling2", "qwen4_exp"]  # whose gates and ups are pairs; whose n-grams lie in pieces
+FAMILIES += ["minimax", "inkling2", "qwen4_exp"]  # whose gates and ups are pairs; whose n-grams lie in pieces
 EXPERT = "model.layers.0.mlp.experts.1.gate_proj.weight"
 
 

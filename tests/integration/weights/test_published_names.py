@@ -38,7 +38,7 @@ CONFIG = EngineConfig(kv_cache="16 blocks", max_num_seqs=4)
 EXPERT = "model.layers.0.mlp.experts.1.gate_proj.weight"
 LATE = EXPERT.replace(".1.", ".4.")  # one more than there are
 FUSED = "model.layers.0.mlp.experts.gate_up_proj"
-OTHERS = ["lfm2_moe", "qwen3_5_moe", "nemotron_h", "kimi_linear", "deepseek_v4"]  # the last three rename tensors, too
+OTHERS = ["lfm2_moe", "qwen3_5_moe", "nemotron_h", "kimi_linear", "deepseek_v4", "minimax"]  # some rename tensors, too
 
 
 def published(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:

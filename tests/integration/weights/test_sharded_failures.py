@@ -22,7 +22,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import RankFailure, SamplingRefused
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.forked_ranks import run_survivors
-from lockstep.weight_sync.digests.model_digest import model_digest
+from lockstep.weight_sync.digests.model_digest import model_digest, tensor_roots
 from lockstep.weight_sync.digests.shard_digest import local_digests
 from lockstep.weight_sync.errors import DigestMismatch
 from lockstep.weight_sync.transports.same_host import TensorTransport
@@ -150,3 +150,33 @@ def test_ranks_whose_trainers_differ_sample_nothing_before_a_commit_that_is_whol
         return committed.digest == completion.weight_digest == model_digest(model.named_parameters())
 
     assert run_world(2, rank) == [True, True]
+
+
+def test_a_replica_of_which_one_stage_is_partly_written_samples_nothing_on_any_rank(
+    make_model: MakeModel, run_world: RunWorld
+) -> None:
+    model = make_model("qwen3")
+    new = [(name, tensor.detach() * 1.5) for name, tensor in copy.deepcopy(model).named_parameters()]
+
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield next(pair for pair in new if pair[0] == "model.norm.weight")  # of the last stage, a follower
+        raise OSError("the wire broke")
+
+    def rank(rank: int) -> object:
+        service = make_service(model, 1, 2)
+        prompts = [[5, 6, 7]] if service.engine.is_controller else None
+        service.begin_weight_update(undo="none")
+        with pytest.raises(OSError, match="the wire broke"):
+            service.update_weights_from_named_tensors(broken())
+        state = service.state()["weight_update"]["state"]
+        with service.rollout(), pytest.raises(SamplingRefused, match=r"rank 1: the weights are partly written"):
+            service.engine.generate(prompts)
+        service.begin_weight_update(weight_version="2")
+        service.update_weights_from_named_tensors(new, verify={n: t.hex() for n, t in tensor_roots(new).items()})
+        healed = service.end_weight_update()
+        with service.rollout():
+            [completion] = service.engine.generate(prompts)
+        service.close()
+        return state, healed.digest == completion.weight_digest == model_digest(new)
+
+    assert run_world(2, rank) == [("poisoned", True)] * 2

@@ -310,7 +310,10 @@ def test_batch_padded_on_the_right_equals_single_sequences_bit_for_bit(make_mode
         assert torch.equal(row[: len(sequence)], logits_of(hosted, [sequence])[0])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "qwen3_moe", "inkling", "inkling2", "deepseek_v4"])
+RECURRENT = ["minimax", "zaya", "inkling", "inkling2", "deepseek_v4"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gpt_oss", "qwen3_moe", *RECURRENT])
 def test_gradients_under_our_numerics_are_those_of_eager_attention(make_model, family):
     hosted = adopt(make_model(family))
     plain = make_model(family, attn_implementation="eager")

@@ -79,6 +79,13 @@ def test_a_style_that_is_not_known_and_a_family_without_a_plan_are_named(meta_mo
         plan_shards(gpt2, roles_of(gpt2), 2, 0, 2)
 
 
+def test_heads_are_those_of_each_layer(meta_model):
+    model = meta_model("dots3_note_text")  # 4 heads, and 2 in the layer with a window
+    assert plan_shards(model, roles_of(model), 2, 0, 2)["model.layers.1.self_attn.g_proj.weight"].ranges == ((0, 1),)
+    with pytest.raises(ValueError, match=r"num_attention_heads=2 does not divide by tp=4"):
+        plan_shards(model, roles_of(model), 4, 0, 4)
+
+
 def test_the_self_test_hears_of_every_cut_whatever_the_number_of_ranks(meta_model):
     model = meta_model("qwen3_moe")
     cuts = layer_cuts(model, roles_of(model), 4)

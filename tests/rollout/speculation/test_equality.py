@@ -18,7 +18,7 @@ WAYS: dict[str, dict[str, object]] = {
     "recorded": {"cuda_graph_batch_sizes": (2, 4, 8, 16, 32, 64)}, "2 stages": {"stages": 2},
 }  # fmt: skip
 FAMILIES = ("qwen3", "mistral", "qwen3_moe", "qwen3_5", "lfm2")
-MAMBA = ("jamba", "mamba2", "mamba", "zamba", "zamba2")
+MAMBA = ("jamba", "mamba2", "mamba", "zamba", "zamba2", "minimax", "zaya")
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "città": {"enum": ["Paris", "Parma", "Rome"]}},

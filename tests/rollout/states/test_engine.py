@@ -25,10 +25,10 @@ MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba", "jamba", "zamba
 WITHOUT_ATTENTION = ["mamba2", "mamba", "falcon_mamba"]
 MAMBA += WITHOUT_ATTENTION
 FAMILIES = ["lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear", *MAMBA]
-ALL_ATTEND = ["inkling", "inkling2", "deepseek_v4"]  # whose layers all have attention beside their states
-FAMILIES += ALL_ATTEND
+ALL_ATTEND = ["inkling", "inkling2", "deepseek_v4", "zaya"]  # whose layers all have attention beside their states
+FAMILIES += [*ALL_ATTEND, "minimax"]
 # The stand-in for stages in one process cannot run their layers.
-NOT_LIKE_LLAMA = {"kimi_linear", *MAMBA, *ALL_ATTEND}
+NOT_LIKE_LLAMA = {"kimi_linear", "minimax", *MAMBA, *ALL_ATTEND}
 # Granite's and Bamba's layers are Nemotron-H's and Falcon-H1's, beside experts or MLPs that other families have.
 EXHAUSTIVE = {"granitemoehybrid", "bamba", ("nemotron_h", torch.bfloat16), ("falcon_h1", torch.float32)}
 EXHAUSTIVE |= {("inkling", torch.float32), ("inkling2", torch.bfloat16), ("deepseek_v4", torch.bfloat16)}
@@ -41,7 +41,7 @@ def case(family: str, *others: object) -> ParameterSet:
 
 
 EVERY_FAMILY = pytest.mark.parametrize("family", [FAMILIES[0], *(case(family) for family in FAMILIES[1:])])
-UNDIVIDED = {"falcon_h1", "bamba", "zamba", "zamba2", *WITHOUT_ATTENTION}  # they bring no plan
+UNDIVIDED = {"falcon_h1", "bamba", "zamba", "zamba2", "zaya", *WITHOUT_ATTENTION}  # they bring no plan
 ONE_STAGE, ONE_PART = (
     {*UNDIVIDED, "inkling2", "deepseek_v4", "jamba"},
     {*UNDIVIDED, "inkling"},
@@ -211,7 +211,7 @@ def test_decode_steps_are_recorded(make_model, make_engine):
 
 
 def test_tensor_parallelism_and_unknown_recurrent_layers_are_refused_by_name(make_model):
-    for family, name in (("lfm2", "Lfm2"), ("falcon_h1", "FalconH1")):
+    for family, name in (("lfm2", "Lfm2"), ("falcon_h1", "FalconH1"), ("zaya", "Zaya")):
         with pytest.raises(ValueError, match=f"{name}ForCausalLM brings no tensor-parallel plan"):
             Engine(make_model(family), EngineConfig(kv_cache="64 blocks", k_blocks=2))
     with pytest.raises(ValueError, match="shared_experts has the plan style 'all_reduce', which is not supported"):

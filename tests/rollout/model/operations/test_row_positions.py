@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.model.operations.indexer import indexer_forward
+from lockstep.rollout.model.operations.row_positions import RowCache, counting_forward
 
 LENGTHS = [1, 37, 2, 1, 50, 3]  # some are shorter than a convolution, or than a window that is compressed
 
 
 @pytest.mark.parametrize(
-    "family", ["inkling", "inkling2", "deepseek_v4", "llama4", "jamba", "mamba2", "mamba", "zamba", "zamba2"]
+    "family", ["inkling", "inkling2", "deepseek_v4", "llama4", "zaya", "jamba", "mamba2", "mamba", "zamba", "zamba2"]
 )
 def test_checkpoints_of_packed_rows_give_the_same_bits(make_model, restore_threads, family):
     torch.set_num_threads(1)
@@ -38,3 +42,52 @@ def test_checkpoints_of_packed_rows_give_the_same_bits(make_model, restore_threa
     assert checkpointed.keys() == plain.keys() and all(torch.equal(checkpointed[name], plain[name]) for name in plain)
     for name, gradient in reentrant.items():  # autograd adds the gradients of a state in another order
         torch.testing.assert_close(gradient, plain[name], atol=1e-5 * float(plain[name].abs().max()), rtol=1e-4)
+
+
+class OfOldName(GradientCheckpointingLayer):
+    """The cache's name up to transformers 5.23."""
+
+    conv_idx = 0
+
+    def forward(self, hidden_states: Tensor, past_key_values: object = None, **named: object) -> object:
+        return past_key_values
+
+
+class OfNewName(OfOldName):
+    def forward(self, hidden_states: Tensor, cache: object = None, **named: object) -> object:
+        return cache
+
+
+class OfAnyName(OfOldName):
+    def forward(self, hidden_states: Tensor, **named: object) -> object:
+        return next(value for name, value in named.items() if name in ("past_key_values", "cache"))
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+@pytest.mark.parametrize("kind", [OfOldName, OfNewName, OfAnyName])
+def test_a_layers_cache_is_found_by_its_name(kind, name):
+    forward, starts = counting_forward(kind()), torch.tensor([0, 2, 5], dtype=torch.int32)
+    hidden, keys = torch.zeros(1, 5, 4), torch.ones(1, 1, 5, 4)
+    found = forward(hidden, **{name: object(), "cu_seq_lens_q": starts})
+    assert isinstance(found, RowCache) and found.keywords["cu_seq_lens_q"] is starts
+    assert found.update(keys, keys, 0, kwargs={"more": 1}) == (keys, keys)
+    if kind is not OfAnyName:
+        assert isinstance(forward(hidden, object(), cu_seq_lens_q=starts), RowCache)  # by its place
+
+
+class OldIndexer(nn.Module):
+    layer_idx = 0
+
+    def forward(self, x: Tensor, past_key_values: object) -> Tensor:
+        return past_key_values.update_indexer(x, 1)
+
+
+class NewIndexer(OldIndexer):
+    def forward(self, x: Tensor, cache: object) -> Tensor:
+        return cache.update_indexer(x, 1)
+
+
+@pytest.mark.parametrize(("kind", "name"), [(OldIndexer, "past_key_values"), (NewIndexer, "cache")])
+def test_an_indexer_finds_its_cache_by_its_name(kind, name):
+    with pytest.raises(ValueError, match=r"Indexer caches keys \[1, 2, 3\] for layer 1: not supported"):
+        indexer_forward(kind())(torch.zeros(1, 2, 3), **{name: None})

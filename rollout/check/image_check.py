@@ -1,0 +1,63 @@
+"""The check of a hosted module with the first images that it gets: the engine's forward against a trainer's."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..media.images import ImageRows, Images
+from ..media.reader import image_token
+from ..model.hosted_model import HostedModel
+from ..model.supported import refused_if_it_fails
+
+logger = logging.getLogger(__name__)
+
+_NEAR = 0.05  # difference of log-probabilities that rounding explains, in an engine that is not invariant
+
+
+def check_images(model: HostedModel, ids: Sequence[int], images: Images) -> None:
+    """Compare the last logits of a prompt with images: those of the module's own forward, which encodes all images at
+    once and makes its own positions and mask, with those of the engine's, which gives it each image's features.
+
+    Raises ValueError where they have other bits, as with images whose tokens see each other both ways.
+    """
+    token_ids = torch.tensor(ids, device=model.device)
+    last = torch.tensor([len(ids) - 1], device=model.device)
+    rows = ImageRows()
+    rows.add(images, 0, len(ids), 0)
+    rotary = torch.arange(len(ids), device=model.device)
+    if images.prompt_positions is not None:
+        rotary = images.prompt_positions.to(model.device)
+    assert model.images is not None
+    with model.rollout_phase(), torch.inference_mode(), refused_if_it_fails(model.module, "images"):
+        given = _as_a_trainer(model, token_ids, images)
+        own = model.module(**given, use_cache=False, logits_to_keep=1).logits[0, -1]
+        features = model.images.keywords(rows, token_ids)
+        ours = model.call(token_ids, rotary, None, last, None, features=features)[0]
+    gap = float((own.float().log_softmax(-1) - ours.float().log_softmax(-1)).abs().max())
+    is_same = torch.equal(own, ours) if model.numerics.guarantee is not None else gap <= _NEAR
+    if not is_same:
+        raise ValueError(
+            f"{type(model.module).__name__} cannot run with images: over a prompt of {len(ids)} tokens its own "
+            f"forward, as a trainer calls it, gives other log-probabilities than the engine's, by up to {gap:.2g}"
+        )
+    logger.info("check of %s with images: equal bits as in a trainer's forward", type(model.module).__name__)
+
+
+def _as_a_trainer(model: HostedModel, token_ids: Tensor, images: Images) -> dict[str, Any]:
+    """Return the keywords of the module's own forward over one prompt with images."""
+    names = images.inputs[0].keys()
+    given = {name: torch.cat([one[name] for one in images.inputs]).to(model.device) for name in names}
+    if given["pixel_values"].is_floating_point():
+        given["pixel_values"] = given["pixel_values"].to(model.dtype)
+    taken = inspect.signature(type(model.module).forward).parameters
+    of_images = torch.eq(token_ids, image_token(model.module) or 0).int().unsqueeze(0)
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in taken:
+            given[name] = images.beside.get(name, of_images).to(model.device)
+    return {"input_ids": token_ids.unsqueeze(0), **given}

@@ -1,0 +1,178 @@
+"""The reading of prompts with images, as processors of transformers give them: token ids and the images' tensors."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .images import Images
+
+IDS = "input_ids"
+_TYPES = ("mm_token_type_ids", "token_type_ids")  # which tokens are of images
+_OF_TEXT = {IDS, "attention_mask", *_TYPES}  # what a processor gives of the text
+_GRID = "image_grid_thw"  # patches of each image [n, 3]: frames, rows, columns
+_OUTPUTS = "mm_encoder_outputs"  # the parameter of transformers' modules that takes features of images
+
+
+class ImageReader:
+    """The reader of prompts with images of one model."""
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        count: Callable[[Mapping[str, Tensor]], int],
+        check: Callable[[Sequence[int], Images], None],
+    ) -> None:
+        """Read for a module that is hosted with images (`why_no_images`).
+
+        count: returns the number of features of one image. check: raises ValueError for a prompt with which the engine
+        computes otherwise than the module; called until one prompt has passed.
+        """
+        self._count, self._check, self._is_checked = count, check, False
+        self._counts: dict[tuple[object, ...], int] = {}  # by the shapes of an image's tensors, and numbers of sizes
+        self._model = module.base_model
+        self._encode: Callable[..., Any] = self._model.get_image_features  # type: ignore[assignment]
+        self._token = image_token(module) or 0
+        self._names = {
+            name for name, one in inspect.signature(self._encode).parameters.items() if one.kind is not one.VAR_KEYWORD
+        }
+
+    def read(self, prompt: Mapping[str, object]) -> tuple[list[int], Images | None]:
+        """Return the token ids and the images of a prompt.
+
+        prompt: the output of a processor for one text: input_ids [P] or [1, P], pixel_values, and what else the
+        model's encoder takes. Raises ValueError that names what does not fit.
+        """
+        ids = _ids_of(prompt)
+        given = {name: value for name, value in prompt.items() if name not in _OF_TEXT and value is not None}
+        if unknown := sorted(given.keys() - self._names):
+            raise ValueError(
+                f"a prompt with images has {IDS} and what {type(self._model).__name__}.get_image_features takes, not "
+                f"{', '.join(unknown)}: videos and audio are not supported"
+            )
+        tensors = {name: _as_tensor(name, value) for name, value in given.items()}
+        tokens = [index for index, id in enumerate(ids) if id == self._token]
+        if not tensors:
+            if tokens:
+                raise ValueError(f"the prompt has {len(tokens)} tokens of images, but no pixel_values")
+            return ids, None
+        if "pixel_values" not in tensors:
+            raise ValueError(f"the prompt has {', '.join(sorted(tensors))}, but no pixel_values")
+        inputs = _of_each_image(tensors)
+        counts = [self._count_of(one) for one in inputs]
+        if sum(counts) != len(tokens):
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens of images (id {self._token}) for {len(inputs)} images, which "
+                f"have {counts} features: give the {IDS} as the processor has expanded them"
+            )
+        positions, offset = self._positions(ids, tensors)
+        beside = {name: _as_tensor(name, prompt[name]).view(1, -1) for name in _TYPES if prompt.get(name) is not None}
+        images = Images(inputs, tokens, np.cumsum(counts).tolist(), _digest(tensors), positions, offset, beside)
+        if not self._is_checked:
+            self._check(ids, images)
+            self._is_checked = True
+        return ids, images
+
+    def _count_of(self, inputs: Mapping[str, Tensor]) -> int:
+        """Return the number of features of one image, which follows from the shapes of its tensors and its sizes."""
+        key = tuple(
+            (name, *tensor.shape, *([] if tensor.is_floating_point() else tensor.flatten().tolist()))
+            for name, tensor in sorted(inputs.items())
+        )
+        if key not in self._counts:
+            self._counts[key] = self._count(inputs)
+        return self._counts[key]
+
+    def _positions(self, ids: Sequence[int], tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, int]:
+        """Return the rotary positions int64 [S, P] of a prompt's tokens, and the offset of those behind it."""
+        rope_index = getattr(self._model, "get_rope_index", None)
+        if rope_index is None:
+            return None, 0
+        twice = torch.tensor([ids, ids])  # in a trainer's batch a prompt must have the positions that it has alone
+        grid = tensors.get(_GRID)
+        known = {
+            "mm_token_type_ids": torch.eq(twice, self._token).int(),
+            _GRID: None if grid is None else torch.cat([grid, grid]),
+        }
+        taken, name = inspect.signature(rope_index).parameters, f"{type(self._model).__name__}.get_rope_index"
+        try:
+            positions, offsets = rope_index(twice, **{key: value for key, value in known.items() if key in taken})
+        except (TypeError, ValueError, LookupError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{name} gives no positions for this prompt: {type(error).__name__}: {error}") from error
+        first, second = positions.unbind(1)
+        if not torch.equal(first, second):
+            raise ValueError(f"{name} gives a prompt other positions where it is the second of a batch: not supported")
+        return first.contiguous(), int(offsets.flatten()[0])
+
+
+def image_token(module: PreTrainedModel) -> int | None:
+    """Return the id of the token that stands for a feature of an image; None: the module has none."""
+    found = (getattr(module.config, name, None) for name in ("image_token_id", "image_token_index"))
+    return next((id for id in found if isinstance(id, int)), None)
+
+
+def why_no_images(module: PreTrainedModel) -> str | None:
+    """Return the reason for which a module is not hosted with images; None: it is."""
+    name, model = type(module).__name__, module.base_model
+    if image_token(module) is None or not hasattr(model, "get_image_features"):
+        return f"{name} takes no images"
+    if _OUTPUTS not in inspect.signature(type(model).forward).parameters:
+        return f"{name} takes no {_OUTPUTS}: images need transformers 5.23 or newer"
+    return None
+
+
+def _ids_of(prompt: Mapping[str, object]) -> list[int]:
+    """Return the token ids of one text. Raises ValueError for several, and for padding."""
+    ids = _as_tensor(IDS, prompt[IDS])
+    mask = prompt.get("attention_mask")
+    if ids.dim() == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.dim() != 1:
+        raise ValueError(f"{IDS} of a prompt with images must be [P] or [1, P], not {list(ids.shape)}: one prompt each")
+    if mask is not None and not _as_tensor("attention_mask", mask).all():
+        raise ValueError(f"{IDS} of a prompt with images has padding: leave it out")
+    return ids.tolist()
+
+
+def _as_tensor(name: str, value: object) -> Tensor:
+    try:
+        # PyTorch would read the arrays of a list number by number.
+        return torch.as_tensor(value if isinstance(value, Tensor) else np.asarray(value)).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} must be a tensor, or numbers that make one: {error}") from error
+
+
+def _of_each_image(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+    """Cut tensors of several images into those of each. Raises ValueError where their numbers differ."""
+    grid, pixels = tensors.get(_GRID), tensors["pixel_values"]
+    if grid is not None:
+        if grid.dim() != 2 or grid.shape[1] != 3 or int(grid.prod(-1).sum()) != len(pixels):
+            raise ValueError(f"{_GRID} {grid.tolist()} does not fit pixel_values {list(pixels.shape)}")
+        cut = {"pixel_values": pixels.split(grid.prod(-1).tolist())}
+    else:
+        cut = {"pixel_values": pixels.split(1)}
+    num = len(cut["pixel_values"])
+    for name, tensor in tensors.items():
+        if name not in cut:
+            if not tensor.dim() or len(tensor) != num:
+                raise ValueError(f"{name} {list(tensor.shape)} is not of {num} images")
+            cut[name] = tensor.split(1)
+    if not num:
+        raise ValueError("pixel_values has no image")
+    return [{name: parts[index] for name, parts in cut.items()} for index in range(num)]
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of tensors with their names, dtypes and shapes."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

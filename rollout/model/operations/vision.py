@@ -1,0 +1,110 @@
+"""The operations of an encoder of images inside a hosted module: whole attention, and convolutions over patches.
+
+An image's features may not depend on the images beside it: its attention is computed alone, and a convolution whose
+windows do not overlap is a product of patches, whose rows keep their bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .products import Linear
+
+WHOLE = "lockstep_whole"  # attribute of an attention of an encoder, in which all rows of an image see each other
+
+
+def whole_attention_parts(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield the attention modules of the encoders beside a module's decoder."""
+    decoder = getattr(root, "get_decoder", None)
+    if not hasattr(getattr(root, "base_model", None), "get_image_features") or decoder is None:
+        return
+    of_decoder = set(map(id, decoder().modules()))
+    if id(root) in of_decoder:
+        return
+    for part in root.modules():
+        is_attention = getattr(part, "is_causal", None) is False or "attention" in type(part).__name__.lower()
+        if id(part) not in of_decoder and is_attention:
+            yield part
+
+
+def whole_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
+) -> tuple[Tensor, None]:
+    """Attend among all rows of each image -> ([B, T, H, D], None). query [B, H, T, D], key and value [B, K, T, D].
+
+    Each batch row is a call of its own, so that its bits do not depend on the others, and so is each image that a mask
+    [1, 1, T, T] separates from the others of a row. Raises ValueError for any other mask.
+    """
+    is_shared = query.shape[1] != key.shape[1]  # queries of several heads have one head of keys
+    sizes = _images_of(mask, query.shape[2])
+    if sizes is None:
+        raise ValueError(
+            f"{type(module).__name__} of an encoder of images has a mask that does not separate images: not supported"
+        )
+    found = []
+    for one in zip(query.split(1), key.split(1), value.split(1), strict=True):
+        images = zip(*(tensor.split(sizes, dim=2) for tensor in one), strict=True)
+        rows = [F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=is_shared) for q, k, v in images]
+        found.append(torch.cat(rows, dim=2))
+    return torch.cat(found).transpose(1, 2).contiguous(), None
+
+
+def _images_of(mask: Tensor | None, num_rows: int) -> list[int] | None:
+    """Return the numbers of rows of the images that a mask [1, 1, T, T] separates; None where it does something else.
+    A mask is true, or 0, where a row sees another one."""
+    if mask is None:
+        return [num_rows]
+    seen = mask if mask.dtype is torch.bool else mask == 0
+    if seen.numel() and seen.all():
+        return [num_rows]
+    if seen.shape != (1, 1, num_rows, num_rows):
+        return None
+    seen = seen[0, 0]
+    begins = torch.ones(num_rows, dtype=torch.bool, device=seen.device)
+    begins[1:] = ~seen.diagonal(-1)
+    number = begins.cumsum(0)
+    if not torch.equal(seen, number[:, None] == number):
+        return None
+    return torch.bincount(number)[1:].tolist()
+
+
+def patch_convolution(linear: Linear, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a convolution that is a product where its windows are patches that do not overlap, else torch's own.
+
+    linear: x [..., K], weight [N, K], bias [N] or None -> [..., N]. own: F.conv2d or F.conv3d.
+    """
+
+    def convolution(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: int | Sequence[int] = 1,
+        padding: int | str | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        size = tuple(weight.shape[2:])
+        are_patches = _each(stride, size) == size and _each(dilation, size) == (1,) * len(size) and groups == 1
+        is_cut = padding == "valid" or (not isinstance(padding, str) and not any(_each(padding, size)))
+        if not are_patches or not is_cut or x.dim() != weight.dim():
+            return own(x, weight, bias, stride, padding, dilation, groups)
+        counts = [length // window for length, window in zip(x.shape[2:], size, strict=True)]
+        for axis, (count, window) in enumerate(zip(counts, size, strict=True), start=2):
+            x = x.narrow(axis, 0, count * window)  # as a convolution leaves out what fills no window
+        shape = [n for pair in zip(counts, size, strict=True) for n in pair]
+        x = x.reshape(*x.shape[:2], *shape)  # [B, C, count, window, ...]
+        num = len(size)
+        order = [0, *range(2, 2 + 2 * num, 2), 1, *range(3, 3 + 2 * num, 2)]
+        out = linear(x.permute(order).flatten(1 + num), weight.flatten(1), bias)  # [B, counts, N]
+        return out.movedim(-1, 1)
+
+    return convolution
+
+
+def _each(value: int | str | Sequence[int], size: tuple[int, ...]) -> tuple[int, ...]:
+    assert not isinstance(value, str)
+    return (value,) * len(size) if isinstance(value, int) else tuple(value)

@@ -1,0 +1,93 @@
+"""Operations of an encoder of images: convolutions over patches as products, and attention within an image."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.masking_utils import bidirectional_mask_function
+
+from lockstep.kernels.linear.linear import invariant_linear
+from lockstep.rollout.model.operations.packed_rows import hosted_mask
+from lockstep.rollout.model.operations.vision import patch_convolution, whole_attention
+
+
+class Attention(nn.Module):
+    """A stand-in for the attention of an encoder."""
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("own", "x", "weight", "options"),
+    [
+        (F.conv2d, (3, 3, 32, 24), (16, 3, 8, 8), {"stride": (8, 8)}),
+        (F.conv2d, (1, 3, 37, 29), (16, 3, 8, 8), {"stride": 8, "padding": "valid"}),  # with pixels that fill no patch
+        (F.conv2d, (2, 3, 32, 24), (16, 3, 8, 4), {"stride": (8, 4), "padding": (0, 0)}),
+        (F.conv3d, (7, 3, 2, 14, 14), (16, 3, 2, 14, 14), {"stride": (2, 14, 14)}),
+        (F.conv3d, (2, 3, 4, 8, 12), (16, 3, 2, 4, 4), {"stride": [2, 4, 4]}),
+        (F.conv2d, (2, 3, 16, 16), (16, 3, 3, 3), {"padding": 1}),  # windows that overlap are torch's own
+        (F.conv2d, (2, 4, 16, 16), (4, 2, 4, 4), {"stride": 4, "groups": 2}),
+    ],
+)
+def test_convolution_is_torchs(own, x, weight, options):
+    pixels, kernel, bias = noise(*x), noise(*weight), noise(weight[0])
+    found = patch_convolution(F.linear, own)(pixels, kernel, bias, **options)
+    expected = own(pixels, kernel, bias, **options)
+    assert found.shape == expected.shape and torch.allclose(found, expected, atol=1e-3)
+
+
+def test_patches_of_an_image_have_the_same_bits_beside_others():
+    convolution = patch_convolution(partial(invariant_linear, method="rows"), F.conv2d)
+    pixels, kernel, bias = noise(9, 3, 32, 32), noise(16, 3, 8, 8), noise(16)
+    together = convolution(pixels, kernel, bias, stride=8)
+    for index in range(9):
+        one = slice(index, index + 1)
+        assert torch.equal(together[one], convolution(pixels[one], kernel, bias, stride=8))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_that_separates_images_is_attention_within_each(kind):
+    sizes = [3, 8, 1, 5]
+    query, key, value = noise(1, 4, 17, 16), noise(1, 2, 17, 16), noise(1, 2, 17, 16)
+    seen = torch.block_diag(*(torch.ones(n, n) for n in sizes)).bool()[None, None]
+    mask = seen if kind == "bool" else torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    found, _ = whole_attention(Attention(), query, key, value, mask, 0.25)
+    alone = [
+        whole_attention(Attention(), q, k, v, None, 0.25)[0]
+        for q, k, v in zip(*(t.split(sizes, 2) for t in (query, key, value)), strict=True)
+    ]
+    assert torch.equal(found, torch.cat(alone, 1))
+    expected = F.scaled_dot_product_attention(query, key, value, seen, scale=0.25, enable_gqa=True)
+    assert torch.allclose(found, expected.transpose(1, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        torch.ones(17, 17).tril().bool()[None, None],
+        torch.block_diag(torch.ones(9, 9), torch.ones(8, 8)).bool().roll(1, 1)[None, None],
+        torch.arange(17)[None, None, None] < 12,
+        torch.zeros(1, 1, 1, 0),
+    ],
+    ids=["causal", "odd", "padding", "packed rows"],
+)
+def test_any_other_mask_is_refused_by_name(mask):
+    rows = [noise(1, 4, 17, 16)] * 3
+    with pytest.raises(ValueError, match="Attention of an encoder of images has a mask that does not separate images"):
+        whole_attention(Attention(), *rows, mask, None)
+
+
+def test_padding_inside_an_image_reaches_its_attention_and_none_does_not():
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    assert hosted_mask(attention_mask=mask, mask_function=bidirectional_mask_function) is None
+    mask[1, 6:] = False
+    made = hosted_mask(attention_mask=mask, mask_function=bidirectional_mask_function)
+    assert made is not None
+    with pytest.raises(ValueError, match="does not separate images"):
+        whole_attention(Attention(), *[noise(2, 4, 9, 16)] * 3, made, None)
