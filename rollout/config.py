@@ -85,7 +85,8 @@ class EngineConfig:
     max_num_seqs: int = 256  # sequences that may hold blocks at a time
     max_num_batched_tokens: int = 2048  # rows of one step, prefill and decode together
     chunked_prefill_size: int | None = None  # rows of one prompt per step; None: as many as fit in the step
-    max_model_len: int | None = None  # prompt + output tokens of a sequence; None: the model's own limit
+    max_model_len: int | None = None  # prompt + output tokens of a sequence; None: the model's own limit, or,
+    # for a model that tells none (without attention), 32,768
     prefix_cache: bool = True  # reuse the KV of equal prefixes
     state_snapshots: int | None = None  # recurrent states that are kept for prefix hits, if the model has recurrent
     # layers; None: as many as sequences may run; 0: none, and no prefix hits for such models

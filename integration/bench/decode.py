@@ -67,6 +67,8 @@ def run(options: argparse.Namespace) -> dict[str, object]:
     if options.plot:
         _pyplot()  # raises before the measurement if it is missing
     model = load_model(options.model, dtype=options.dtype, device=str(device))
+    if getattr(model.config, "num_attention_heads", None) is None:
+        raise ValueError(f"{options.model} has no attention: steps are timed over random KV, of which it has none")
     longest = max(*options.context, options.profile_context) + max(options.steps, options.profile_steps) + 8
     if options.model in PRESETS:
         model.config.max_position_embeddings = max(longest, model.config.max_position_embeddings)

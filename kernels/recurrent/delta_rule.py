@@ -1,8 +1,8 @@
 """The gated delta rule, one token after another in fp32: S *= exp(g); d = beta (v - S'k); S += k d'; o = S'q.
 
 The bits of a row depend on its own sequence up to it, however the sequence is cut into calls. The backward pass
-differentiates the form in chunks (`delta_chunks.py`) and keeps no states. Letters: R rows, S sequences, G key heads,
-H heads, K key size, V value size.
+differentiates the form in chunks (`delta_chunks.py`) and keeps no states. A decay of each element of S is that of
+Mamba-1 (`selective_scan.py`). Letters: R rows, S sequences, G key heads, H heads, K key size, V value size.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from .slots import Slots, run_in_slots, state_pointers
 
 SOURCE = "recurrent/gated_delta_rule.cpp"
 PARALLEL_ELEMENTS = 1 << 14  # of all updated states; with fewer, starting threads costs more than it saves
+
+HEAD, CHANNEL, ELEMENT = range(3)  # what has a decay of its own
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,17 @@ def gated_delta_rule(
     q, k [R, G, K], v [R, H, V]: one dtype; each key head serves H / G heads in a row. g <= 0, the logarithm of the
     decay [R, H] or, per channel, [R, H, K]; beta [R, H]. cu_seqlens: int32 [S + 1], the rows at which sequences start,
     and their number. initial [S, H, K, V], None for zeros. norm_eps: divide q and k by their lengths, this added to the
-    squares. scale: of q, else K ** -0.5. corrects: False for d = beta v, with a decay per head and without bfloat16.
-    float64 inputs are computed, and give states, in float64. Raises ValueError for operands that do not fit each other.
+    squares. scale: of q, else K ** -0.5. corrects: False for d = beta v, with a decay per head and without bfloat16; or
+    with a beta of each value [R, H, V] and g [H, K, V], so that S *= exp(beta g), without gradients. float64 inputs are
+    computed, and give states, in float64. Raises ValueError for operands that do not fit each other.
     """
     _check(q, k, v, g, beta, initial, corrects, states_fit=initial is None or len(initial) == len(cu_seqlens) - 1)
     rule = DeltaRule(q.shape[-1] ** -0.5 if scale is None else scale, norm_eps, corrects)
     wide = torch.promote_types(v.dtype, torch.float32)
     rows = (q, k, v, g.to(wide), beta.to(wide))
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*rows, initial)):
+        if _decays(g, beta) == ELEMENT:
+            raise ValueError("gated_delta_rule: the gradients with a decay of each element are those of selective_scan")
         return _GatedDeltaRule.apply(*rows, initial, cu_seqlens, rule)
     return _forward(*rows, initial, cu_seqlens, rule)
 
@@ -84,10 +89,13 @@ def gated_delta_rule_in_slots(
         )
 
     def compute(rows: Sequence[Tensor], starts: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v, g, beta = rows
-        return gated_delta_rule(q, k, v, g, beta, starts, initial, norm_eps=norm_eps, scale=scale, corrects=corrects)
+        q, k, v, beta, *by_row = rows
+        decay = by_row[0] if by_row else g
+        options: Any = {"norm_eps": norm_eps, "scale": scale, "corrects": corrects}
+        return gated_delta_rule(q, k, v, decay, beta, starts, initial, **options)
 
-    return run_in_slots((q, k, v, g, beta), cu_seqlens, slots, compute)
+    by_row = () if _decays(g, beta) == ELEMENT else (g,)
+    return run_in_slots((q, k, v, beta, *by_row), cu_seqlens, slots, compute)
 
 
 def reference_gated_delta_rule(
@@ -97,13 +105,15 @@ def reference_gated_delta_rule(
     """Compute the rule with PyTorch's operations, as transformers' recurrent form has it."""
     wide, groups = g.dtype, v.shape[1] // k.shape[1]
     q, k = (normalized(x.to(wide), rule.norm_eps).repeat_interleave(groups, 1) for x in (q, k))
-    q, decay, beta = (q * rule.scale).unsqueeze(-1), g.exp(), beta.unsqueeze(-1)
-    k, decay = k.unsqueeze(-1), decay.unsqueeze(-1) if g.dim() == 3 else decay[..., None, None]
+    q, k = (q * rule.scale).unsqueeze(-1), k.unsqueeze(-1)
+    form = _decays(g, beta)
+    beta = beta if form == ELEMENT else beta.unsqueeze(-1)
+    logs = g if form == ELEMENT else g.unsqueeze(-1) if form == CHANNEL else g[..., None, None]
     out, starts = torch.empty_like(v, memory_format=torch.contiguous_format), cu_seqlens.tolist()
     final = g.new_zeros(len(starts) - 1, *k.shape[1:3], v.shape[2]) if initial is None else initial.to(wide, copy=True)
     for sequence, state in enumerate(final):
         for t in range(starts[sequence], starts[sequence + 1]):
-            state *= decay[t]
+            state *= (beta[t].unsqueeze(-2) * logs if form == ELEMENT else logs[t]).exp()
             change = v[t].to(wide)
             if rule.corrects:
                 change = change - (state * k[t]).sum(-2)
@@ -111,6 +121,11 @@ def reference_gated_delta_rule(
             state += k[t] * change.unsqueeze(-2)
             out[t] = (state * q[t]).sum(-2)
     return out, final
+
+
+def _decays(g: Tensor, beta: Tensor) -> int:
+    """Return what has a decay of its own, by the operands' dimensions. The native kernel has the same numbers."""
+    return ELEMENT if beta.dim() == 3 else CHANNEL if g.dim() == 3 else HEAD
 
 
 def _check(
@@ -123,16 +138,21 @@ def _check(
     _, key_heads, key_dim = k.shape
     if states is not None:
         states_fit = states_fit and states.shape[1:] == (heads, key_dim, value_dim)
+    by_row = (rows, heads)
+    forms = ((by_row, by_row), (by_row, (*by_row, key_dim)), ((*by_row, value_dim), (heads, key_dim, value_dim)))
     if not (
         q.dtype == k.dtype == v.dtype and q.shape == k.shape and len(k) == rows
-        and key_heads > 0 and heads % key_heads == 0 and beta.shape == (rows, heads)
-        and g.shape in ((rows, heads), (rows, heads, key_dim)) and states_fit
+        and key_heads > 0 and heads % key_heads == 0 and states_fit
+        and (tuple(beta.shape), tuple(g.shape)) in forms
     ):  # fmt: skip
         named = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "states": states}
         shapes = ", ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in named.items() if t is not None)
         raise ValueError(f"gated_delta_rule: {shapes} do not belong together")
-    if not corrects and (g.dim() == 3 or v.dtype is torch.bfloat16):
+    form = _decays(g, beta)
+    if not corrects and (form == CHANNEL or v.dtype is torch.bfloat16):
         raise ValueError("gated_delta_rule: without the correction it takes a decay per head, and no bfloat16")
+    if corrects and form == ELEMENT:
+        raise ValueError("gated_delta_rule: with the correction it takes a decay per head or per channel")
 
 
 def _forward(
@@ -173,7 +193,7 @@ def _run_native(
         starts.data_ptr(),
         *(num_sequences, q.stride(0), k.stride(0), v.stride(0), key_heads, heads, key_dim, value_dim),
         *(rule.scale, -1.0 if rule.norm_eps is None else rule.norm_eps),
-        *(g.dim() == 3, rule.corrects, v.dtype is torch.bfloat16, threads),
+        *(_decays(g, beta), rule.corrects, v.dtype is torch.bfloat16, threads),
         kept=(q, k, v, g, beta, before, starts),
     )
     return out

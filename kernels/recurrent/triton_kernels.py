@@ -141,7 +141,7 @@ def _gated_delta_rule(
                 *(q, k, v, g, beta, before, out, after, *edges, reads, reads if row_slots is None else row_slots),
                 *(int(has_initial), value_dim, scale, 0.0 if norm_eps is None else norm_eps),
                 KEY_HEADS=key_heads, HEADS=heads, KEY_DIM=key_dim, NORM=norm_eps is not None,
-                BY_CHANNEL=g.dim() == 3, CORRECTS=corrects, BY_ROW=row_slots is not None,
+                BY_CHANNEL=g.dim() == 3, BY_ELEMENT=beta.dim() == 3, CORRECTS=corrects, BY_ROW=row_slots is not None,
                 KEYS=triton.next_power_of_2(key_dim), COLUMNS=COLUMNS, num_warps=4,
             )  # fmt: skip
     return out
@@ -196,7 +196,8 @@ def _delta_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, initial_ptr, out_ptr, final_ptr, starts_ptr, ends_ptr, reads_ptr,
     row_slots_ptr, has_initial, value_dim, scale, eps,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, NORM: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, CORRECTS: tl.constexpr, BY_ROW: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, BY_ELEMENT: tl.constexpr, CORRECTS: tl.constexpr, BY_ROW: tl.constexpr,
+    KEYS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     owner = tl.program_id(0).to(tl.int64)
@@ -210,17 +211,23 @@ def _delta_kernel(
     is_state = is_key[:, None] & is_column[None, :]
     is_given = is_key[:, None] & (column < value_dim * has_initial)[None, :]
     state = tl.load(initial_ptr + tl.load(reads_ptr + sequence) * size + place, mask=is_given, other=0.0)
+    if BY_ELEMENT:
+        rate = tl.load(g_ptr + place, mask=is_state, other=0.0)
     for r in range(tl.load(starts_ptr + sequence), tl.load(ends_ptr + sequence)):
         keys = (r * KEY_HEADS + key_head) * KEY_DIM + i
         q = _unit(tl.load(q_ptr + keys, mask=is_key, other=0.0).to(tl.float32), eps, NORM) * scale
         k = _unit(tl.load(k_ptr + keys, mask=is_key, other=0.0).to(tl.float32), eps, NORM)
         v = tl.load(v_ptr + (r * HEADS + head) * value_dim + column, mask=is_column, other=0.0).to(tl.float32)
-        beta = tl.load(beta_ptr + r * HEADS + head)
-        if BY_CHANNEL:
+        if BY_ELEMENT:
+            beta = tl.load(beta_ptr + (r * HEADS + head) * value_dim + column, mask=is_column, other=0.0)
+            state *= tl.exp(beta[None, :] * rate)
+        elif BY_CHANNEL:
             g = tl.load(g_ptr + (r * HEADS + head) * KEY_DIM + i, mask=is_key, other=0.0)
             state *= tl.exp(g)[:, None]
         else:
             state *= tl.exp(tl.load(g_ptr + r * HEADS + head))
+        if not BY_ELEMENT:
+            beta = tl.load(beta_ptr + r * HEADS + head)
         change = (v - tl.sum(state * k[:, None], 0) if CORRECTS else v) * beta
         state += k[:, None] * change[None, :]
         out = tl.sum(state * q[:, None], 0)

@@ -19,7 +19,7 @@ from ..grammars.token_text import FastTokenizer
 from ..kv.ledger import KVLedger
 from ..kv.tensors import KVCache, KVPlan, plan_kv_pool, usable_bytes
 from ..model.hosted_model import HostedModel
-from ..model.supported import refuse_block_size
+from ..model.supported import context_length, refuse_block_size
 from ..model.tokenizer import find_eos_token_ids, load_tokenizer, refuse_other_eos
 from ..ranks.channel import RankChannel
 from ..ranks.mesh import Mesh
@@ -105,7 +105,7 @@ def _assemble(
     check_hosted(hosted)
     eos_token_ids = find_eos_token_ids(hosted.module, tokenizer)
     hosted.phase.before_begin = partial(refuse_other_eos, hosted.module, tokenizer, eos_token_ids)
-    max_model_len = min(config.max_model_len or hosted.max_model_len, hosted.max_model_len)
+    max_model_len = context_length(hosted.config, config.max_model_len)
     plan, state_plan = _plan_pools(hosted, config, max_model_len, ranks)
     kv_cache = KVCache(plan, hosted.kv_shapes, config.block_size, hosted.device)
     state_pool = StatePool(state_plan, hosted.state_shapes, hosted.device)

@@ -31,6 +31,7 @@ from .operations.functions import outside_modes
 from .operations.indexer import IndexChoice
 from .operations.packed_rows import hosted_mask, query_start
 from .operations.pool_choice import PoolChoice
+from .operations.shared_attention import LAYER
 from .operations.vision import WHOLE, whole_attention
 from .recurrent.states import StepStates
 
@@ -152,6 +153,7 @@ def hosted_attention(
     step = others.pop(STEP_KEYWORD, None)
     if WHOLE in vars(module):
         return whole_attention(module, query, key, value, attention_mask, scaling)
+    layer = cast(int, others.pop(LAYER, getattr(module, "layer_idx", None)))  # the probe refuses a module without
     rotation, query, key = _unrotated(step, query, key) if IS_USED else (None, query, key)
     _refuse_call(module, others, dropout)
     batch, num_heads, num_rows, head_dim = query.shape
@@ -170,10 +172,9 @@ def hosted_attention(
     chunk = cast(int | None, vars(module).get(CHUNK))
     _refuse_choice(module, indices, batch * num_rows, sliding_window or chunk, position_bias)
     if rotation is not None and isinstance(step, StepContext):
-        out = _with_rotation(rotation, value, step.of_layer(cast(int, module.layer_idx), chunk), step.slots, options)
+        out = _with_rotation(rotation, value, step.of_layer(layer, chunk), step.slots, options)
         return out.view(batch, num_rows, num_heads, value.shape[3]), None
     rows = [_by_row(t) for t in (query, key, value)]
-    layer = cast(int, getattr(module, "layer_idx", None))  # the probe refuses a module without
     if isinstance(step, StepContext):
         out = _in_step(rows, step, layer, chunk, options, choice)
     else:
@@ -252,7 +253,8 @@ def _tell(
     if choice is not None and has_indexer and (keys := choice.keys) is not None:
         rate = 1 if isinstance(choice, IndexChoice) else choice.rate
         shape = replace(shape, index_dim=keys.shape[1], index_rate=rate, index_dtype=keys.dtype)
-    probe.attention_called(module, shape, options["window"], chunk, None if isinstance(choice, PoolChoice) else mask)
+    mask = None if isinstance(choice, PoolChoice) else mask
+    probe.attention_called(module, layer, shape, options["window"], chunk, mask)
 
 
 def _packed(rows: list[Tensor], query_start: Tensor, options: _KernelOptions, choice: _Choice) -> Tensor:

@@ -33,6 +33,7 @@ from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
 from .supported import (
     DTYPES,
+    context_length,
     has_recurrent_layers,
     has_state,
     refuse_different_choices,
@@ -117,8 +118,7 @@ class HostedModel:
         """
         num_ranks = 1 if mesh is None else mesh.num_ranks
         module = given_module(module, is_copied=num_ranks > 1)
-        parameter = first_weight(module.parameters())
-        wrong = []
+        parameter, wrong = first_weight(module.parameters()), list[str]()
         if HostedAdapters(module) and (num_ranks > 1 or k_blocks > 1):
             raise ValueError(
                 f"{type(module).__name__} has adapters, which need one rank and k_blocks=1, not {num_ranks} and "
@@ -184,8 +184,8 @@ class HostedModel:
 
     @property
     def max_model_len(self) -> int:
-        """The longest context that the module supports, in tokens."""
-        return self.config.max_position_embeddings
+        """The longest context that the module supports, in tokens; without a limit, that of an engine by default."""
+        return context_length(self.config)
 
     @property
     def in_rollout_phase(self) -> bool:

@@ -68,10 +68,11 @@ class LayerProbe:
         return torch.full((1, 1, 1, 1), float(len(self._masks) - 1), dtype=torch.float32)
 
     def attention_called(
-        self, module: nn.Module, shape: KVShape, window: int | None, chunk: int | None, mask: Tensor | None
-    ) -> None:
-        """Record one call, with a window or in chunks. Raises ValueError for a module without its layer's index."""
-        layer, name = getattr(module, "layer_idx", None), type(module).__name__
+        self, module: nn.Module, layer: object, shape: KVShape, window: int | None, chunk: int | None,
+        mask: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Record one call, with a window or in chunks. Raises ValueError for one without its layer's index."""
+        name = type(module).__name__
         if not isinstance(layer, int):
             raise ValueError(f"{name} cannot be hosted: it has no layer_idx, so its KV would have no place")
         self.layers[layer] = shape

@@ -40,7 +40,8 @@ from .operations.functions import ReplacedFunctions, invariant_functions, outsid
 from .operations.fused_layers import fused_forward, gates_by_halves, is_gated_mlp, silu_as_gated
 from .operations.indexer import indexer_forward
 from .operations.pools import MASK_OF, mask_of_choice, pooled_indexer_forward
-from .operations.row_positions import CHECKPOINTS_CACHE, counting_forward
+from .operations.row_positions import CHECKPOINTS_CACHE, counting_forward, telling_forward
+from .operations.shared_attention import shared_attention_forward
 from .operations.shared_input import SharedInput, siblings_of
 from .operations.vision import WHOLE, whole_attention_parts
 from .recurrent.heads import HeadDivision
@@ -162,7 +163,8 @@ class Numerics:
         for module in root.modules():
             pooled = pooled_indexer_forward(module) or block_indexer_forward(module) or ngram_forward(module)
             counting = counting_forward(module)
-            forward = pooled or indexer_forward(module) or counting or distance_bias_forward(module)
+            telling = counting or telling_forward(module) or shared_attention_forward(module)
+            forward = pooled or indexer_forward(module) or telling or distance_bias_forward(module)
             if forward is not None:
                 self._patches.append((module, "forward", forward))
             if counting is not None and hasattr(module, CHECKPOINTS_CACHE):

@@ -31,12 +31,31 @@ _COMPRESSED_TYPES = {"compressed_sparse_attention", "heavily_compressed_attentio
 _RECURRENT_TYPES = {"conv", "linear_attention", "hybrid", "hybrid_sliding", *_COMPRESSED_TYPES}  # some beside attention
 _POOLS = ("index_kpool", "indexer_compress_ratio")  # of indexers, which have a state of the tokens of the next pool
 _STATELESS_TYPES = {"mlp", "moe"}
+DEFAULT_CONTEXT = 32_768  # tokens, of a model that tells no limit
 _NEEDED = ("hidden_size", "vocab_size", "max_position_embeddings")
 
 
 def has_recurrent_layers(config: PretrainedConfig) -> bool:
     """Return whether any layer of the whole model has recurrent states. config: its decoder's."""
     return not _RECURRENT_TYPES.isdisjoint(_types(config)) or any(hasattr(config, name) for name in _POOLS)
+
+
+def context_length(config: PretrainedConfig, asked: int | None = None) -> int:
+    """Return the most tokens of a sequence, prompt and output: the model's own limit, or fewer if asked for.
+
+    A model whose layers are all recurrent may tell no limit, and has none: what is asked for counts, or
+    DEFAULT_CONTEXT. config: its decoder's.
+    """
+    own = getattr(config, _NEEDED[-1]) if not _is_recurrent(config) else getattr(config, _NEEDED[-1], None)
+    if own is None:
+        return asked or DEFAULT_CONTEXT
+    return min(asked or own, own)
+
+
+def _is_recurrent(config: PretrainedConfig) -> bool:
+    """Return whether every layer is recurrent by its type, and has no attention."""
+    types = _types(config)
+    return len(types) >= config.num_hidden_layers and set(types) <= {"linear_attention", "conv"}
 
 
 def has_state(config: PretrainedConfig, layer: int) -> bool:
@@ -63,10 +82,11 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
             wrong.append(f"rope_type {parameters['rope_type']!r} (its tables depend on the batch)")
     if not module._can_set_attn_implementation():
         wrong.append("attention that does not go through transformers' attention interface")
-    if not _has_attention_heads(config):
-        wrong.append("layers without attention heads")
     # A module implements other kinds in its mask or its own code, which the hosted attention does not see.
     recurrent = {part.layer_idx for part in module.modules() if recurrent_forward(part) or compressor_of(part)}
+    attends = not _is_recurrent(config) or not recurrent.issuperset(layers)
+    if attends and not _has_attention_heads(config):
+        wrong.append("layers without attention heads")
     types = dict(enumerate(_types(config)))
     wrong += [
         f"layers of type {kind}"
@@ -79,7 +99,8 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
         wrong.append("return_dict=False in its configuration, with which its own forward fails: set it to True")
     if module.base_model is module and not any(map(_has_head, module.modules())):
         wrong.append("no head that gives logits: pass the model for causal language modelling around it")
-    if missing := [name for name in _NEEDED if not hasattr(config, name)]:
+    needed = _NEEDED if attends else _NEEDED[:-1]
+    if missing := [name for name in needed if not hasattr(config, name)]:
         wrong.append(f"a configuration without {', '.join(missing)}")
     if wrong:
         raise ValueError(f"{type(module).__name__} cannot be hosted: {', '.join(wrong)}")

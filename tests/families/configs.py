@@ -98,6 +98,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "xdrope_section": [2, 2, 2, 2]},
     },
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "ministral": {"head_dim": 16},
@@ -115,6 +116,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds": False},
     "step3p5": {"sliding_window": 20},
     "zamba": {"num_hidden_layers": 12, "layers_block_type": None},
+    "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},  # of one shared block
 }
 
 

@@ -22,6 +22,7 @@ if device == "cpu":
     gpu.why_not_triton = lambda device_type: None
 from lockstep.kernels.attention import triton_kernels as attention
 from lockstep.kernels.layers import triton_rms_norm
+from lockstep.kernels.recurrent import triton_kernels as recurrent
 from lockstep.kernels.linear import triton_grouped, triton_kernels as linear
 from lockstep.kernels.sampling import triton_draws, triton_logprobs
 from lockstep.tests.rollout import test_invariance_table as table
@@ -42,13 +43,14 @@ def count(module, name):
 
 for module, name in ((attention, "triton_attention"), (linear, "product"), (triton_rms_norm, "forward"),
                      (triton_grouped, "routed_sum"), (triton_logprobs, "selected"), (triton_logprobs, "scaled"),
-                     (triton_draws, "draw")):
+                     (triton_draws, "draw"), (recurrent, "gated_delta_rule"), (recurrent, "gated_delta_rule_in_slots")):
     count(module, name)
 dtype, family = getattr(torch, sys.argv[1]), sys.argv[2]
 kinds = {  # of the layer, one where nothing else is said
     "inkling": {"layer_types": ["hybrid_sliding"], "mlp_layer_types": ["sparse"]},
     "inkling2": {"layer_types": ["hybrid"]},
     "deepseek_v4": {"layer_types": ["compressed_sparse_attention"], "mlp_layer_types": ["moe"]},
+    "zamba": {"num_hidden_layers": 2, "layers_block_type": ["hybrid"] * 2},  # which share a block
     "dots3_note_text": {"layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"], "per_layer_config": {}},
     "minimax": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "zaya": {"layer_types": ["hybrid"]},
@@ -86,6 +88,8 @@ print(json.dumps({"linear": guarantee.linear, "attention": guarantee.attention, 
         pytest.param("float32", "inkling", marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", "inkling2", marks=pytest.mark.slow),
         pytest.param("float32", "deepseek_v4", marks=pytest.mark.exhaustive),
+        pytest.param("float32", "mamba", marks=pytest.mark.exhaustive),
+        pytest.param("bfloat16", "zamba", marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", "dots3_note_text", marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", "minimax", marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", "zaya", marks=pytest.mark.exhaustive),
@@ -103,6 +107,8 @@ def test_an_engine_on_all_triton_kernels_at_once_keeps_the_trainers_bits(dtype, 
     assert (report["linear"], report["attention"]) == ("triton", "triton")
     has_experts = family not in ("qwen3", "gemma2", "gemma3", "glm_moe_dsa")
     assert ("linear.triton_grouped.routed_sum" in report["calls"]) == has_experts
+    scans = {"recurrent.triton_kernels.gated_delta_rule", "recurrent.triton_kernels.gated_delta_rule_in_slots"}
+    assert scans.isdisjoint(report["calls"]) == (family not in ("mamba", "zamba", "minimax"))
     assert {
         "attention.triton_kernels.triton_attention", "linear.triton_kernels.product", "layers.triton_rms_norm.forward",
         "sampling.triton_logprobs.selected", "sampling.triton_draws.draw",

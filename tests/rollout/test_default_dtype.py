@@ -36,7 +36,7 @@ def drawn(engine: Engine) -> list[tuple[object, ...]]:
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3", "falcon_h1", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3", "falcon_h1", "qwen3_5", "mamba"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tokens_and_logprobs_do_not_depend_on_torchs_default_dtype(make_model, family, dtype, other_default):
     model = make_model(family, dtype)

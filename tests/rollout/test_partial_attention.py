@@ -317,7 +317,7 @@ def test_a_mask_in_chunks_is_that_of_attention_in_these_chunks_alone(chunk, blam
     layer.layer_idx = 1
     made = chunked_causal_mask_function(20, torch.zeros(1, dtype=torch.int64))
     mask = probe.mask_made(made, 20)
-    probe.attention_called(layer, KVShape(2, 32, 32, torch.float32), None, chunk, mask)
+    probe.attention_called(layer, layer.layer_idx, KVShape(2, 32, 32, torch.float32), None, chunk, mask)
     if blamed:
         with pytest.raises(ValueError, match=r"Module .*\(layers \[1\]\)"):
             probe.refuse_faults([1], "Llama4")

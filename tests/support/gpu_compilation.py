@@ -192,6 +192,15 @@ def recurrences(dtype: torch.dtype, by_channel: bool) -> None:
         triton_recurrent.causal_conv(x, weight, None, None, starts, "silu")
 
 
+def scans() -> None:
+    """Launch a scan of 16 states a channel, as `recurrences`."""
+    for lengths in ([1], [1] * 33, [48, 3], [5]):
+        rows, starts = sum(lengths), torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        key, value, a = torch.zeros(rows, 1, 16), torch.zeros(rows, 1, 1536), torch.zeros(1, 16, 1536)
+        initial = None if lengths == [5] else torch.zeros(len(lengths), 1, 16, 1536)
+        triton_recurrent.gated_delta_rule(key, key, value, a, value, initial, starts, 1.0, None, corrects=False)
+
+
 def selections(dtype: torch.dtype) -> None:
     for rows, length, first in ((1, 64, 0), (3, 100, 1), (16, 4097, 3)):
         query, weight = torch.zeros(rows, 64, 128), torch.zeros(rows, 64)
@@ -241,6 +250,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "gradients with a bias, bfloat16": lambda: gradients(HALF, 128, PLAIN, reach=1024),
     "recurrences, bfloat16": lambda: recurrences(HALF, by_channel=False),
     "recurrences, float32": lambda: recurrences(FULL, by_channel=True),
+    "scans, float32": scans,
     "digests, 64 bytes side by side": lambda: digests(FULL, 64),
     "digests, 4 bytes side by side": lambda: digests(FULL, 5),
     "digests, single bytes": lambda: digests(HALF, 5),

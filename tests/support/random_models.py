@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from lockstep.tests.families.configs import tiny_config
 from lockstep.tests.optional_packages import needs_transformers
 
+ABSENT = object()  # a setting of the common part that a configuration does not have
 _COMMON = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -74,6 +75,29 @@ _FALCON = {
     **{"mamba_d_ssm": 96, "mamba_rms_norm": True, "mlp_multipliers": [0.8, 1.2], "key_multiplier": 0.9},
     **{"ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.6},
     **{"attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "lm_head_multiplier": 0.9},
+}
+
+# No attention: nothing of heads, of MLPs or of a longest context.
+_SCAN = {
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size"), ABSENT),
+    "max_position_embeddings": ABSENT,
+    **{"num_hidden_layers": 3, "expand": 2, "state_size": 12, "conv_kernel": 4, "time_step_rank": 20},
+}
+_MAMBA_2 = {**_SCAN, "num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 20, "chunk_size": 16}
+_JAMBA = {
+    **{"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4},
+    **{"num_experts_per_tok": 2, "mamba_d_state": 12, "mamba_dt_rank": 20},
+}
+# One block of attention and MLP in two layers, of which each has adapters of its own; Zamba's Mamba layers have heads.
+_SHARED = {
+    **{"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2, "num_key_value_heads": 4},
+    **{"n_mamba_heads": 4, "head_dim": ABSENT},
+}
+_ZAMBA = {**_SHARED, "n_mamba_heads": 2, "mamba_d_state": 12, "mamba_dt_rank": 20}
+_ZAMBA_2 = {
+    **_SHARED,
+    **{"mamba_d_state": 20, "mamba_ngroups": 2, "chunk_size": 16, "use_shared_attention_adapter": True},
+    **{"adapter_rank": 8, "use_mem_rope": True},
 }
 
 # Blocks of 16 rows in the module's own code, which sequences do not fill, and factors of residuals.
@@ -198,6 +222,12 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     "granitemoehybrid": ("GraniteMoeHybridConfig", _GRANITE),
     "falcon_h1": ("FalconH1Config", _FALCON),
     "bamba": ("BambaConfig", {**_MAMBA, "mamba_d_head": "auto", "attn_layer_indices": [1]}),
+    "mamba2": ("Mamba2Config", _MAMBA_2),
+    "mamba": ("MambaConfig", _SCAN),
+    "falcon_mamba": ("FalconMambaConfig", _SCAN),
+    "jamba": ("JambaConfig", _JAMBA),
+    "zamba": ("ZambaConfig", _ZAMBA),
+    "zamba2": ("Zamba2Config", _ZAMBA_2),
     "zaya": ("ZayaConfig", _CONVOLVED),
     "minimax": ("MiniMaxConfig", _LIGHTNING),
     "deepseek_v32": ("DeepseekV32Config", _INDEXED),
@@ -215,6 +245,13 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
     ),
 }
 
+# Whose layers have another form in older versions of transformers.
+_NEWEST = {
+    *("lfm2", "lfm2_moe", "deepseek_v32", "deepseek_v4", "glm_moe_dsa", "inkling", "inkling2", "glm5_next"),
+    *("zaya", "dots3_note_text", "qwen4_exp", "mamba", "mamba2", "falcon_mamba", "jamba", "zamba", "zamba2"),
+}
+# Tied heads, which would repeat the newest token for ever if embeddings were large.
+_SMALL_EMBEDDINGS = ("mamba", "falcon_mamba", "zamba", "zamba2")
 
 _made: dict[str, tuple[PreTrainedModel, torch.Tensor]] = {}  # with torch's random numbers after the model's
 
@@ -224,19 +261,7 @@ def random_model(family: str, dtype: torch.dtype = torch.float32, **overrides: o
 
     Example: `random_model("gemma2", vocab_size=128)`.
     """
-    if family in (
-        "lfm2",
-        "lfm2_moe",
-        "zaya",
-        "deepseek_v32",
-        "deepseek_v4",
-        "glm_moe_dsa",
-        "dots3_note_text",
-        "inkling",
-        "inkling2",
-        "glm5_next",
-        "qwen4_exp",
-    ):
+    if family in _NEWEST:
         needs_transformers(5, 23)
     key = repr((family, dtype, sorted(overrides.items()), torch.get_default_device()))
     if key not in _made:
@@ -255,13 +280,18 @@ def initial_model(family: str, **overrides: object) -> PreTrainedModel:
         torch.manual_seed(1)
         return transformers.AutoModelForImageTextToText.from_config(config, **attention).eval()
     config_name, extra = FAMILIES[family]
-    config = getattr(transformers, config_name)(**{**_COMMON, **extra, **overrides})
+    settings = {**_COMMON, **extra, **overrides}
+    config = getattr(transformers, config_name)(**{name: own for name, own in settings.items() if own is not ABSENT})
     torch.manual_seed(1)
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
 def _make(family: str, dtype: torch.dtype, overrides: dict[str, object]) -> PreTrainedModel:
-    return spread_weights(cast(initial_model(family, **overrides), dtype)).eval()
+    model = spread_weights(cast(initial_model(family, **overrides), dtype)).eval()
+    if family in _SMALL_EMBEDDINGS:
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(0.25)
+    return model
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

@@ -38,11 +38,11 @@ def query_start(
         raise ValueError("a 4-D attention mask is not supported: attention is causal within each sequence")
     if mask is PACKED:
         raise ValueError(_STARTS_OVER)
-    _refuse_packed_positions(positions)
+    refuse_packed_positions(positions)
     return torch.arange(0, (batch + 1) * num_rows, num_rows, dtype=torch.int32, device=device)
 
 
-def _refuse_packed_positions(positions: object) -> None:
+def refuse_packed_positions(positions: object) -> None:
     """Raise ValueError for position_ids [B, T] that count on after they have started over, as in packed rows.
 
     transformers' mask tells of them in a forward without a cache alone. Positions that stay or fall up to the end of a

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 Linear = Callable[..., Tensor]  # x [...,K], weight [N,K], bias [N] or None -> [...,N]
@@ -60,13 +60,18 @@ def replaced_products(linear: Linear) -> dict[Callable[..., object], Callable[..
 
 
 def invariant_matmul(left: Tensor, right: Tensor, linear: Linear) -> Tensor:
-    """Compute torch.matmul(left, right), differentiable; the bits of a row depend on the row and on `right` alone."""
+    """Compute torch.matmul(left, right), differentiable; the bits of a row depend on the row and on `right` alone, and
+    those of a column, where `left` is a parameter and `right` a batch, on the column and on `left` alone."""
     if left.dim() == 1:
         return invariant_matmul(left[None], right, linear).squeeze(-1 if right.dim() == 1 else -2)
     if right.dim() == 1:
         return linear(left, right[None]).squeeze(-1)
     if right.dim() == 2:
         return linear(left, right.t())
+    if left.dim() == 2 and _is_weight(left):  # before columns, which are the rows here (Mamba)
+        return linear(right.mT, left).mT
+    if _is_weight(left) and not _is_weight(right):  # one for each head (Zamba)
+        return invariant_matmul(right.mT, left.mT, linear).mT
     if left.shape[-1] <= _NARROW:
         total = left[..., :1] * right[..., :1, :]
         for k in range(1, left.shape[-1]):
@@ -77,6 +82,11 @@ def invariant_matmul(left: Tensor, right: Tensor, linear: Linear) -> Tensor:
     rights = right.expand(*batch, *right.shape[-2:]).flatten(0, -3).unbind()
     products = [linear(rows, weight.t()) for rows, weight in zip(lefts, rights, strict=True)]
     return torch.stack(products).view(*batch, left.shape[-2], right.shape[-1])
+
+
+def _is_weight(x: Tensor) -> bool:
+    """Return whether it is a parameter, or a view of one."""
+    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
 
 
 def _serves(left: Tensor, right: Tensor) -> bool:

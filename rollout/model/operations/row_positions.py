@@ -1,8 +1,8 @@
 """Attention whose own code counts the positions of its rows from the length of the cache (Llama 4 and Inkling scale
-queries by them), and convolutions that are told of nothing but the cache (Inkling).
+queries by them), and recurrent layers that are told of nothing but the cache (Inkling, Jamba, Mamba).
 
 The rows of a step, and of a packed row, belong to several sequences: the cache that such code sees here has a length
-for each row, and brings a layer's convolutions the keywords of its call.
+for each row, and brings recurrent layers the keywords of the call.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..attention import STEP_KEYWORD, StepContext
 from .copied_code import innermost
+from .packed_rows import NO_MASK, refuse_packed_positions
 
 Forward = Callable[..., Any]
 
@@ -25,8 +27,14 @@ Forward = Callable[..., Any]
 CHECKPOINTS_CACHE = "_can_checkpoint_with_cache"
 PACKING = "cu_seq_lens_q"
 _CACHES, _LENGTH, _HIDDEN = ("past_key_values", "cache"), "get_seq_length", "hidden_states"  # the second since 5.24
-# Attributes of parts that are told of the cache alone: convolutions of a layer that has several, compressors, indexers.
-_UNTOLD = ("conv_idx", "conv_qk_grouped", "compress_rate", "index_kpool", "token_budget", "short_conv_state_len")
+_INPUTS, _MASK = ("input_ids", "inputs_embeds"), "attention_mask"
+_STATES = "cache_params"  # the cache's name in models whose layers are all recurrent
+# Attributes of parts that are told of the cache alone: convolutions of a layer that has several, compressors, indexers,
+# and selective scans.
+_UNTOLD = (
+    *("conv_idx", "conv_qk_grouped", "compress_rate", "index_kpool", "token_budget", "short_conv_state_len"),
+    "use_associative_scan",
+)
 
 
 def counting_forward(module: nn.Module) -> Forward | None:
@@ -43,7 +51,7 @@ def counting_forward(module: nn.Module) -> Forward | None:
     own = types.MethodType(type(module).forward, module)
     signature = inspect.signature(own)
     kinds = {each.kind for each in signature.parameters.values()}
-    if _HIDDEN not in signature.parameters:
+    if _HIDDEN not in signature.parameters or _STATES in signature.parameters:  # the latter is told by its model
         return None
     taken = next((name for name in _CACHES if name in signature.parameters), None)
     if taken is None and inspect.Parameter.VAR_KEYWORD not in kinds:
@@ -58,6 +66,38 @@ def counting_forward(module: nn.Module) -> Forward | None:
             given.arguments[name] = cache
             return own(*given.args, **given.kwargs)
         return own(*given.args, **{**given.kwargs, name: cache})
+
+    return run
+
+
+def telling_forward(module: nn.Module) -> Forward | None:
+    """Return the forward of a model that passes its layers a mask and a cache alone (Mamba), with a cache that brings
+    them the keywords of the call; None for any other module.
+
+    It raises ValueError for a cache that its caller brings, as generate() does, and for position_ids of packed rows
+    without cu_seq_lens_q, which the model's own code ignores.
+    """
+    if not isinstance(module, PreTrainedModel) or _STATES not in inspect.signature(module.forward).parameters:
+        return None
+    own = types.MethodType(type(module).forward, module)
+    signature = inspect.signature(own)
+
+    def run(*args: Any, **named: Any) -> Any:
+        given = signature.bind(*args, **named)
+        if not isinstance(given.arguments.get(_STATES), RowCache | None):
+            raise ValueError(
+                f"{type(module).__name__} was given a cache: hosted layers keep their own states, so call the module "
+                "with use_cache=False and not through generate()"
+            )
+        inputs = [x for name in _INPUTS if (x := given.arguments.get(name)) is not None]
+        cache = RowCache.of(module, inputs[0].shape[1], inputs[0].device, named) if inputs else None
+        if cache is not None:
+            given.arguments[_STATES] = cache
+        else:
+            refuse_packed_positions(named.get("position_ids"))
+        if given.arguments.get(_MASK) is NO_MASK:
+            given.arguments[_MASK] = None
+        return own(*given.args, **given.kwargs)
 
     return run
 

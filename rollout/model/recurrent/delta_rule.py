@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ....kernels.recurrent.delta_rule import gated_delta_rule, gated_delta_rule_in_slots
 from .heads import HeadDivision
-from .rows import rows_of
+from .rows import LayerCall, rows_of
 
 Forward = Callable[..., Any]
 
@@ -20,7 +20,7 @@ Forward = Callable[..., Any]
 UNLIKE = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
 
 
-def delta_rule_of(module: nn.Module, division: HeadDivision) -> Forward:
+def delta_rule_of(module: nn.Module, division: HeadDivision, call: LayerCall) -> Forward:
     """Return the rule for one layer, with the signature of transformers' function and the layer's states."""
 
     def chunk_gated_delta_rule(
@@ -33,15 +33,12 @@ def delta_rule_of(module: nn.Module, division: HeadDivision) -> Forward:
         initial_state: Tensor | None = None,
         output_final_state: bool = False,
         use_qk_l2norm_in_kernel: bool = False,
-        cu_seqlens: Tensor | None = None,
-        **named: object,
+        **_: object,
     ) -> tuple[Tensor, None]:
         # query and key [B, T, G, K], value [B, T, H, V], g [B, T, H] or [B, T, H, K], beta [B, T, H]
         assert initial_state is None and not output_final_state, "a hosted layer gets no cache"
-        if cu_seqlens is not None:
-            named["cu_seq_lens_q"] = cu_seqlens
         batch, num_rows = value.shape[:2]
-        rows = rows_of(module, batch, num_rows, value.device, named)
+        rows = rows_of(module, batch, num_rows, value.device, call.keywords)
         q, k, v, decay, rate = (t.flatten(0, 1) for t in (query, key, value, g, beta))
         norm_eps = 1e-6 if use_qk_l2norm_in_kernel else None
         share = division.share(v.shape[1], k.shape[1])

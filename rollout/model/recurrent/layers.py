@@ -23,13 +23,13 @@ from .conv_projection import conv_projection_forward
 from .delta_rule import UNLIKE, delta_rule_of, is_channel_delta_rule, is_delta_rule
 from .heads import UNDIVIDED, HeadDivision
 from .lightning import lightning_forward
-from .rows import rows_of
+from .rows import LayerCall, rows_of
+from .selective_scan import is_inner_shortcut, is_selective_scan, selective_scan_of
 from .state_space import is_shortcut, is_state_space, state_space_of, without_shortcut
 from .weighted_conv import weighted_conv_forward
 
 Forward = Callable[..., Any]
 
-_PASSED_ON = "seq_idx"  # keyword that every convolution passes on to its function
 _CACHES = ("cache_params", "past_key_values", "cache")  # keywords of layers, up to transformers 5.23 and since
 
 
@@ -51,21 +51,25 @@ def recurrent_forward(module: nn.Module, division: HeadDivision = UNDIVIDED) -> 
     called = {name: code.__globals__.get(name) for name in code.__code__.co_names if name in _OPERATIONS}
     if not called or not all(_OPERATIONS[name][0](function) for name, function in called.items()):
         return None
-    ours = {name: outside_modes(_OPERATIONS[name][1](module, division)) for name in called}
+    call = LayerCall()
+    ours = {name: outside_modes(_OPERATIONS[name][1](module, division, call)) for name in called}
     copy = with_names(own, ours)
-    return copy and _without_cache(types.MethodType(copy, module))
+    return copy and _without_cache(types.MethodType(copy, module), call)
 
 
-def _without_cache(forward: Forward) -> Forward:
+def _without_cache(forward: Forward, call: LayerCall) -> Forward:
     """Return the forward without the cache of transformers, which modules make by themselves and ours does not fill.
 
-    A layer's `RowCache` brings the keywords that the layer does not pass to its convolutions. These pass one on.
+    call: is told the keywords, or those that a `RowCache` brings where the module is told of nothing but the cache.
     """
 
     def run(*args: Any, **named: Any) -> Any:
-        of_layer = [cache for name in _CACHES if isinstance(cache := named.get(name), RowCache)]
-        without = {**named, **{name: None for name in _CACHES if name in named}}
-        return forward(*args, **without, **dict(zip((_PASSED_ON,), of_layer, strict=False)))
+        of_layer = [cache.keywords for name in _CACHES if isinstance(cache := named.get(name), RowCache)]
+        call.begin(of_layer[0] if of_layer else named)
+        try:
+            return forward(*args, **{**named, **{name: None for name in _CACHES if name in named}})
+        finally:
+            call.begin({})
 
     return run
 
@@ -73,7 +77,7 @@ def _without_cache(forward: Forward) -> Forward:
 # -- the convolution --------------------------------------------------------------------------------------------------
 
 
-def _conv_of(module: nn.Module, division: HeadDivision) -> Forward:
+def _conv_of(module: nn.Module, division: HeadDivision, call: LayerCall) -> Forward:
     """Return the convolution for one layer, or for one of several. Its states are small, and whole on every rank."""
     name = f"conv{getattr(module, 'conv_idx', '')}"  # of its state among the layer's
 
@@ -82,15 +86,13 @@ def _conv_of(module: nn.Module, division: HeadDivision) -> Forward:
         weight: Tensor,
         bias: Tensor | None = None,
         activation: Literal["silu"] | None = None,
-        **named: object,
+        **_: object,
     ) -> Tensor:
         # hidden_states [B, C, T], weight [C, W]
         if activation not in (None, "silu"):
             raise ValueError(f"{type(module).__name__}: a convolution with activation {activation!r} is not supported")
         batch, num_channels, num_rows = hidden_states.shape
-        cache = named.get(_PASSED_ON)
-        keywords = cache.keywords if isinstance(cache, RowCache) else named
-        rows = rows_of(module, batch, num_rows, hidden_states.device, keywords)
+        rows = rows_of(module, batch, num_rows, hidden_states.device, call.keywords)
         x = hidden_states.transpose(1, 2).reshape(batch * num_rows, num_channels).to(weight.dtype)
         if (slots := rows.slots(name)) is not None:
             out = causal_conv_in_slots(x, weight, bias, rows.cu_seqlens, slots, activation)
@@ -117,10 +119,12 @@ def _is_causal_conv(function: Forward) -> bool:
 
 
 # name of a global function -> whether a function is the one that we know, and ours for a layer
-_OPERATIONS: dict[str, tuple[Callable[[Any], bool], Callable[[nn.Module, HeadDivision], Forward]]] = {
+_OPERATIONS: dict[str, tuple[Callable[[Any], bool], Callable[[nn.Module, HeadDivision, LayerCall], Forward]]] = {
     "causal_conv1d_fn": (_is_causal_conv, _conv_of),
     "torch_chunk_gated_delta_rule": (is_delta_rule, delta_rule_of),
     "chunk_kimi_delta_attention": (is_channel_delta_rule, delta_rule_of),
     "mamba2_chunk_scan": (is_state_space, state_space_of),
     "mamba2_split_conv1d_scan_combined": (is_shortcut, without_shortcut),
+    "mamba_selective_scan": (is_selective_scan, selective_scan_of),
+    "mamba_inner_fn": (is_inner_shortcut, without_shortcut),
 }

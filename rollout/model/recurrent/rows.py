@@ -1,11 +1,13 @@
 """The sequences in one call of a recurrent layer, and the layer's states before and after its rows.
 
-A layer calls `rows_of` with the keywords that its forward received. The result is the same kind of value in a rollout
+A layer calls `rows_of` with the keywords that its forward received; the functions that it calls find these in its
+`LayerCall`. The result is the same kind of value in a rollout
 step, in the trainer's forward and in the start-up probe, so a layer has one code for all of them.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import cast
 
@@ -41,6 +43,23 @@ class RecurrentRows:
         """Show the sequences' states after their rows, [S, *shape], to the start-up probe only."""
         if isinstance(self._step, LayerProbe):
             self._step.states.setdefault(self._layer, {})[name] = StateShape(tuple(final.shape[1:]), final.dtype)
+
+
+class LayerCall(threading.local):
+    """The call of one layer that runs in this thread."""
+
+    def __init__(self) -> None:
+        self.keywords: Mapping[str, object] = {}  # of its forward
+        self.num_scans = 0  # so far
+
+    def begin(self, keywords: Mapping[str, object]) -> None:
+        """Begin a call with these keywords; end it with none."""
+        self.keywords, self.num_scans = keywords, 0
+
+    def next_scan(self) -> str:
+        """Return the name of the state of the call's next scan: a layer may have one for each head (Zamba)."""
+        self.num_scans += 1
+        return "recurrent" if self.num_scans == 1 else f"recurrent {self.num_scans}"
 
 
 def rows_of(

@@ -14,14 +14,14 @@ from ....kernels.layers.activation import softplus
 from ....kernels.recurrent.state_space import state_space, state_space_in_slots
 from .delta_rule import UNLIKE
 from .heads import HeadDivision
-from .rows import rows_of
+from .rows import LayerCall, rows_of
 
 Forward = Callable[..., Any]
 
 _NO_LIMIT = (0.0, float("inf"))
 
 
-def state_space_of(module: nn.Module, division: HeadDivision) -> Forward:
+def state_space_of(module: nn.Module, division: HeadDivision, call: LayerCall) -> Forward:
     """Return the scan for one layer, with the signature of transformers' function and the layer's states."""
 
     def mamba2_chunk_scan(
@@ -38,14 +38,14 @@ def state_space_of(module: nn.Module, division: HeadDivision) -> Forward:
         dt_limit: tuple[float, float] = _NO_LIMIT,
         return_final_states: bool = False,
         z: Tensor | None = None,
-        **named: object,
+        **_: object,
     ) -> Tensor:
         # hidden_states [B, T, H, P], dt [B, T, H], A and D [H], B and C [B, T, G, N]
         assert initial_states is None and not return_final_states, "a hosted layer gets no cache"
         if not dt_softplus or z is not None:
             raise ValueError(f"{type(module).__name__}: a scan with a gate, or without softplus, is not supported")
         batch, num_rows = hidden_states.shape[:2]
-        rows = rows_of(module, batch, num_rows, hidden_states.device, named)
+        rows = rows_of(module, batch, num_rows, hidden_states.device, call.keywords)
         steps = _steps(dt, dt_bias, dt_limit)
         x, steps, b, c = (t.flatten(0, 1) for t in (hidden_states, steps, B, C))
         share = division.share(x.shape[1], b.shape[1])
@@ -100,6 +100,6 @@ def is_shortcut(function: Forward) -> bool:
         return False
 
 
-def without_shortcut(module: nn.Module, division: HeadDivision) -> Forward:
+def without_shortcut(module: nn.Module, division: HeadDivision, call: LayerCall) -> Forward:
     """Return a function that declines the shortcut, so the layer takes its own steps."""
     return lambda *_, **__: None

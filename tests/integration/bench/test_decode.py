@@ -68,6 +68,12 @@ def test_a_configuration_may_leave_the_size_of_a_head_to_be_computed():
     assert at_ten - at_none == 4 * 4 * 16 * 10 * 2
 
 
+def test_a_model_without_attention_is_refused_by_name(make_model, tmp_path, capsys):
+    make_model("mamba2").save_pretrained(tmp_path / "model")
+    assert cli.main(["bench", "decode", "--model", str(tmp_path / "model")]) == 2
+    assert "has no attention: steps are timed over random KV" in capsys.readouterr().err
+
+
 def test_decode_steps_run_at_the_context_that_was_asked_for_without_its_prefill(tiny):
     engine = decode_load.make_decode_engine(tiny, 3, 300, 4, invariant=True)
     contexts, sequences = [], engine.parts.sequences

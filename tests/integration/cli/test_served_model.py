@@ -30,7 +30,7 @@ service.close()
 """
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "lfm2", "mamba"])
 def test_no_request_or_checksum_waits_for_a_compiler(make_model, tmp_path, family):
     make_model(family).save_pretrained(tmp_path / "model")
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "model")]

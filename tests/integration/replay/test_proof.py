@@ -191,7 +191,7 @@ def test_an_ignored_prompt_has_a_receipt_without_output_and_nothing_to_prove(mak
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("family", ["qwen3", "lfm2"])  # proven by prefills, and by the engine's steps
+@pytest.mark.parametrize("family", ["qwen3", "lfm2", "mamba2"])  # proven by prefills, and by the engine's steps
 def test_settings_that_no_request_can_have_leave_the_other_samples_proven(make_service, family):
     service = make_service(family)
     receipts = receipts_of(service, SamplingParams(max_new_tokens=4))

@@ -25,6 +25,7 @@ FILE = "model.safetensors"
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
 CONFIG = EngineConfig(kv_cache="16 blocks", max_num_seqs=4)
 FAMILIES = ["qwen3_moe", "qwen3_5_moe", "qwen3_next", "kimi_linear", "nemotron_h", "lfm2_moe", "deepseek_v4"]
+FAMILIES += ["jamba"]
 FAMILIES += ["minimax", "inkling2", "qwen4_exp"]  # whose gates and ups are pairs; whose n-grams lie in pieces
 EXPERT = "model.layers.0.mlp.experts.1.gate_proj.weight"
 
@@ -67,6 +68,23 @@ def test_a_folder_that_names_each_expert_is_read_whole(family, make_model, make_
     assert (service.engine.weight_version, service.engine.weight_digest) == ("1", digest_of(model))
     assert record.num_tensors == len(model.state_dict()) - len(service.engine.model.tied_names())
     assert service.model_digest() == digest_of(model)
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "zamba", "zamba2"])
+def test_a_folder_of_state_spaces_is_read_whole_also_where_layers_share_a_block(
+    family, make_model, make_service, tmp_path
+):
+    service, model = make_service(make_model(family)), newer(make_model(family))
+    model.save_pretrained(tmp_path / "new")
+    record = service.update_weights_from_disk(tmp_path / "new", weight_version="1")
+    service.engine.generate([[1, 2, 3]], PARAMS)  # commits it
+    assert (service.engine.weight_version, service.engine.weight_digest) == ("1", digest_of(model))
+    tied = service.engine.model.tied_names()
+    assert bool(tied) == (family != "mamba2") and record.num_tensors == len(model.state_dict()) - len(tied)
+    loaded = make_service(tmp_path / "new")
+    assert loaded.model_digest() == digest_of(model)
+    [mine, its] = [one.engine.generate([[1, 2, 3]], PARAMS)[0] for one in (service, loaded)]
+    assert (mine.token_ids, mine.logprobs) == (its.token_ids, its.logprobs)
 
 
 @pytest.fixture

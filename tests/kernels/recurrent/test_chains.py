@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.recurrent import conv, delta_rule
+from lockstep.kernels.recurrent.selective_scan import selective_scan_in_slots
 from lockstep.kernels.recurrent.slots import Slots
 from lockstep.tests.optional_packages import needs_triton
 
@@ -27,6 +28,11 @@ def _delta(rows: dict[str, Tensor], ends: Tensor, slots: Slots) -> Tensor:
     return delta_rule.gated_delta_rule_in_slots(*rows.values(), ends, slots)
 
 
+def _scan(rows: dict[str, Tensor], ends: Tensor, slots: Slots) -> Tensor:
+    a = -torch.rand(4, 40, 24, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    return selective_scan_in_slots(rows["x"], rows["dt"], a, rows["b"], rows["c"], None, ends, slots)
+
+
 def _conv(rows: dict[str, Tensor], ends: Tensor, slots: Slots) -> Tensor:
     weight = torch.randn(70, 4, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     return conv.causal_conv_in_slots(rows["x"], weight, None, ends, slots, "silu")
@@ -36,6 +42,12 @@ def _delta_rows(num_rows: int) -> dict[str, Tensor]:
     shapes = {"q": (2, 24), "k": (2, 24), "v": (4, 40), "g": (4,), "beta": (4,)}
     rows = {name: torch.randn(num_rows, *shape, device=DEVICE) for name, shape in shapes.items()}
     return {**rows, "g": -rows["g"].abs(), "beta": rows["beta"].sigmoid()}
+
+
+def _scan_rows(num_rows: int) -> dict[str, Tensor]:
+    shapes = {"x": (4, 40), "dt": (4, 40), "b": (4, 24), "c": (4, 24)}
+    rows = {name: torch.randn(num_rows, *shape, device=DEVICE) for name, shape in shapes.items()}
+    return {**rows, "dt": rows["dt"].sigmoid()}
 
 
 def _conv_rows(num_rows: int) -> dict[str, Tensor]:
@@ -57,8 +69,8 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.parametrize(
     ("run", "make", "shape"),
-    [(_delta, _delta_rows, (4, 24, 40)), (_conv, _conv_rows, (3, 70))],
-    ids=["delta rule", "convolution"],
+    [(_delta, _delta_rows, (4, 24, 40)), (_scan, _scan_rows, (4, 24, 40)), (_conv, _conv_rows, (3, 70))],
+    ids=["delta rule", "selective scan", "convolution"],
 )
 def test_a_chain_of_sequences_has_the_bits_of_one(path: str, run: Run, make: Callable, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)

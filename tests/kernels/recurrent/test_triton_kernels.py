@@ -39,15 +39,18 @@ def test_convolution_has_the_references_values_and_the_same_bits_for_any_cut(act
     assert torch.equal(last[0], final[1])
 
 
-@pytest.mark.parametrize(("by_channel", "corrects"), [(False, True), (True, True), (False, False)])
-def test_delta_rule_has_the_references_values_and_the_same_bits_for_any_cut(by_channel: bool, corrects: bool) -> None:
-    keys = 4 if by_channel else 2
-    q, k, v, beta = randn(14, keys, 20), randn(14, keys, 20), randn(14, 4, 40), torch.rand(14, 4, device=DEVICE)
-    g, initial = -torch.rand((14, 4, 20) if by_channel else (14, 4), device=DEVICE), randn(4, 4, 20, 40)
+@pytest.mark.parametrize(
+    ("decays", "corrects"), [("head", True), ("channel", True), ("head", False), ("element", False)]
+)
+def test_delta_rule_has_the_references_values_and_the_same_bits_for_any_cut(decays: str, corrects: bool) -> None:
+    keys, by_element = 4 if decays == "channel" else 2, decays == "element"
+    q, k, v = randn(14, keys, 20), randn(14, keys, 20), randn(14, 4, 40)
+    beta, initial = torch.rand((14, 4, 40) if by_element else (14, 4), device=DEVICE), randn(4, 4, 20, 40)
+    g = -torch.rand({"head": (14, 4), "channel": (14, 4, 20), "element": (4, 20, 40)}[decays], device=DEVICE)
     rule = DeltaRule(20**-0.5, 1e-6 if corrects else None, corrects)
 
     def run(rows: slice, state: Tensor | None, lengths: list[int]) -> tuple[Tensor, Tensor]:
-        tensors = [t[rows] for t in (q, k, v, g, beta)]
+        tensors = [*(t[rows] for t in (q, k, v)), g if by_element else g[rows], beta[rows]]
         options = (rule.scale, rule.norm_eps, rule.corrects)
         return triton_kernels.gated_delta_rule(*tensors, state, starts(lengths), *options)
 

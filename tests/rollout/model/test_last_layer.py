@@ -17,7 +17,7 @@ from lockstep.rollout.model.step_pools import step_pools
 from lockstep.tests.support.random_models import spread_weights
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe"]
-WITH_STATES = ["falcon_h1", "lfm2", "nemotron_h"]  # their last layer keeps a state of all rows
+WITH_STATES = ["falcon_h1", "lfm2", "nemotron_h", "mamba"]  # their last layer keeps a state of all rows
 NUMS = (9, 5, 12)  # rows of the sequences of a step; the second has a context before them
 EARLIER = (0, 7, 0)
 

@@ -186,6 +186,7 @@ def test_a_call_that_finds_its_input_wrong_leaves_the_error_to_the_step_itself()
 
 # Mixtures of experts with shared experts, groups of experts, biased choices, or experts without a gate.
 WITH_STATES = ["qwen3_5_moe", "kimi_linear", "nemotron_h", "granitemoehybrid", "lfm2_moe", "inkling", "inkling2"]
+WITH_STATES += ["jamba", "mamba2", "falcon_mamba", "zamba", "zamba2"]
 WITH_STATES += ["deepseek_v4", "minimax", "zaya"]
 
 

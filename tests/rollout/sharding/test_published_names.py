@@ -16,7 +16,7 @@ from lockstep.rollout.sharding.shards import Shard
 GATE = "model.layers.0.mlp.experts.2.gate_proj.weight"
 FUSED = "model.layers.0.mlp.experts.gate_up_proj"
 FAMILIES = ["qwen3_moe", "qwen3_5_moe", "kimi_linear", "nemotron_h", "lfm2_moe", "granitemoehybrid", "llama"]
-FAMILIES += ["deepseek_v4"]
+FAMILIES += ["deepseek_v4", "jamba"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

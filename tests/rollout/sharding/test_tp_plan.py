@@ -99,9 +99,10 @@ def test_stages_have_as_many_layers_as_each_other_or_one_more():
         stage_layers(3, 4, 0)
 
 
-@pytest.mark.parametrize("family", ["falcon_h1", "bamba"])
+@pytest.mark.parametrize("family", ["falcon_h1", "bamba", "jamba", "mamba2", "mamba"])
 def test_a_family_without_a_pipeline_plan_is_named(meta_model, family):
-    assert "brings no pipeline plan (base_model_pp_plan) with model.layers" in stage_problems(meta_model(family))[0]
+    layers = f"{meta_model(family).base_model_prefix}.layers"
+    assert f"brings no pipeline plan (base_model_pp_plan) with {layers}" in stage_problems(meta_model(family))[0]
     assert stage_problems(meta_model("nemotron_h")) == []
 
 

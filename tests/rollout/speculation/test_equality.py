@@ -18,6 +18,7 @@ WAYS: dict[str, dict[str, object]] = {
     "recorded": {"cuda_graph_batch_sizes": (2, 4, 8, 16, 32, 64)}, "2 stages": {"stages": 2},
 }  # fmt: skip
 FAMILIES = ("qwen3", "mistral", "qwen3_moe", "qwen3_5", "lfm2")
+MAMBA = ("jamba", "mamba2", "mamba", "zamba", "zamba2", "minimax", "zaya")
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "città": {"enum": ["Paris", "Parma", "Rome"]}},
@@ -97,7 +98,7 @@ def test_drafts_change_no_bit_in_any_pair(small, make_engine, expected, family, 
 # What the stand-in for stages in one process cannot run.
 @pytest.mark.slow
 @covering(
-    1, family=["gemma3", "gpt_oss", "nemotron_h", "falcon_h1", "kimi_linear", "qwen3_next", "minimax", "zaya"],
+    1, family=["gemma3", "gpt_oss", "nemotron_h", "falcon_h1", "kimi_linear", "qwen3_next", *MAMBA],
     dtype=[torch.float32, torch.bfloat16], way=[way for way in WAYS if way != "2 stages"], spoil=["right", "part"],
 )  # fmt: skip
 def test_drafts_change_no_bit_of_further_families(small, make_engine, expected, family, dtype, way, spoil):

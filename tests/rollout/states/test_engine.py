@@ -21,7 +21,9 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support import random_models
 
-MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"]
+MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba", "jamba", "zamba", "zamba2"]
+WITHOUT_ATTENTION = ["mamba2", "mamba", "falcon_mamba"]
+MAMBA += WITHOUT_ATTENTION
 FAMILIES = ["lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear", *MAMBA]
 ALL_ATTEND = ["inkling", "inkling2", "deepseek_v4", "zaya"]  # whose layers all have attention beside their states
 FAMILIES += [*ALL_ATTEND, "minimax"]
@@ -41,9 +43,9 @@ def case(family: str, *others: object) -> ParameterSet:
 
 
 EVERY_FAMILY = pytest.mark.parametrize("family", [FAMILIES[0], *(case(family) for family in FAMILIES[1:])])
-UNDIVIDED = {"falcon_h1", "bamba", "zaya"}  # they bring no plan
+UNDIVIDED = {"falcon_h1", "bamba", "zamba", "zamba2", "zaya", *WITHOUT_ATTENTION}  # they bring no plan
 ONE_STAGE, ONE_PART = (
-    {*UNDIVIDED, "inkling2", "deepseek_v4"},
+    {*UNDIVIDED, "inkling2", "deepseek_v4", "jamba"},
     {*UNDIVIDED, "inkling"},
 )  # they bring no plan of that kind
 DTYPES = [torch.float32, torch.bfloat16]
@@ -278,6 +280,10 @@ def test_every_way_of_running_gives_the_same_bits(make_model, make_engine, famil
         ("nemotron_h", {"moe_latent_size": None, "n_group": 2, "time_step_min": 0.5}),
         ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
         ("granitemoehybrid", {"layer_types": ["linear_attention"] * 3}),
+        ("jamba", {"num_experts": 1, "mamba_conv_bias": False, "mamba_proj_bias": True, "mamba_dt_rank": 3}),
+        ("mamba", {"tie_word_embeddings": False, "use_conv_bias": False, "use_bias": True, "residual_in_fp32": False}),
+        ("zamba", {"n_mamba_heads": 1, "tie_word_embeddings": False}),  # its blocks are not shared then
+        ("zamba2", {"use_mem_rope": False, "use_shared_attention_adapter": False, "num_mem_blocks": 2}),
     ],
 )
 def test_options_of_mamba_layers_change_no_bit_between_engine_and_trainer(make_model, make_engine, family, options):
@@ -318,9 +324,10 @@ def test_several_ranks_give_the_bits_of_one_rank(make_model, run_world, family, 
     def rank(rank: int) -> object:
         engine = Engine(model, EngineConfig(tp=tp, pp=pp, **common))
         for layer, states in engine.model.state_shapes.items():
-            for name, state in states.items():  # heads are divided, the last inputs of convolutions are not
+            for name, state in states.items():  # heads, or channels, are divided, the last inputs of convolutions not
                 whole = shapes[layer][name].shape
-                assert state.shape == ((whole[0] // tp, *whole[1:]) if name == "recurrent" else whole)
+                divided = (*whole[:-1], whole[-1] // tp) if family == "jamba" else (whole[0] // tp, *whole[1:])
+                assert state.shape == (divided if name == "recurrent" else whole)
         pool = engine.parts.state_plan
         assert not engine.is_controller or pool.num_bytes == engine.state()["state_bytes"]
         assert pool.bytes_per_slot < one.parts.state_plan.bytes_per_slot or family in (*ALL_ATTEND, "lfm2_moe")

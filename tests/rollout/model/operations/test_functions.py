@@ -18,7 +18,7 @@ from lockstep.rollout.model.operations.functions import invariant_functions
 from lockstep.rollout.sampling_params import SamplingParams
 
 WEIGHT, SMALL = torch.randn(48, 40), torch.randn(9, 4, 5)
-BIAS = torch.randn(40)
+BIAS, PARAMETER = torch.randn(40), nn.Parameter(WEIGHT.t().clone(), requires_grad=False)
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +35,7 @@ BY_ROW = {  # computed for each row of [9, 48] alone
     "matmul": lambda x: torch.matmul(x, WEIGHT),
     "at": lambda x: x @ WEIGHT,
     "vector": lambda x: x @ WEIGHT[:, 0],
+    "parameter before columns": lambda x: (PARAMETER @ x[None].mT)[0].mT,
     "mm": lambda x: x.mm(WEIGHT),
     "bmm": lambda x: torch.bmm(x[None].expand(2, -1, -1), WEIGHT.view(2, 24, 40).repeat(1, 2, 1))[1],
     "addmm": lambda x: torch.addmm(BIAS, x, WEIGHT),
@@ -112,6 +113,18 @@ def test_products_of_every_shape_that_torch_takes_give_torchs_numbers(functions,
         found = product(x)
     assert found.shape == product(x).shape
     torch.testing.assert_close(found, product(x), atol=1e-5, rtol=1e-5)
+
+
+def test_a_parameter_before_columns_is_the_weight_of_the_invariant_product():
+    columns, weights = torch.randn(2, 48, 9), []
+
+    def linear(x, weight, bias=None):
+        weights.append(weight)
+        return F.linear(x, weight, bias)
+
+    with invariant_functions(linear):
+        assert (PARAMETER @ columns).shape == (2, 40, 9)
+    assert len(weights) == 1 and weights[0] is PARAMETER
 
 
 def test_products_of_a_small_matrix_for_each_row_are_added_in_order(functions):

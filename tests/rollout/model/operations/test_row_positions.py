@@ -15,7 +15,9 @@ from lockstep.rollout.model.operations.row_positions import RowCache, counting_f
 LENGTHS = [1, 37, 2, 1, 50, 3]  # some are shorter than a convolution, or than a window that is compressed
 
 
-@pytest.mark.parametrize("family", ["inkling", "inkling2", "deepseek_v4", "llama4", "zaya"])
+@pytest.mark.parametrize(
+    "family", ["inkling", "inkling2", "deepseek_v4", "llama4", "zaya", "jamba", "mamba2", "mamba", "zamba", "zamba2"]
+)
 def test_checkpoints_of_packed_rows_give_the_same_bits(make_model, restore_threads, family):
     torch.set_num_threads(1)
     model = make_model(family).train()

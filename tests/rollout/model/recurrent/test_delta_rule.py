@@ -12,7 +12,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta
 
 from lockstep.rollout.model.hosted_model import HostedModel
 from lockstep.rollout.model.recurrent.delta_rule import is_channel_delta_rule, is_delta_rule
+from lockstep.rollout.model.recurrent.selective_scan import is_inner_shortcut, is_selective_scan
 from lockstep.rollout.model.recurrent.state_space import is_shortcut, is_state_space
+from lockstep.tests.optional_packages import needs_transformers
 from lockstep.tests.support.exact_numbers import InFloat64, distance
 from lockstep.tests.support.random_models import initial_model
 
@@ -33,7 +35,8 @@ def ours(model: PreTrainedModel, ids: Tensor = IDS) -> dict[str, Tensor]:
         return gradients(model, ids)
 
 
-MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba"]
+MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba", "jamba", "mamba2", "mamba", "falcon_mamba"]
+MAMBA += ["zamba", "zamba2"]
 DELTA = ["qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear"]
 FAMILIES = [*DELTA, *MAMBA, "lfm2", "lfm2_moe", "minimax"]
 NUM_INPUTS = 8
@@ -172,4 +175,17 @@ def test_a_scan_is_recognised_by_its_results():
         return IDS
 
     assert not is_state_space(without_limit)
-    assert not is_shortcut(fused)
+    assert not is_shortcut(fused) and not is_inner_shortcut(fused)
+
+
+def test_a_selective_scan_is_recognised_by_its_results():
+    needs_transformers(5, 23)
+    from transformers.models.mamba.modeling_mamba import mamba_inner_fn, mamba_selective_scan
+
+    assert is_selective_scan(mamba_selective_scan) and not is_selective_scan(mamba2_chunk_scan)
+    assert is_inner_shortcut(mamba_inner_fn) and not is_inner_shortcut(mamba_selective_scan)
+
+    def without_bias(*operands: Tensor, delta_bias: object, **named: object) -> object:
+        return mamba_selective_scan(*operands, **named)
+
+    assert not is_selective_scan(without_bias)
