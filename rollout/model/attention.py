@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from ...kernels.attention.selection import write_rows as write_index_rows
 from ...kernels.attention.step import RowLayout
 from ...kernels.layers.rotary import rotary_into_cache
 from .layer_probe import KVShape, LayerProbe
+from .operations.carried import STEP_KEYWORD, told
 from .operations.deferred import IS_USED, Rotation, plain
 from .operations.distance_bias import DISTANCE_BIAS
 from .operations.entries import Entries, attend_in_step, attend_packed, beside_tokens, take, write_entries, write_rows
@@ -38,7 +39,6 @@ ATTENTION_NAMES: dict[AttentionPath, str] = {
     "triton": "lockstep_triton",
     "torch": "lockstep_torch",
 }
-STEP_KEYWORD = "lockstep_step"  # carries a StepContext through the module's forward down to its attention
 CHUNK = "lockstep_chunk"  # attribute of an attention that sees chunks of positions: their length
 
 # Keywords that transformers' modules pass to every attention and that do not change its result.
@@ -354,6 +354,11 @@ def _with_rotation(rotation: Rotation, value: Tensor, kv: LayerKV, slots: Tensor
     return paged_attention(rotated, *kv, **options)
 
 
+def _told_attention(*args: Any, path: AttentionPath, **named: Any) -> tuple[Tensor, None]:
+    """Compute `hosted_attention`, also where a layer has not handed on the keywords of its forward."""
+    return hosted_attention(*args, path=path, **told(named))
+
+
 for _path, _name in ATTENTION_NAMES.items():
-    AttentionInterface.register(_name, outside_modes(partial(hosted_attention, path=_path), takes_deferred=True))
+    AttentionInterface.register(_name, outside_modes(partial(_told_attention, path=_path), takes_deferred=True))
     AttentionMaskInterface.register(_name, hosted_mask)

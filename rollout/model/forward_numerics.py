@@ -18,6 +18,7 @@ from .attention import ATTENTION_NAMES
 from .experts import EXPERTS
 from .module_code import ModuleCode
 from .numerics import Numerics
+from .operations.carried import carried, carrying
 from .tensors import first_weight
 
 _COMPILED = "_compiled_call_impl"  # torch's attribute of modules that were compiled in place
@@ -121,10 +122,10 @@ class ForwardNumerics:
         """
 
         def checkpoint(run: Callable[..., object], *args: object, **kwargs: object) -> object:
-            under_mode = self.numerics.around(run)
+            under_mode, keywords = self.numerics.around(run), carried()
 
             def again(*inputs: object, **named: object) -> object:
-                with self.installed():
+                with self.installed(), carrying(keywords):
                     return under_mode(*inputs, **named)
 
             return own(again, *args, **kwargs)

@@ -21,11 +21,12 @@ from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
 from .adapters.folder import AdapterFolder, AdapterLayers, put_in, take_out
 from .adapters.layers import HostedAdapters
-from .attention import ATTENTION_NAMES, STEP_KEYWORD, StepContext
+from .attention import ATTENTION_NAMES, StepContext
 from .forward_numerics import ForwardNumerics
 from .given_module import device_of, given_module
 from .layer_probe import PROBING, KVShape, LayerProbe
 from .loading import load_whole, read_config
+from .operations.carried import STEP_KEYWORD
 from .operations.functions import without_autocast
 from .operations.packed_rows import NO_MASK
 from .recurrent.states import StateShapes

@@ -33,6 +33,7 @@ from .experts import GROUPED, REDUCTION, grouped_routes, is_experts
 from .last_layer import LastLayer
 from .module_code import class_forward
 from .operations.block_indexer import block_indexer_forward
+from .operations.carried import carrying_forward
 from .operations.compressor import compressor_of
 from .operations.distance_bias import DISTANCE_BIAS, distance_bias_forward, reach_of
 from .operations.entries import COMPRESSOR
@@ -137,17 +138,19 @@ class Numerics:
         return function if self._functions is None else self._functions.around(function)
 
     def _enter_functions(self) -> list[tuple[nn.Module, Any]]:
-        """Put the mode around the entrances. Returns them with the forward that each instance had of its own."""
-        if self._functions is None:
-            return []
+        """Put the mode around the entrances, and carry the keywords of models. Returns them with the forward that each
+        instance had of its own."""
         can_compile = "torch._dynamo" in sys.modules  # else nothing is compiled, and the import would take seconds
-        own: list[tuple[nn.Module, Any]] = [(module, vars(module).get("forward")) for module in self._entrances]
-        for module in self._entrances:
+        entrances = [m for m in self._entrances if self._functions is not None or isinstance(m, PreTrainedModel)]
+        own: list[tuple[nn.Module, Any]] = [(module, vars(module).get("forward")) for module in entrances]
+        for module, _ in own:
             last = self.last_layer
             forward = module.forward
             if last is not None and module is last.module:
                 forward = last.narrowing(forward)
             forward = self.around(forward)
+            if isinstance(module, PreTrainedModel):
+                forward = carrying_forward(forward, takes=type(module).forward)
             # A compiled caller runs the module uncompiled: the compiler would trace into operations that it breaks.
             module.forward = torch.compiler.disable(forward) if can_compile else forward
         return own

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..attention import STEP_KEYWORD, StepContext
+from ..attention import StepContext
+from .carried import PACKING, STEP_KEYWORD, told
 from .copied_code import innermost
 
 Forward = Callable[..., Any]
 
 # Attribute of transformers' layers: whether checkpoints leave them their cache, which then is the same one again.
 CHECKPOINTS_CACHE = "_can_checkpoint_with_cache"
-PACKING = "cu_seq_lens_q"
 _CACHE, _LENGTH, _HIDDEN = "past_key_values", "get_seq_length", "hidden_states"
 # Attributes of parts that are told of the cache alone: convolutions of a layer that has several, compressors, indexers.
 _UNTOLD = ("conv_idx", "compress_rate", "index_kpool", "token_budget", "short_conv_state_len")
@@ -63,7 +63,7 @@ def counting_forward(module: nn.Module) -> Forward | None:
 def contexts_of(keywords: Mapping[str, object]) -> Tensor | None:
     """Return the contexts of the sequences of a call with these keywords, int32 [S]; None: each is as long as its
     rows."""
-    step = keywords.get(STEP_KEYWORD)
+    step = told(keywords).get(STEP_KEYWORD)
     return step.paged.context_lens if isinstance(step, StepContext) else None
 
 
@@ -78,6 +78,7 @@ class RowCache:
     @classmethod
     def of(cls, module: nn.Module, num_rows: int, device: torch.device, named: Mapping[str, object]) -> RowCache | None:
         """Return the cache for a call with these keywords; None where every batch row counts its rows from 0."""
+        named = told(named)
         step, packed = named.get(STEP_KEYWORD), named.get(PACKING)
         if isinstance(step, StepContext):
             cache = cls(module, num_rows, step.paged.query_start, step.paged.context_lens)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3Model
 
 from lockstep.rollout.config import EngineConfig
@@ -334,7 +335,8 @@ def test_without_invariant_mode_the_modules_own_operations_run(make_model):
     hosted = adopt(make_model("qwen3"), invariant=False)
     assert hosted.numerics.guarantee is None
     with hosted.rollout_phase():
-        assert not any("forward" in vars(m) for m in hosted.module.modules())
+        # Models carry keywords to their attention; their layers and operations are their own.
+        assert not any("forward" in vars(m) for m in hosted.module.modules() if not isinstance(m, PreTrainedModel))
     assert "off" in hosted.numerics.describe()
 
 

@@ -1,0 +1,186 @@
+"""Families that call attention in ways of their own: transformers' tokens and gradients, the trainer's bits.
+
+Layers that do not hand keywords on to their attention.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lockstep.kernels.sampling.logprobs import selected_logprobs
+from lockstep.rollout.completion import Completion
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.random_models import spread_weights
+
+SIZES = {
+    "vocab_size": 250, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
+    "pad_token_id": None,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, object]] = {  # model type -> settings
+    "nemotron": SIZES,
+    "stablelm": {**SIZES, "qk_layernorm": True, "use_parallel_residual": True},
+}
+DTYPES = [torch.float32, torch.bfloat16]
+QUICK = [("nemotron", torch.bfloat16), ("stablelm", torch.float32)]
+ALL = list(itertools.product(FAMILIES, DTYPES))
+CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in ALL]
+STEM = [(11 * i + 3) % 240 for i in range(40)]
+PROMPTS = [[3, 17, 90, 4, 55], [*STEM, *range(40, 60)], [240], [*STEM, 7, 8, 9]]
+TEMPERATURE = 0.7
+WAYS: dict[str, dict[str, object]] = {
+    "chunk 1": {"chunked_prefill_size": 1}, "chunk 13": {"chunked_prefill_size": 13}, "overlap": {"overlap": True},
+    "no records": {"cuda_graph_batch_sizes": ()}, "no cache": {"prefix_cache": False}, "no drafts": {"speculation": "off"},
+    "drafts": {"speculation": {"siblings": 4, "past": 4, "history": 4}},
+    "little memory": {"kv_cache": "9 blocks", "admission_ratio": 0, "chunked_prefill_size": 13},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(restore_threads):
+    torch.set_num_threads(1)
+
+
+def make(family: str, dtype: torch.dtype = torch.float32, **others: object) -> PreTrainedModel:
+    torch.manual_seed(1)
+    config = transformers.CONFIG_MAPPING[family](**{**FAMILIES[family], **others})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    return spread_weights(model).train()
+
+
+def make_engine(model: PreTrainedModel, **config: object) -> Engine:
+    return Engine(model, EngineConfig(**{"kv_cache": "64 blocks", "max_num_seqs": 4, **config}))
+
+
+def generate(engine: Engine) -> list[Completion]:
+    settings = [SamplingParams(max_new_tokens=12, temperature=TEMPERATURE, sampling_seed=i) for i in range(len(PROMPTS))]
+    answers = engine.generate(PROMPTS, settings)
+    engine.check_integrity()
+    return answers
+
+
+def record(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
+    return [(c.token_ids, c.logprobs) for c in completions]
+
+
+def trainers_logits(model: PreTrainedModel, completions: Sequence[Completion]) -> list[list[Tensor]]:
+    """Compute the logits of each sequence alone, of all padded, and of all packed in a row."""
+    sequences = [torch.tensor(c.prompt_ids + c.token_ids) for c in completions]
+    lengths = [len(ids) for ids in sequences]
+    padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    mask = torch.arange(padded.shape[1]) < torch.tensor(lengths)[:, None]
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    alone = [model(ids[None], use_cache=False).logits[0] for ids in sequences]
+    in_batch = model(padded, attention_mask=mask.long(), use_cache=False).logits
+    packed = model(
+        torch.cat(sequences)[None], position_ids=positions[None], cu_seq_lens_q=starts, cu_seq_lens_k=starts,
+        use_cache=False,
+    ).logits[0]  # fmt: skip
+    return [alone, [row[:length] for row, length in zip(in_batch, lengths, strict=True)], list(packed.split(lengths))]
+
+
+def assert_trainers_bits(engine: Engine, model: PreTrainedModel, completions: Sequence[Completion]) -> None:
+    with engine.model.training_numerics():
+        forms = trainers_logits(model, completions)
+    for form in forms:
+        for logits, completion in zip(form, completions, strict=True):
+            assert logits.requires_grad
+            chosen = logits[completion.num_prompt_tokens - 1 : -1]
+            logprobs = selected_logprobs(chosen, torch.tensor(completion.token_ids), TEMPERATURE)
+            assert list(completion.logprobs) == logprobs.tolist()
+
+
+@pytest.mark.parametrize(("family", "dtype"), CASES)
+def test_every_way_of_running_gives_the_trainers_bits(family, dtype):
+    model = make(family, dtype)
+    engine = make_engine(model)
+    expected = generate(engine)
+    assert_trainers_bits(engine, model, expected)
+    hits = generate(engine)
+    assert [c.num_cached_tokens for c in hits] == [0, 48, 0, 32]
+    assert record(hits) == record(expected)
+    for config in WAYS.values():
+        assert record(generate(make_engine(model, **config))) == record(expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_and_their_log_probabilities_are_transformers(family):
+    model = make(family).eval()
+    found = make_engine(model).generate(PROMPTS, SamplingParams(max_new_tokens=12, temperature=0.0))
+    for prompt, completion in zip(PROMPTS, found, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.int64), max_new_tokens=12,
+            do_sample=False, pad_token_id=0,
+        )  # fmt: skip
+        assert list(completion.token_ids) == expected[0, len(prompt) :].tolist()
+        with torch.no_grad():
+            logits = model(expected, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        logprobs = selected_logprobs(logits, expected[0, len(prompt) :])
+        torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs, atol=1e-4, rtol=1e-4)
+
+
+def gradients(model: PreTrainedModel, packed: bool) -> dict[str, Tensor]:
+    """Return the gradients of a sum over two sequences, packed in a row or in a batch."""
+    model.zero_grad()
+    ids = (torch.arange(60) * 7 % 240).view(2, 30)
+    if packed:
+        starts = torch.tensor([0, 30, 60], dtype=torch.int32)
+        positions = torch.arange(30).repeat(2)[None]
+        logits = model(ids.view(1, 60), position_ids=positions, cu_seq_lens_q=starts, use_cache=False).logits
+    else:
+        logits = model(ids, use_cache=False).logits
+    logits.view(60, -1)[:, ::7].float().log_softmax(-1).square().mean().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_of_the_own_attention_also_with_checkpoints_and_packed(family):
+    model = make(family)
+    engine, own = make_engine(model), gradients(model, packed=False)
+    with engine.model.training_numerics():
+        found, packed = gradients(model, packed=False), gradients(model, packed=True)
+    assert found.keys() == own.keys()
+    largest = max(float(grad.abs().max()) for grad in own.values())
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, own[name], atol=1e-4 * largest, rtol=1e-3)
+        torch.testing.assert_close(packed[name], own[name], atol=1e-4 * largest, rtol=1e-3)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with engine.model.training_numerics():
+        for is_packed, expected in ((False, found), (True, packed)):
+            again = gradients(model, packed=is_packed)
+            assert all(torch.equal(grad, expected[name]) for name, grad in again.items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_is_loaded_with_the_same_bits(family, tmp_path):
+    model = make(family)
+    expected = record(generate(make_engine(model)))
+    model.save_pretrained(tmp_path)
+    assert record(generate(make_engine(str(tmp_path)))) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decode_steps_are_recorded(family):
+    engine = make_engine(make(family), speculation="off")
+    with engine.model.rollout_phase():
+        engine.generate(PROMPTS[0], SamplingParams(max_new_tokens=30, temperature=TEMPERATURE))
+    assert [step.is_trusted for step in engine.parts.runner._graphs._records.values()] == [True]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_positions_without_offsets_are_refused(family):
+    model = make(family)
+    engine = make_engine(model)
+    positions = torch.arange(10).repeat(2)[None]
+    with engine.model.training_numerics(), pytest.raises(ValueError, match="pass cu_seq_lens_q"):
+        model(positions + 20, position_ids=positions, use_cache=False)
