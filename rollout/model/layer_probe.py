@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from .recurrent.states import StateShape
 
+OWN_ATTENTION = "lockstep_own_attention"  # attribute of an attention that its class computes with code of its own
+
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query and key indices -> visible
 
 
@@ -71,6 +73,10 @@ class LayerProbe:
         self.layers[layer] = shape
         self.num_calls[layer] += 1
         found = self._masks[int(mask)] if mask is not None and mask.numel() == 1 and self._masks else None
+        if OWN_ATTENTION in vars(module):  # its code may have changed the mask that it got: it is one of all
+            if not all(mask.is_plain and mask.window is None for mask in self._masks):
+                self._blame(layer, f"the mask of {name} is not that of causal attention without a window")
+            found = None
         is_chunked = chunk is not None and chunk < self.longest
         window = chunk if is_chunked else window
         window = None if window is None or window >= self.longest else window

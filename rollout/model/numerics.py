@@ -31,6 +31,7 @@ from ..sharding.tp_plan import SUMS
 from .attention import CHUNK, chunk_of
 from .experts import GROUPED, REDUCTION, grouped_routes, is_experts
 from .last_layer import LastLayer
+from .layer_probe import OWN_ATTENTION
 from .module_code import class_forward
 from .operations.block_indexer import block_indexer_forward
 from .operations.carried import carrying_forward
@@ -43,6 +44,7 @@ from .operations.indexer import indexer_forward
 from .operations.pools import MASK_OF, mask_of_choice, pooled_indexer_forward
 from .operations.row_positions import CHECKPOINTS_CACHE, counting_forward
 from .operations.shared_input import SharedInput, siblings_of
+from .own_attention.layers import OwnAttention, own_attentions
 from .recurrent.heads import HeadDivision
 from .recurrent.layers import recurrent_forward
 from .recurrent.ngrams import SHORT_CONV, ngram_forward, short_conv_of
@@ -63,7 +65,7 @@ class Numerics:
     `with numerics.installed():` is re-entrant; when the outermost ends, every forward is restored.
     """
 
-    def __init__(self, module: nn.Module, invariant: bool, division: Division) -> None:
+    def __init__(self, module: PreTrainedModel, invariant: bool, division: Division) -> None:
         parameter = first_weight(module.parameters())
         self.guarantee: Guarantee | None = None
         self._patches: list[tuple[nn.Module, str, object]] = []  # instance attributes, forward mostly, while installed
@@ -80,6 +82,8 @@ class Numerics:
             self.guarantee = self_test(shapes, parameter.dtype, parameter.device, cuts=division.cuts)
             _refuse_other_products(module, parameter, self.guarantee)
         self._plan_recurrent(module, division)
+        self._plan_own_attention(module)
+        self._needs_mask = any(name == OWN_ATTENTION for _, name, _ in self._patches)
         self._plan_shared(module, division)
         if self.guarantee is not None:
             self._plan_invariant(module, self.guarantee)
@@ -150,7 +154,7 @@ class Numerics:
                 forward = last.narrowing(forward)
             forward = self.around(forward)
             if isinstance(module, PreTrainedModel):
-                forward = carrying_forward(forward, takes=type(module).forward)
+                forward = carrying_forward(forward, takes=type(module).forward, masks=self._needs_mask)
             # A compiled caller runs the module uncompiled: the compiler would trace into operations that it breaks.
             module.forward = torch.compiler.disable(forward) if can_compile else forward
         return own
@@ -179,6 +183,12 @@ class Numerics:
                 self._patches += [(found[0], "forward", found[1]), (module, COMPRESSOR, id(found[0]))]
             if (chunk := chunk_of(module)) is not None:
                 self._patches.append((module, CHUNK, chunk))
+
+    def _plan_own_attention(self, root: PreTrainedModel) -> None:
+        for layer, part in enumerate(own_attentions(root)):
+            self._patches += [(part, "forward", OwnAttention(part, root.config).forward), (part, OWN_ATTENTION, True)]
+            if getattr(part, "layer_idx", None) is None:
+                self._patches.append((part, "layer_idx", layer))
 
     def _plan_shared(self, root: nn.Module, division: Division) -> None:
         """Plan the forwards of layers that several ranks share, or that sum K-blocks as if ranks shared them."""

@@ -1,7 +1,7 @@
 """The keywords of a forward that its attention needs, also where a module's layers do not hand them on.
 
-Some layers take any keyword and give their attention none (Nemotron, StableLM), others take none. So a model's outermost
-forward keeps them for its thread while it runs, and an attention that was told nothing finds them here.
+Some layers take any keyword and give their attention none (Nemotron, StableLM), others take none. So a model's
+outermost forward keeps them for its thread while it runs, and an attention that was told nothing finds them here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 STEP_KEYWORD = "lockstep_step"  # carries a StepContext through the module's forward down to its attention
 PACKING = "cu_seq_lens_q"  # row offsets of the sequences of the trainer's packed row
 _CARRIED = (STEP_KEYWORD, PACKING, "position_ids")
+_NEEDS_MASK = "lockstep_needs_mask"  # of a forward whose code works with its mask, also where none would do
 
 Forward = Callable[..., Any]
 
@@ -27,12 +28,18 @@ def carried() -> Mapping[str, object] | None:
     return getattr(_of_thread, "keywords", None)
 
 
-def told(keywords: Mapping[str, object]) -> Mapping[str, object]:
+def told(keywords: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keywords of a call inside a forward, with those of the forward where it was told of none."""
     now = carried()
     if now is None or STEP_KEYWORD in keywords or keywords.get(PACKING) is not None:
         return keywords
-    return {**now, **{name: value for name, value in keywords.items() if value is not None}}
+    given = {name: value for name, value in keywords.items() if value is not None}
+    return {name: value for name, value in {**now, **given}.items() if name != _NEEDS_MASK}
+
+
+def needs_mask() -> bool:
+    """Return whether code of the forward that runs now works with its mask, also where none would do."""
+    return bool((carried() or {}).get(_NEEDS_MASK))
 
 
 @contextmanager
@@ -46,15 +53,17 @@ def carrying(keywords: Mapping[str, object] | None) -> Iterator[None]:
         _of_thread.keywords = before
 
 
-def carrying_forward(forward: Forward, takes: Forward) -> Forward:
+def carrying_forward(forward: Forward, takes: Forward, *, masks: bool = False) -> Forward:
     """Return the forward of a model that carries its keywords, unless it runs inside another that does.
 
-    takes: the forward of its class. Those keywords that this does not take end here.
+    takes: the forward of its class. Those keywords that this does not take end here. masks: see `needs_mask`.
     """
     left_out = _left_out(takes)
 
     def run(*args: Any, **named: Any) -> Any:
         kept = {name: named[name] for name in _CARRIED if name in named}
+        if masks:
+            kept[_NEEDS_MASK] = True
         for name in left_out:
             named.pop(name, None)
         if carried() is not None:

@@ -1,6 +1,6 @@
 """Families that call attention in ways of their own: transformers' tokens and gradients, the trainer's bits.
 
-Layers that do not hand keywords on to their attention.
+Layers that do not hand keywords on to their attention, and attention of a class's own code.
 """
 
 from __future__ import annotations
@@ -26,12 +26,28 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None,
 }  # fmt: skip
+GPTJ = {
+    "vocab_size": 250, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+FALCON = {**SIZES, "num_key_value_heads": None, "num_kv_heads": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+BERT = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 FAMILIES: dict[str, dict[str, object]] = {  # model type -> settings
     "nemotron": SIZES,
     "stablelm": {**SIZES, "qk_layernorm": True, "use_parallel_residual": True},
+    "gptj": {**GPTJ, "rotary_dim": 8},
+    "codegen": {**GPTJ, "rotary_dim": 16},
+    "gpt_neo": {
+        **{"vocab_size": 250, "hidden_size": 64, "num_layers": 3, "num_heads": 4, "max_position_embeddings": 256},
+        **{"attention_types": [[["global", "local", "local"], 1]], "window_size": 20, "bos_token_id": None},
+        **{"eos_token_id": None, "attention_dropout": 0.0, "embed_dropout": 0.0, "resid_dropout": 0.0},
+    },
+    "falcon": {**FALCON, "multi_query": True},
+    "rembert": {**SIZES, **BERT, "num_key_value_heads": 4},
+    "megatron-bert": {**SIZES, **BERT, "num_key_value_heads": 4},
 }
 DTYPES = [torch.float32, torch.bfloat16]
-QUICK = [("nemotron", torch.bfloat16), ("stablelm", torch.float32)]
+QUICK = [("nemotron", torch.bfloat16), ("gptj", torch.float32), ("gpt_neo", torch.bfloat16), ("falcon", torch.float32)]
 ALL = list(itertools.product(FAMILIES, DTYPES))
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in ALL]
 STEM = [(11 * i + 3) % 240 for i in range(40)]
@@ -39,7 +55,8 @@ PROMPTS = [[3, 17, 90, 4, 55], [*STEM, *range(40, 60)], [240], [*STEM, 7, 8, 9]]
 TEMPERATURE = 0.7
 WAYS: dict[str, dict[str, object]] = {
     "chunk 1": {"chunked_prefill_size": 1}, "chunk 13": {"chunked_prefill_size": 13}, "overlap": {"overlap": True},
-    "no records": {"cuda_graph_batch_sizes": ()}, "no cache": {"prefix_cache": False}, "no drafts": {"speculation": "off"},
+    "no records": {"cuda_graph_batch_sizes": ()}, "no cache": {"prefix_cache": False},
+    "no drafts": {"speculation": "off"},
     "drafts": {"speculation": {"siblings": 4, "past": 4, "history": 4}},
     "little memory": {"kv_cache": "9 blocks", "admission_ratio": 0, "chunked_prefill_size": 13},
 }  # fmt: skip
@@ -62,7 +79,9 @@ def make_engine(model: PreTrainedModel, **config: object) -> Engine:
 
 
 def generate(engine: Engine) -> list[Completion]:
-    settings = [SamplingParams(max_new_tokens=12, temperature=TEMPERATURE, sampling_seed=i) for i in range(len(PROMPTS))]
+    settings = [
+        SamplingParams(max_new_tokens=12, temperature=TEMPERATURE, sampling_seed=i) for i in range(len(PROMPTS))
+    ]
     answers = engine.generate(PROMPTS, settings)
     engine.check_integrity()
     return answers
