@@ -382,7 +382,7 @@ class HostedModel:
         try:
             # The forward of a rank's part fails where another rank ends: that is no fault of the module.
             own_errors = refused_if_it_fails(self.module) if self.mesh.num_ranks == 1 else nullcontext()
-            with self.rollout_phase(), torch.inference_mode(), own_errors:
+            with self.rollout_phase(), torch.inference_mode(), own_errors, probe.watching(self.module):
                 out = self.call(positions % self.vocab_size, positions, probe, positions[-1:], hidden, mask=None)
         finally:
             PROBING.reset(token)

@@ -7,13 +7,15 @@ window with the mask that transformers made for the layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from .operations.fused_layers import observing
 from .recurrent.states import StateShape
 
 OWN_ATTENTION = "lockstep_own_attention"  # attribute of an attention that its class computes with code of its own
@@ -49,6 +51,7 @@ class LayerProbe:
     states: dict[int, dict[str, StateShape]] = field(default_factory=dict)  # of recurrent layers, by name
     num_calls: Counter[int] = field(default_factory=Counter)
     windows: dict[int, nn.Module] = field(default_factory=dict)  # of some layers, with the first such attention
+    skipped: set[int] = field(default_factory=set)  # layers that the module leaves out on text
     faults: dict[str, set[int]] = field(default_factory=dict)  # what is wrong -> layers
     _masks: list[_Mask] = field(default_factory=list)
 
@@ -90,6 +93,25 @@ class LayerProbe:
             told = "none" if window is None else str(window)
             self._blame(layer, f"the mask of {name} has {of_mask}, but its attention is told {told}")
 
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """Note the layers of the module whose parts are not called in the context: those of cross-attention to images,
+        which text leaves out."""
+        waiting: set[int] = set()
+        with ExitStack() as hooks:
+            for part in module.modules():
+                layer = getattr(part, "layer_idx", None)
+                if isinstance(layer, int):
+                    waiting.add(layer)
+
+                    @observing
+                    def called(part: nn.Module, _: object, layer: int = layer) -> None:
+                        waiting.discard(layer)
+
+                    hooks.callback(part.register_forward_pre_hook(called).remove)
+            yield
+        self.skipped = waiting
+
     def _blame(self, layer: int, fault: str) -> None:
         self.faults.setdefault(fault, set()).add(layer)
 
@@ -99,7 +121,7 @@ class LayerProbe:
         expected: this rank's layers with KV or states; name: of the module's class.
         """
         wrong = [f"{fault} (layers {_listed(layers)})" for fault, layers in self.faults.items()]
-        if missing := set(expected) - set(self.layers) - set(self.states):
+        if missing := set(expected) - set(self.layers) - set(self.states) - self.skipped:
             wrong.append(f"layers {_listed(missing)} do not use transformers' attention interface")
         if beyond := set(self.layers) - set(expected):
             wrong.append(

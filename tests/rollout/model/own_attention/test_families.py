@@ -1,6 +1,6 @@
 """Families that call attention in ways of their own: transformers' tokens and gradients, the trainer's bits.
 
-Layers that do not hand keywords on to their attention, and attention of a class's own code.
+Layers that do not hand keywords on to their attention, or are left out on text, and attention of a class's own code.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ GPTJ = {
 }  # fmt: skip
 FALCON = {**SIZES, "num_key_value_heads": None, "num_kv_heads": 2, "hidden_dropout": 0.0, "attention_dropout": 0.0}
 BERT = {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+SPECIAL = {"pad_token_id": 249, "bos_token_id": 248, "eos_token_id": 247}
 FAMILIES: dict[str, dict[str, object]] = {  # model type -> settings
     "nemotron": SIZES,
     "stablelm": {**SIZES, "qk_layernorm": True, "use_parallel_residual": True},
@@ -43,6 +44,13 @@ FAMILIES: dict[str, dict[str, object]] = {  # model type -> settings
         **{"eos_token_id": None, "attention_dropout": 0.0, "embed_dropout": 0.0, "resid_dropout": 0.0},
     },
     "falcon": {**FALCON, "multi_query": True},
+    "mllama": {
+        "text_config": {**SIZES, "num_hidden_layers": 4, "cross_attention_layers": [1, 3], **SPECIAL},
+        "vision_config": {
+            **{"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_global_layers": 1},
+            **{"attention_heads": 2, "vision_output_dim": 64, "image_size": 28, "intermediate_layers_indices": [0]},
+        },
+    },
     "rembert": {**SIZES, **BERT, "num_key_value_heads": 4},
     "megatron-bert": {**SIZES, **BERT, "num_key_value_heads": 4},
 }
@@ -70,7 +78,8 @@ def _one_thread(restore_threads):
 def make(family: str, dtype: torch.dtype = torch.float32, **others: object) -> PreTrainedModel:
     torch.manual_seed(1)
     config = transformers.CONFIG_MAPPING[family](**{**FAMILIES[family], **others})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=dtype)
+    kind = transformers.AutoModelForImageTextToText if family == "mllama" else transformers.AutoModelForCausalLM
+    model = kind.from_config(config, attn_implementation="eager", dtype=dtype)
     return spread_weights(model).train()
 
 
@@ -78,11 +87,13 @@ def make_engine(model: PreTrainedModel, **config: object) -> Engine:
     return Engine(model, EngineConfig(**{"kv_cache": "64 blocks", "max_num_seqs": 4, **config}))
 
 
+def settings() -> list[SamplingParams]:
+    """Return how each prompt is sampled."""
+    return [SamplingParams(max_new_tokens=12, temperature=TEMPERATURE, sampling_seed=i) for i in range(len(PROMPTS))]
+
+
 def generate(engine: Engine) -> list[Completion]:
-    settings = [
-        SamplingParams(max_new_tokens=12, temperature=TEMPERATURE, sampling_seed=i) for i in range(len(PROMPTS))
-    ]
-    answers = engine.generate(PROMPTS, settings)
+    answers = engine.generate(PROMPTS, settings())
     engine.check_integrity()
     return answers
 
@@ -203,3 +214,36 @@ def test_packed_positions_without_offsets_are_refused(family):
     positions = torch.arange(10).repeat(2)[None]
     with engine.model.training_numerics(), pytest.raises(ValueError, match="pass cu_seq_lens_q"):
         model(positions + 20, position_ids=positions, use_cache=False)
+
+
+def test_layers_that_text_leaves_out_have_no_kv_and_images_are_refused():
+    model = make("mllama")
+    engine = make_engine(model)
+    assert [shape.num_kv_heads for shape in engine.model.kv_shapes] == [2, 0, 2, 0]
+    ids, image = torch.arange(5)[None], torch.randn(1, 7, 64)
+    assert model.config.text_config.cross_attention_layers == [1, 3]
+    with engine.model.training_numerics(), pytest.raises(ValueError, match="brought 7 keys for 5 queries"):
+        model(ids, cross_attention_states=image, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("stablelm", "StableLm"), ("gptj", "GPTJ"), ("gpt_neo", "GPTNeo"), ("falcon", "Falcon")]
+)
+def test_families_without_a_plan_are_not_divided(family, name):
+    with pytest.raises(ValueError, match=f"{name}ForCausalLM brings no tensor-parallel plan"):
+        make_engine(make(family), k_blocks=2)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_nemotron_give_the_bits_of_one(run_world):
+    model = make("nemotron")
+    common = {"chunked_prefill_size": 13, "k_blocks": 2}
+    wanted = record(generate(make_engine(model, **common)))
+
+    def rank(_: int) -> object:
+        engine = make_engine(model, tp=2, **common)
+        found = record(engine.generate(PROMPTS if engine.is_controller else None, settings()))
+        engine.close()
+        return found
+
+    assert run_world(2, rank) == [wanted] * 2
