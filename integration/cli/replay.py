@@ -90,6 +90,7 @@ def _proven(
     """Load the model and prove the receipts with the weights of their digests; returns the report."""
     from ...rollout.engine import Engine  # heavy imports come after the checks
     from ...rollout.model.loading import read_config
+    from ...rollout.model.supported import context_length
     from ...rollout.proving.fields import wrong_fields
     from ..replay.folders import FolderWeights, model_folder
     from ..service import RolloutService
@@ -100,7 +101,9 @@ def _proven(
     sound = [receipt for receipt in receipts if not wrong_fields(receipt)]  # the others have no proof, but a verdict
     given = {"max_num_seqs": 4, "speculation": "off", **_settings_of(sound), **settings}
     if "kv_cache" not in given:
-        context = read_config(Path(folder)).get_text_config(decoder=True).max_position_embeddings
+        context = context_length(read_config(Path(folder)).get_text_config(decoder=True))
+        if context is None:
+            raise ValueError(f"the configuration of {folder} tells no length of a context: give --engine kv_cache")
         size = given.get("block_size", EngineConfig.block_size)
         given["kv_cache"] = f"{_num_blocks(receipts, context, size)} blocks"
     logging.getLogger(PACKAGE).setLevel(logging.WARNING)

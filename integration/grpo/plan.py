@@ -12,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...rollout.model.loading import auto_class, named_by_folder
+from ...rollout.model.supported import context_length
 from ...rollout.ranks.mesh import Mesh, MeshPlan
 from ...rollout.sharding.part import Part, build_part
 from ...weight_sync.layout.bucket import ALIGNMENT
@@ -149,7 +150,9 @@ def _tokenizer_and_sizes(config: JobConfig) -> tuple[PreTrainedTokenizerBase, in
         raise ValueError(f"model.path: {path!r} is no model folder, it holds no config.json")
     with named_by_folder(Path(path)):
         text = AutoConfig.from_pretrained(path).get_text_config(decoder=True)
-        return AutoTokenizer.from_pretrained(path), text.max_position_embeddings, text.vocab_size
+        if (context := context_length(text)) is None:
+            raise ValueError("a configuration without max_position_embeddings")
+        return AutoTokenizer.from_pretrained(path), context, text.vocab_size
 
 
 def describe_plan(config: JobConfig, num_ranks: int) -> str:

@@ -38,8 +38,8 @@ def triton_gradients(
         raise ValueError(f"Triton's gradients serve floats of 16 and 32 bits on a GPU, not {query.dtype}")
     query, key, value, out, grad_out = (each.contiguous() for each in (query, key, value, out, grad_out))
     grads = [torch.empty_like(each) for each in (query, key, value)]
-    is_of_rows = bias is not None and bias.dim() == 3
-    of_bias = torch.zeros_like(bias) if is_of_rows else None  # a row writes those of the keys that it sees
+    # A row writes those of the keys that it sees.
+    of_bias = torch.zeros_like(bias) if bias is not None and bias.dim() == 3 else None
     (num_rows, num_heads, width), num_sequences = query.shape, len(query_start) - 1
     if not query.numel():
         return [*grads, None if sinks is None else torch.zeros_like(sinks), of_bias]

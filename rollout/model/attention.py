@@ -23,7 +23,7 @@ from ...kernels.attention.selection import SelectedKeys, sees_more_than, select_
 from ...kernels.attention.selection import write_rows as write_index_rows
 from ...kernels.attention.step import RowLayout
 from ...kernels.layers.rotary import rotary_into_cache
-from .layer_probe import KVShape, LayerProbe
+from .layer_probe import OWN_ATTENTION, KVShape, LayerProbe
 from .operations.carried import STEP_KEYWORD, told
 from .operations.deferred import IS_USED, Rotation, plain
 from .operations.distance_bias import DISTANCE_BIAS
@@ -226,6 +226,8 @@ def _by_distance(module: nn.Module, bias: Tensor | None, num_rows: int) -> Tenso
     """Return the bias [B, H, T, R] of rows as [N, H, R]. Raises ValueError for one that is not by distance."""
     if bias is None:
         return None
+    if OWN_ATTENTION in vars(module) and bias.dim() == 2:
+        return bias  # [H, R] of all rows
     if bias.shape[2:] != (num_rows, vars(module).get(DISTANCE_BIAS)):
         raise ValueError(f"{type(module).__name__} asks its attention for position_bias: not supported")
     return _by_row(bias).contiguous()

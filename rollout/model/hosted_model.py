@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
 from .supported import (
     DTYPES,
+    context_length,
     has_recurrent_layers,
     has_state,
     refuse_different_choices,
@@ -185,7 +186,7 @@ class HostedModel:
     @property
     def max_model_len(self) -> int:
         """The longest context that the module supports, in tokens."""
-        return self.config.max_position_embeddings
+        return cast(int, context_length(self.config))  # `refuse_unsupported` refuses None
 
     @property
     def in_rollout_phase(self) -> bool:
@@ -344,6 +345,7 @@ class HostedModel:
 
         mask: None lets transformers make its own, which the attention reads and drops.
         """
+        mask = None if self.numerics.numbers_keys else mask  # such code takes the mask of a batch alone
         common: dict[str, Any] = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
         common[STEP_KEYWORD] = step
         if getattr(self.config, "output_router_logits", False):

@@ -44,10 +44,12 @@ from .operations.indexer import indexer_forward
 from .operations.pools import MASK_OF, mask_of_choice, pooled_indexer_forward
 from .operations.row_positions import CHECKPOINTS_CACHE, counting_forward
 from .operations.shared_input import SharedInput, siblings_of
+from .own_attention.key_bias import key_bias_of
 from .own_attention.layers import OwnAttention, own_attentions
 from .recurrent.heads import HeadDivision
 from .recurrent.layers import recurrent_forward
 from .recurrent.ngrams import SHORT_CONV, ngram_forward, short_conv_of
+from .supported import context_length
 from .tensors import first_weight
 
 _COPY = "__deepcopy__"  # copy.deepcopy calls this attribute of an instance
@@ -73,6 +75,7 @@ class Numerics:
         self._functions: ReplacedFunctions | None = None
         self.divided_logits: GatheredColumns | None = None  # the last layer, if ranks share its columns
         self.groups_experts = False  # whether all experts of a layer are one call, which reads itself which are chosen
+        self.numbers_keys = False  # whether code of the model numbers the keys of a call, by its mask if it has one
         self.last_layer: LastLayer | None = None  # if its rows may be left out
         # The whole module, and the parts of it that may run on their own: a backward pass runs checkpointed layers.
         self._entrances = [m for m in module.modules() if isinstance(m, PreTrainedModel | GradientCheckpointingLayer)]
@@ -162,12 +165,13 @@ class Numerics:
     def _plan_recurrent(self, root: nn.Module, division: Division) -> None:
         """Plan the forwards of recurrent layers, of indexers and of attention that counts rows, and chunks of some."""
         heads = HeadDivision(StageRanks.of(division.mesh), division.mesh.tp_rank)
+        own = own_attentions(root)
         for module in root.modules():
             if (forward := recurrent_forward(module, heads)) is not None:
                 self._patches.append((module, "forward", forward))
         for module in root.modules():
             pooled = pooled_indexer_forward(module) or block_indexer_forward(module) or ngram_forward(module)
-            counting = counting_forward(module)
+            counting = None if module in own else counting_forward(module)
             forward = pooled or indexer_forward(module) or counting or distance_bias_forward(module)
             if forward is not None:
                 self._patches.append((module, "forward", forward))
@@ -185,8 +189,13 @@ class Numerics:
                 self._patches.append((module, CHUNK, chunk))
 
     def _plan_own_attention(self, root: PreTrainedModel) -> None:
-        for layer, part in enumerate(own_attentions(root)):
-            self._patches += [(part, "forward", OwnAttention(part, root.config).forward), (part, OWN_ATTENTION, True)]
+        parts = own_attentions(root)
+        reach = context_length(root.config.get_text_config(decoder=True))
+        key_bias = key_bias_of(root, parts[0], reach) if parts and reach else None
+        self.numbers_keys = key_bias is not None
+        for layer, part in enumerate(parts):
+            attention = OwnAttention(part, root.config, key_bias)
+            self._patches += [(part, "forward", attention.forward), (part, OWN_ATTENTION, True)]
             if getattr(part, "layer_idx", None) is None:
                 self._patches.append((part, "layer_idx", layer))
 

@@ -32,7 +32,13 @@ _COMPRESSED_TYPES = {"compressed_sparse_attention", "heavily_compressed_attentio
 _RECURRENT_TYPES = {"conv", "linear_attention", "hybrid", "hybrid_sliding", *_COMPRESSED_TYPES}  # some beside attention
 _POOLS = ("index_kpool", "indexer_compress_ratio")  # of indexers, which have a state of the tokens of the next pool
 _STATELESS_TYPES = {"mlp", "moe"}
-_NEEDED = ("hidden_size", "vocab_size", "max_position_embeddings")
+_NEEDED = ("hidden_size", "vocab_size")
+_CONTEXTS = ("max_position_embeddings", "max_seq_len", "seq_length")  # names of a context's length, in their order
+
+
+def context_length(config: PretrainedConfig) -> int | None:
+    """Return the tokens of the longest context; None if a configuration does not tell. config: its decoder's."""
+    return next((length for name in _CONTEXTS if isinstance(length := getattr(config, name, None), int)), None)
 
 
 def has_recurrent_layers(config: PretrainedConfig) -> bool:
@@ -80,7 +86,8 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
         wrong.append("return_dict=False in its configuration, with which its own forward fails: set it to True")
     if module.base_model is module and not any(map(_has_head, module.modules())):
         wrong.append("no head that gives logits: pass the model for causal language modelling around it")
-    if missing := [name for name in _NEEDED if not hasattr(config, name)]:
+    missing = [name for name in _NEEDED if not hasattr(config, name)]
+    if missing := missing + [_CONTEXTS[0]] * (context_length(config) is None):
         wrong.append(f"a configuration without {', '.join(missing)}")
     if wrong:
         raise ValueError(f"{type(module).__name__} cannot be hosted: {', '.join(wrong)}")

@@ -18,6 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..operations.copied_code import innermost
 from ..operations.packed_rows import PACKED
+from .key_bias import KeyBias
 from .scores import Forward, Scores
 
 _SOFTMAX = {"softmax", "Softmax"}
@@ -59,9 +60,10 @@ def _names(function: types.FunctionType) -> set[str]:
 class OwnAttention:
     """An attention of a class's own code, whose products are the hosted attention's."""
 
-    def __init__(self, part: nn.Module, config: PretrainedConfig) -> None:
-        """Take the attention and the configuration of its model, which names the hosted attention to call."""
-        self._part, self._config = part, config
+    def __init__(self, part: nn.Module, config: PretrainedConfig, key_bias: KeyBias | None = None) -> None:
+        """Take the attention, the configuration of its model, which names the hosted attention to call, and what the
+        model gives to its attentions to add to the scores of keys."""
+        self._part, self._config, self._key_bias = part, config, key_bias
         self._own = types.MethodType(type(part).forward, part)
         self._windows = {name: window for name, one in part.named_buffers(recurse=False) if (window := _window(one))}
 
@@ -85,6 +87,10 @@ class OwnAttention:
                 return 0 if window == buffer.shape[-1] else window
         return None
 
+    def is_key_bias(self, value: Tensor) -> bool:
+        """Return whether a tensor has the form of the numbers that the model adds to the scores of keys."""
+        return self._key_bias is not None and self._key_bias.is_like(value)
+
     def attend(self, scores: Scores, value: Tensor) -> Tensor:
         """Return softmax(scores) @ value, of the hosted attention."""
         tensors = (scores.query, scores.key, value)
@@ -92,9 +98,13 @@ class OwnAttention:
         query, key = (t.to(value.dtype) for t in by_head[:2])  # some code widens them to compute scores
         attention = ALL_ATTENTION_FUNCTIONS[self._config._attn_implementation]
         mask = PACKED if scores.is_packed else None
+        bias = None
+        if self._key_bias is not None and scores.bias:
+            bias = self._key_bias.table(scores.bias, value.dtype, scores.shape[-1])
         out, _ = attention(
-            self._part, query, key, by_head[2], mask, scaling=scores.scale, sliding_window=scores.window or None
-        )
+            self._part, query, key, by_head[2], mask, scaling=scores.scale, sliding_window=scores.window or None,
+            position_bias=bias,
+        )  # fmt: skip
         out = out.transpose(1, 2)
         return out if value.dim() == 4 else out.flatten(0, 1)
 
@@ -114,7 +124,17 @@ class _Products(TorchFunctionMode):
         named = dict(kwargs or {})
         if func in _PRODUCTS and len(args) == 2 and not named and self._are_queries_and_keys(*args):
             return self._scores(*args)
+        if func in _SUMS and (found := self._sum_with_bias(*args, **named)) is not None:
+            return found
         return func(*args, **named)
+
+    def _sum_with_bias(
+        self, bias: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1.0, alpha: float = 1.0
+    ) -> Scores | None:
+        """Return bias + alpha * the product of queries and keys; None for others."""
+        if not self._are_queries_and_keys(batch1, batch2) or not self._attention.is_key_bias(bias):
+            return None
+        return self._scores(batch1, batch2) * alpha + bias if beta == 1 else None
 
     def _are_queries_and_keys(self, left: Tensor, right: Tensor) -> bool:
         """Return whether [..., T, D] and [..., D, T] are of all rows of the call."""
@@ -130,6 +150,7 @@ class _Products(TorchFunctionMode):
 _PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
     (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 )
+_SUMS: frozenset[Callable[..., Any]] = frozenset((torch.baddbmm, Tensor.baddbmm))
 
 
 def _window(buffer: Tensor) -> int | None:

@@ -24,13 +24,17 @@ class Attention(Protocol):
         """Return the window of a mask of the attention's own; 0: none. None: it is no mask that is known."""
         ...
 
+    def is_key_bias(self, value: Tensor) -> bool:
+        """Return whether a tensor has the form of the numbers that the attention's model adds to the scores of keys."""
+        ...
+
     def attend(self, scores: Scores, value: Tensor) -> Tensor: ...
     def refuse(self, what: str) -> NoReturn: ...
 
 
 @dataclass(frozen=True)
 class Scores:
-    """scale * query . key of all rows and keys of a call [..., T, T], masked, or their softmax."""
+    """scale * query . key + bias of all rows and keys of a call [..., T, T], masked, or their softmax."""
 
     attention: Attention
     batch: int
@@ -39,6 +43,7 @@ class Scores:
     shape: torch.Size
     dtype: torch.dtype
     scale: float = 1.0
+    bias: float = 0.0  # factor of the numbers of keys; 0: they were not added
     window: int = 0  # 0: none
     is_packed: bool = False  # it was masked as a packed row is
     is_softmax: bool = False
@@ -92,19 +97,23 @@ class Scores:
     def __mul__(self, factor: object) -> Scores:
         if isinstance(factor, bool) or not isinstance(factor, int | float) or self.is_softmax or self.is_packed:
             self.attention.refuse(f"multiplies scores by {_described(factor)}")
-        return replace(self, scale=self.scale * factor)
+        return replace(self, scale=self.scale * factor, bias=self.bias * factor)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: object) -> Scores:
         if isinstance(divisor, bool) or not isinstance(divisor, int | float) or self.is_softmax or not divisor:
             self.attention.refuse(f"divides scores by {_described(divisor)}")
-        return replace(self, scale=self.scale / divisor)
+        return replace(self, scale=self.scale / divisor, bias=self.bias / divisor)
 
     def __add__(self, other: object) -> Scores:
-        """Add a mask."""
+        """Add a mask, or the numbers of keys."""
         if not isinstance(other, Tensor) or self.is_softmax:
             self.attention.refuse(f"adds {_described(other)} to scores")
+        if self.attention.is_key_bias(other):
+            if self.bias:
+                self.attention.refuse("adds numbers to scores twice")
+            return replace(self, bias=1.0)
         return self._masked(other, f"adds {_described(other)} to scores")
 
     __radd__ = __add__

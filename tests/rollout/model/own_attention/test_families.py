@@ -51,13 +51,25 @@ FAMILIES: dict[str, dict[str, object]] = {  # model type -> settings
             **{"attention_heads": 2, "vision_output_dim": 64, "image_size": 28, "intermediate_layers_indices": [0]},
         },
     },
+    "bloom": {
+        **{"vocab_size": 250, "hidden_size": 60, "n_layer": 3, "n_head": 6, "seq_length": 256, "bos_token_id": None},
+        **{"eos_token_id": None, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    },
+    "mpt": {
+        **{"vocab_size": 250, "d_model": 60, "n_layers": 3, "n_heads": 6, "max_seq_len": 256, "resid_pdrop": 0.0},
+        **{"emb_pdrop": 0.0, "attn_config": {"attn_pdrop": 0, "softmax_scale": 0.3, "clip_qkv": 2.0}},
+    },
     "rembert": {**SIZES, **BERT, "num_key_value_heads": 4},
     "megatron-bert": {**SIZES, **BERT, "num_key_value_heads": 4},
 }
 DTYPES = [torch.float32, torch.bfloat16]
 QUICK = [("nemotron", torch.bfloat16), ("gptj", torch.float32), ("gpt_neo", torch.bfloat16), ("falcon", torch.float32)]
+QUICK += [("bloom", torch.float32), ("mpt", torch.bfloat16), ("mllama", torch.float32)]
 ALL = list(itertools.product(FAMILIES, DTYPES))
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in ALL]
+EVERY_FAMILY = pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=() if one in dict(QUICK) else pytest.mark.slow) for one in FAMILIES]
+)
 STEM = [(11 * i + 3) % 240 for i in range(40)]
 PROMPTS = [[3, 17, 90, 4, 55], [*STEM, *range(40, 60)], [240], [*STEM, 7, 8, 9]]
 TEMPERATURE = 0.7
@@ -143,7 +155,7 @@ def test_every_way_of_running_gives_the_trainers_bits(family, dtype):
         assert record(generate(make_engine(model, **config))) == record(expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@EVERY_FAMILY
 def test_greedy_tokens_and_their_log_probabilities_are_transformers(family):
     model = make(family).eval()
     found = make_engine(model).generate(PROMPTS, SamplingParams(max_new_tokens=12, temperature=0.0))
@@ -173,7 +185,7 @@ def gradients(model: PreTrainedModel, packed: bool) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@EVERY_FAMILY
 def test_gradients_are_those_of_the_own_attention_also_with_checkpoints_and_packed(family):
     model = make(family)
     engine, own = make_engine(model), gradients(model, packed=False)
@@ -191,7 +203,7 @@ def test_gradients_are_those_of_the_own_attention_also_with_checkpoints_and_pack
             assert all(torch.equal(grad, expected[name]) for name, grad in again.items())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@EVERY_FAMILY
 def test_a_folder_is_loaded_with_the_same_bits(family, tmp_path):
     model = make(family)
     expected = record(generate(make_engine(model)))
@@ -199,7 +211,7 @@ def test_a_folder_is_loaded_with_the_same_bits(family, tmp_path):
     assert record(generate(make_engine(str(tmp_path)))) == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@EVERY_FAMILY
 def test_decode_steps_are_recorded(family):
     engine = make_engine(make(family), speculation="off")
     with engine.model.rollout_phase():
@@ -207,7 +219,7 @@ def test_decode_steps_are_recorded(family):
     assert [step.is_trusted for step in engine.parts.runner._graphs._records.values()] == [True]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@EVERY_FAMILY
 def test_packed_positions_without_offsets_are_refused(family):
     model = make(family)
     engine = make_engine(model)
@@ -232,6 +244,39 @@ def test_layers_that_text_leaves_out_have_no_kv_and_images_are_refused():
 def test_families_without_a_plan_are_not_divided(family, name):
     with pytest.raises(ValueError, match=f"{name}ForCausalLM brings no tensor-parallel plan"):
         make_engine(make(family), k_blocks=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+        {"multi_query": False, "num_kv_heads": 4, "parallel_attn": False, "bias": True},
+    ],
+    ids=["40b", "heads"],
+)
+def test_other_forms_of_falcon_give_the_trainers_bits(options):
+    model = make("falcon", **options)
+    engine = make_engine(model, chunked_prefill_size=13)
+    assert_trainers_bits(engine, model, generate(engine))
+
+
+def test_families_whose_own_attention_computes_something_else_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"FalconAttention adds a tensor .* to scores"):
+        make_engine(make("falcon", alibi=True))  # its eager code adds the numbers of keys twice
+    bloom = make("bloom")
+    del bloom.config.seq_length
+    with pytest.raises(ValueError, match="a configuration without max_position_embeddings"):
+        make_engine(bloom)
+    bloom.config.max_position_embeddings = 100
+    assert make_engine(bloom).model.max_model_len == 100
+
+
+def test_a_trainers_row_may_be_longer_than_contexts_where_keys_are_numbered():
+    model = make("bloom", seq_length=32)
+    engine, ids = make_engine(model), torch.arange(100)[None] * 7 % 240
+    own = model(ids, use_cache=False).logits
+    with engine.model.training_numerics():
+        torch.testing.assert_close(model(ids, use_cache=False).logits, own, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.slow
