@@ -19,7 +19,7 @@ from .experts import EXPERTS
 from .module_code import ModuleCode
 from .numerics import Numerics
 from .operations.carried import carried, carrying
-from .own_attention.layers import own_attentions
+from .own_attention.layers import interfaced_models, own_attentions
 from .tensors import first_weight
 
 _COMPILED = "_compiled_call_impl"  # torch's attribute of modules that were compiled in place
@@ -191,11 +191,11 @@ def _without_compiler(function: Any) -> Any:
 
 
 def use_attention(module: PreTrainedModel, name: str) -> None:
-    """Set an attention implementation in the configurations of a module and of all modules in it."""
+    """Set an attention implementation in the configurations of a module and of all modules in it that know it."""
     if own_attentions(module):
         module.config._attn_implementation_internal = name  # transformers has no setter for such a class
-    else:
-        module.set_attn_implementation(name)
+    for model in interfaced_models(module):
+        model.set_attn_implementation(name)
 
 
 @contextmanager

@@ -323,7 +323,7 @@ class HostedModel:
         """
         if not self.phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
-        if self.module.config._attn_implementation not in ATTENTION_NAMES.values():
+        if self.config._attn_implementation not in ATTENTION_NAMES.values():
             raise PhaseError("the module's attention was replaced inside the rollout phase: set it outside")
         step.first_layer = self.division.layers.start
         last = self.numerics.last_layer if step.ends_at is None else None

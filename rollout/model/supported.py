@@ -17,7 +17,7 @@ from ..errors import LockstepError
 from ..ranks.mesh import Mesh
 from .loading import auto_class
 from .operations.compressor import compressor_of
-from .own_attention.layers import own_attentions
+from .own_attention.layers import interfaced_models, own_attentions
 from .recurrent.layers import recurrent_forward
 from .tensors import first_weight
 
@@ -68,7 +68,7 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if invariant and parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE:
             wrong.append(f"rope_type {parameters['rope_type']!r} (its tables depend on the batch)")
-    if not module._can_set_attn_implementation() and not own_attentions(module):
+    if not interfaced_models(module) and not own_attentions(module):
         wrong.append("attention that does not go through transformers' attention interface")
     if not _has_attention_heads(config):
         wrong.append("layers without attention heads")

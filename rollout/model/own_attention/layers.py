@@ -28,11 +28,21 @@ _FEWEST_PARTS = 2  # an attention has at least so many layers with weights; a ro
 def own_attentions(root: nn.Module) -> list[nn.Module]:
     """Return the parts of a model that compute attention with code of their own, one a layer, in the order of layers;
     none where its class uses transformers' interface, or where their number is not that of the layers."""
-    if not isinstance(root, PreTrainedModel) or root._can_set_attn_implementation():
+    if not isinstance(root, PreTrainedModel) or interfaced_models(root):
         return []
     found = [part for part in root.modules() if _is_attention(part)]
     num_layers = getattr(root.config.get_text_config(decoder=True), "num_hidden_layers", None)
     return found if len(found) == num_layers else []
+
+
+def interfaced_models(root: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the model itself where its class uses transformers' attention interface, else the decoders inside that do:
+    of a class of images and text, whose encoder of images may have code of its own."""
+    if root._can_set_attn_implementation():
+        return [root]
+    config = root.config.get_text_config(decoder=True)
+    models = [part for part in root.modules() if isinstance(part, PreTrainedModel) and part.config is config]
+    return [model for model in models if model._can_set_attn_implementation()]
 
 
 def _is_attention(part: nn.Module) -> bool:
