@@ -136,6 +136,11 @@ class _Products(TorchFunctionMode):
             return self._scores(*args)
         if func in _SUMS and (found := self._sum_with_bias(*args, **named)) is not None:
             return found
+        # Numbers that Python brings to a GPU are waited for, and a step with such a copy cannot be captured.
+        if func is torch.tensor and len(args) == 1 and isinstance(args[0], int | float):
+            return torch.full((), args[0], **named)
+        if func is Tensor.__getitem__ and isinstance(args[1], tuple):
+            args = args[0], tuple(map(_as_slice, args[1]))
         return func(*args, **named)
 
     def _sum_with_bias(
@@ -161,6 +166,13 @@ _PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
     (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__)
 )
 _SUMS: frozenset[Callable[..., Any]] = frozenset((torch.baddbmm, Tensor.baddbmm))
+
+
+def _as_slice(index: object) -> object:
+    """Return the slice that selects what a list of one index does, and any other index as it is."""
+    if not isinstance(index, list) or len(index) != 1 or type(index[0]) is not int:
+        return index
+    return slice(index[0], index[0] + 1 or None)
 
 
 def _window(buffer: Tensor) -> int | None:

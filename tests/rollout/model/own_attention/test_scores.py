@@ -55,6 +55,15 @@ def flat(self, q, k, v, mask):
     return torch.bmm(weights, v).view(-1, H, T, D), weights
 
 
+def of_lists(self, q, k, v, mask):
+    kept = [q[:, [-1]], q[..., [0], :, :], q[:, [1, 2]], q[:, torch.tensor([0])]]
+    assert [part.shape[1] for part in kept] == [1, 1, 2, 1]
+    assert torch.equal(kept[0], q[:, 2:]) and torch.equal(kept[1], q[:, :1]) and torch.equal(kept[2], q[:, 1:])
+    number = torch.tensor(0.0, dtype=torch.float64)
+    assert number.dtype == torch.float64 and torch.tensor(3).dtype == torch.int64
+    return plain(self, torch.cat((kept[1], kept[2]), 1) + number.float(), k, v, mask)
+
+
 def in_window(self, q, k, v, mask):
     scores = torch.where(self.band[:, :, :T, :T], q @ k.mT, torch.tensor(-1e30))
     weights = (scores + mask).softmax(-1)
@@ -72,7 +81,9 @@ def filled(self, q, k, v, mask):
     return weights @ v, weights
 
 
-@pytest.mark.parametrize("way", [plain, wide, flat, in_window, one_key_head, filled], ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    "way", [plain, wide, flat, of_lists, in_window, one_key_head, filled], ids=lambda way: way.__name__
+)
 @pytest.mark.parametrize("batch", [1, 2])
 def test_ways_to_write_attention_down_are_the_hosted_attention(way, batch):
     torch.manual_seed(0)
