@@ -7,6 +7,7 @@ D head size.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -81,11 +82,23 @@ class StepContext:
     ends_at: int | None = None  # the layer with whose KV the forward ends (`KVWritten`); None: it runs to its logits
     wanted: Tensor | None = None  # int64 [R]: the rows that the last layer returns; None: all N
     index_caches: list[Tensor] = field(default_factory=list)  # per layer [num_blocks, block_size, D] of its indexer
+    called_layers: int | None = None  # number of layers, where each calls its attention several times; None: once
+    calls: Counter[int] = field(default_factory=Counter)  # of each layer in this forward, where it calls several times
     _chunked: dict[int, tuple[PagedStep, int]] = field(default_factory=dict)  # by length of a chunk
 
+    def begun(self, called_layers: int | None) -> StepContext:
+        """Return itself at the begin of a forward. called_layers: see the attribute."""
+        self.called_layers = called_layers
+        self.calls.clear()
+        return self
+
     def of_layer(self, layer: int, chunk: int | None) -> LayerKV:
-        """Return a layer's KV. chunk: see `CHUNK`."""
-        keys, values = (caches[layer - self.first_layer] for caches in (self.key_caches, self.value_caches))
+        """Return a layer's KV of its next call. chunk: see `CHUNK`."""
+        place = layer - self.first_layer
+        if self.called_layers is not None:
+            place += self.calls[layer] * self.called_layers
+            self.calls[layer] += 1
+        keys, values = (caches[place] for caches in (self.key_caches, self.value_caches))
         if chunk is None:
             return LayerKV(keys, values, self.paged)
         if chunk not in self._chunked:

@@ -24,7 +24,7 @@ from .adapters.layers import HostedAdapters
 from .attention import ATTENTION_NAMES, StepContext
 from .forward_numerics import ForwardNumerics
 from .given_module import device_of, given_module
-from .layer_probe import PROBING, KVShape, LayerProbe
+from .layer_probe import PROBING, LayerProbe
 from .loading import load_whole, read_config
 from .operations.carried import STEP_KEYWORD
 from .operations.functions import without_autocast
@@ -79,8 +79,8 @@ class HostedModel:
         self.phase = RolloutPhase(hosted, owned=owned)
         use_huge_pages((parameter for _, parameter in self._tensors.parameters()), now=True)
         probe = self._probe()
-        none = KVShape(0, 0, 0, self.dtype)
-        self.kv_shapes = [probe.layers.get(index, none) for index in self.division.layers]  # of this rank's layers
+        self._called_layers = probe.called_layers(self.division.layers)
+        self.kv_shapes = probe.kv_shapes(self.division.layers, self.dtype)  # of this rank's layers, or of their calls
         self.windows = probe.windows  # tokens that rows of some layers see, with the attention of the first of them
         self.state_shapes: StateShapes = probe.states  # of this rank's recurrent layers; empty: it has none
         logger.info("hosting %s: %s", type(self.module).__name__, self.numerics.describe())
@@ -347,7 +347,7 @@ class HostedModel:
         """
         mask = None if self.numerics.numbers_keys else mask  # such code takes the mask of a batch alone
         common: dict[str, Any] = {"position_ids": positions.unsqueeze(0), "attention_mask": mask, "use_cache": False}
-        common[STEP_KEYWORD] = step
+        common[STEP_KEYWORD] = step.begun(self._called_layers) if isinstance(step, StepContext) else step
         if getattr(self.config, "output_router_logits", False):
             common["output_router_logits"] = False  # they are of the trainer's loss
         if self._stage_input is None:

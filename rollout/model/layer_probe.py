@@ -73,7 +73,8 @@ class LayerProbe:
         layer, name = getattr(module, "layer_idx", None), type(module).__name__
         if not isinstance(layer, int):
             raise ValueError(f"{name} cannot be hosted: it has no layer_idx, so its KV would have no place")
-        self.layers[layer] = shape
+        if self.layers.setdefault(layer, shape) != shape:
+            self._blame(layer, f"{name} calls its attention with KV of several shapes")
         self.num_calls[layer] += 1
         found = self._masks[int(mask)] if mask is not None and mask.numel() == 1 and self._masks else None
         if OWN_ATTENTION in vars(module):  # its code may have changed the mask that it got: it is one of all
@@ -115,19 +116,43 @@ class LayerProbe:
     def _blame(self, layer: int, fault: str) -> None:
         self.faults.setdefault(fault, set()).add(layer)
 
+    def called_layers(self, expected: Sequence[int]) -> int | None:
+        """Return the number of layers where each calls its attention equally often in a forward, and more than once:
+        several times with KV of its own, or as often as the configuration has layers. None: not so.
+
+        expected: see `refuse_faults`.
+        """
+        layers, num_calls = sorted(self.layers), set(self.num_calls.values())
+        if len(num_calls) != 1 or num_calls == {1} or self.states or any(s.index_dim for s in self.layers.values()):
+            return None
+        if layers != list(expected)[: len(layers)] or len(expected) not in (len(layers), len(layers) * max(num_calls)):
+            return None
+        return len(layers)
+
+    def kv_shapes(self, expected: Sequence[int], dtype: torch.dtype) -> list[KVShape]:
+        """Return the shape of a token's KV in each layer, without heads where it has none. Where layers call their
+        attention several times: of each call, call by call, each in the order of layers."""
+        if self.called_layers(expected) is None:
+            none = KVShape(0, 0, 0, dtype)
+            return [self.layers.get(layer, none) for layer in expected]
+        return [self.layers[layer] for _ in range(max(self.num_calls.values())) for layer in sorted(self.layers)]
+
     def refuse_faults(self, expected: Sequence[int], name: str) -> None:
         """Raise ValueError that names everything that cannot be hosted.
 
         expected: this rank's layers with KV or states; name: of the module's class.
         """
         wrong = [f"{fault} (layers {_listed(layers)})" for fault, layers in self.faults.items()]
-        if missing := set(expected) - set(self.layers) - set(self.states) - self.skipped:
+        repeated = self.called_layers(expected)
+        missing = set(expected) - set(self.layers) - set(self.states) - self.skipped
+        if missing and not repeated:
             wrong.append(f"layers {_listed(missing)} do not use transformers' attention interface")
         if beyond := set(self.layers) - set(expected):
             wrong.append(
                 f"layers {_listed(beyond)} call attention, but its configuration has layers {_listed(expected)}"
             )
-        if often := {layer for layer, num_calls in self.num_calls.items() if num_calls > 1}:
+        often = {layer for layer, num_calls in self.num_calls.items() if num_calls > 1}
+        if often and not repeated:
             wrong.append(
                 f"layers {_listed(often)} call their attention {max(self.num_calls.values())} times in a forward: the "
                 "KV of a call would take the place of the one before"

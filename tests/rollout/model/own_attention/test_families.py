@@ -1,6 +1,7 @@
 """Families that call attention in ways of their own: transformers' tokens and gradients, the trainer's bits.
 
-Layers that do not hand keywords on to their attention, or are left out on text, and attention of a class's own code.
+Layers that do not hand keywords on to their attention, are left out on text, or call it several times in a forward, and
+attention of a class's own code.
 """
 
 from __future__ import annotations
@@ -59,12 +60,14 @@ FAMILIES: dict[str, dict[str, object]] = {  # model type -> settings
         **{"vocab_size": 250, "d_model": 60, "n_layers": 3, "n_heads": 6, "max_seq_len": 256, "resid_pdrop": 0.0},
         **{"emb_pdrop": 0.0, "attn_config": {"attn_pdrop": 0, "softmax_scale": 0.3, "clip_qkv": 2.0}},
     },
+    "diffllama": {**SIZES, "num_attention_heads": 4},
+    "hrm_text": {**SIZES, "num_hidden_layers": 2, "H_cycles": 2, "L_cycles": 2, "head_dim": 16},
     "rembert": {**SIZES, **BERT, "num_key_value_heads": 4},
     "megatron-bert": {**SIZES, **BERT, "num_key_value_heads": 4},
 }
 DTYPES = [torch.float32, torch.bfloat16]
 QUICK = [("nemotron", torch.bfloat16), ("gptj", torch.float32), ("gpt_neo", torch.bfloat16), ("falcon", torch.float32)]
-QUICK += [("bloom", torch.float32), ("mpt", torch.bfloat16), ("mllama", torch.float32)]
+QUICK += [("bloom", torch.float32), ("mpt", torch.bfloat16), ("mllama", torch.float32), ("diffllama", torch.bfloat16)]
 ALL = list(itertools.product(FAMILIES, DTYPES))
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in ALL]
 EVERY_FAMILY = pytest.mark.parametrize(
@@ -228,6 +231,22 @@ def test_packed_positions_without_offsets_are_refused(family):
         model(positions + 20, position_ids=positions, use_cache=False)
 
 
+def test_each_call_of_a_layer_has_kv_of_its_own(monkeypatch):
+    for family, num_calls in (("diffllama", 3 * 2), ("hrm_text", 2 * 2 * 3)):
+        assert len(make_engine(make(family)).model.kv_shapes) == num_calls
+    kind = type(make("diffllama").model.layers[0].self_attn)
+    own = kind.forward
+
+    def twice_in_the_first(self, *args, **named):
+        if self.layer_idx == 0:
+            own(self, *args, **named)
+        return own(self, *args, **named)
+
+    monkeypatch.setattr(kind, "forward", twice_in_the_first)
+    with pytest.raises(ValueError, match=r"layers \[0, 1, 2\] call their attention 4 times in a forward"):
+        make_engine(make("diffllama"))
+
+
 def test_layers_that_text_leaves_out_have_no_kv_and_images_are_refused():
     model = make("mllama")
     engine = make_engine(model)
@@ -239,7 +258,14 @@ def test_layers_that_text_leaves_out_have_no_kv_and_images_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("family", "name"), [("stablelm", "StableLm"), ("gptj", "GPTJ"), ("gpt_neo", "GPTNeo"), ("falcon", "Falcon")]
+    ("family", "name"),
+    [
+        ("stablelm", "StableLm"),
+        ("gptj", "GPTJ"),
+        ("gpt_neo", "GPTNeo"),
+        ("falcon", "Falcon"),
+        ("diffllama", "DiffLlama"),
+    ],
 )
 def test_families_without_a_plan_are_not_divided(family, name):
     with pytest.raises(ValueError, match=f"{name}ForCausalLM brings no tensor-parallel plan"):
@@ -280,8 +306,9 @@ def test_a_trainers_row_may_be_longer_than_contexts_where_keys_are_numbered():
 
 
 @pytest.mark.slow
-def test_ranks_that_share_nemotron_give_the_bits_of_one(run_world):
-    model = make("nemotron")
+@pytest.mark.parametrize("family", ["nemotron", "hrm_text"])
+def test_ranks_that_share_layers_give_the_bits_of_one(run_world, family):
+    model = make(family)
     common = {"chunked_prefill_size": 13, "k_blocks": 2}
     wanted = record(generate(make_engine(model, **common)))
 
