@@ -161,9 +161,9 @@ def test_model_of_another_kind_is_refused_by_name():
 
 
 def test_model_whose_layers_bypass_the_attention_interface_is_refused_by_name():
-    config = transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)
-    with pytest.raises(ValueError, match="BloomForCausalLM cannot be hosted: attention that does not go through"):
-        adopt(transformers.BloomForCausalLM(config))
+    config = transformers.XLNetConfig(vocab_size=64, d_model=32, n_layer=2, n_head=2, d_inner=32)
+    with pytest.raises(ValueError, match="XLNetLMHeadModel cannot be hosted: attention that does not go through"):
+        adopt(transformers.XLNetLMHeadModel(config))
 
 
 def test_model_without_attention_is_refused_by_name():
