@@ -199,9 +199,9 @@ class Attending {
   Seen seen(int64_t r, int64_t t) const { return Seen(p_, item_.position + r / group_, t); }
 
   Bias<T> bias(int64_t kv_head, int64_t r) const {
-    const int64_t row = item_.row + r / group_, line = row * p_.num_heads + query_head(kv_head, r);
+    const int64_t line = (item_.row + r / group_) * p_.bias_row + query_head(kv_head, r) * p_.bias_reach;
     const int64_t position = item_.is_shared ? p_.context(item_.sequence + r / group_) - 1 : item_.position + r / group_;
-    return {(const T*)p_.bias + line * p_.bias_reach, position, p_.bias_reach};
+    return {(const T*)p_.bias + line, position, p_.bias_reach};
   }
 
   // The state of a row that a shared item saves: top, total, out.

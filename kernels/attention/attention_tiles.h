@@ -22,7 +22,8 @@ struct Problem {
   const float* sinks;           // [H], or [N, H] with sink_row H; or null
   const void *new_key, *new_value;  // rows to write at `slots` first, or null
   const int64_t* slots;             // [N]: block * block_size + offset
-  const void* bias;  // [N, H, bias_reach] or null: added to the score of the key so many positions before the row's
+  const void* bias;  // [N, H, bias_reach], or [H, bias_reach] with bias_row 0, or null: added to the score of the key
+                     // so many positions before the row's
   const int32_t* block_tables;  // [S, table_stride] or null: keys are packed like the queries
   const int32_t* query_start;   // [S + 1]
   const int32_t* context_lens;  // [S], or null: each sequence has as many keys as rows
@@ -33,7 +34,7 @@ struct Problem {
   int64_t new_key_row, new_key_head, new_value_row, new_value_head;
   float scale, softcap;  // softcap 0: none
   int64_t window;        // 0: none
-  int64_t sink_row, bias_reach;
+  int64_t sink_row, bias_row, bias_reach;
 
   int64_t rows(int64_t s) const { return query_start[s + 1] - query_start[s]; }
   int64_t context(int64_t s) const { return context_lens ? context_lens[s] : rows(s); }

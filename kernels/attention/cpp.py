@@ -29,7 +29,7 @@ class _Problem(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("value_block", "value_token", "value_head", "out_row", "out_head")),
         *((name, ctypes.c_int64) for name in ("new_key_row", "new_key_head", "new_value_row", "new_value_head")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        *((name, ctypes.c_int64) for name in ("window", "sink_row", "bias_reach")),
+        *((name, ctypes.c_int64) for name in ("window", "sink_row", "bias_row", "bias_reach")),
     ]
 
 
@@ -81,7 +81,7 @@ def _prepared(
 ) -> _Problem:  # fmt: skip
     """Return the problem without the tensors that change from layer to layer: layers of one kind share it."""
     strides = (query.stride(), key.stride(), value.stride(), new and (new.key.stride(), new.value.stride()))
-    kinds = (sinks is not None and sinks.dim(), bias is not None and bias.shape[2])
+    kinds = (sinks is not None and sinks.dim(), bias is not None and bias.shape[-2:], bias is not None and bias.dim())
     kind = (query.shape, key.shape, value.shape, strides, rule, query.dtype, kinds)
     known = layout.prepared.get(kind)
     if known is not None:
@@ -104,7 +104,8 @@ def _prepared(
         *(block_strides[1], value.stride(-3), value.stride(-2), num_heads * value_width, value_width),
         *new_strides,
         *(rule.scale, rule.softcap or 0.0, rule.window or 0),
-        *(num_heads if sinks is not None and sinks.dim() == 2 else 0, 0 if bias is None else bias.shape[2]),
+        num_heads if sinks is not None and sinks.dim() == 2 else 0,
+        *((0, 0) if bias is None else (bias.stride(0) if bias.dim() == 3 else 0, bias.shape[-1])),
     )
     layout.prepared[kind] = problem
     return problem

@@ -166,7 +166,11 @@ def softmax_scores(piece: Gathered, rule: ScoreRule, sinks: Tensor | None, bias:
         scores = tanh * rule.softcap
     by_head = scores.view(num_pieces, -1, num_rows, num_keys)
     if bias is not None:
-        near = bias[:, :, :num_keys][piece.rows].float().transpose(1, 2)  # [P, H, T, up to L distances]
+        near = bias[..., :num_keys].float()
+        if bias.dim() == 3:
+            near = near[piece.rows].transpose(1, 2)  # [P, H, T, up to L distances]
+        else:
+            near = near[None, :, None].expand(num_pieces, -1, num_rows, -1)
         index, is_near = piece.distances(*near.shape[1::2])
         by_head = by_head + near.gather(3, index) * is_near
     by_head = by_head.masked_fill(~piece.seen, -math.inf)
@@ -197,7 +201,7 @@ class PieceGradients:
     key: Tensor  # [P,L,K,D] fp32
     value: Tensor  # [P,L,K,E] fp32
     sinks: Tensor | None  # [P,T,H] fp32
-    bias: Tensor | None  # [P,T,H,R] fp32
+    bias: Tensor | None  # [P,T,H,R] fp32; None for one of all rows, which has no gradient
 
 
 def piece_gradients(
@@ -214,7 +218,7 @@ def piece_gradients(
     delta = (probs * grad_scores).sum(dim=-1, keepdim=True)
     grad_scores.sub_(delta).mul_(probs)
     grad_bias = None
-    if bias is not None:
+    if bias is not None and bias.dim() == 3:
         by_head = grad_scores.view(num_pieces, -1, num_rows, grad_scores.shape[-1])
         index, is_near = piece.distances(by_head.shape[1], bias.shape[2])
         grad_bias = by_head.new_zeros(*by_head.shape[:3], bias.shape[2])
@@ -301,7 +305,7 @@ def padded_gradients(
     grad_out: Tensor,
 ) -> list[Tensor | None]:
     """Compute gradients of packed attention in query, key, value, sinks, bias: summed in fp32, cast back at the end."""
-    inputs = [query, key, value, sinks, bias]
+    inputs = [query, key, value, sinks, bias if bias is None or bias.dim() == 3 else None]
     grads = [None if t is None else torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in inputs]
     of_query, of_key, of_value, of_sinks, of_bias = grads
     assert of_query is not None and of_key is not None and of_value is not None

@@ -62,7 +62,8 @@ def paged_attention(
     cache already, or are in `new` and written there first. It sees positions up to its own, the last
     `window` of them if given. `softcap` bounds scores as Gemma-2 does (cap * tanh(score / cap)); `sinks` [H], or
     [N,H] of each row, are logits that join the softmax's denominator only, as in gpt-oss; `bias` [N,H,R] is what a row
-    adds to the score of the key 0, 1, ..., R - 1 positions before it, as in Inkling. `path` overrides `attention_path`.
+    adds to the score of the key 0, 1, ..., R - 1 positions before it, as in Inkling, or [H,R] what all rows do, as in
+    Bloom. `path` overrides `attention_path`.
     Raises ValueError naming every argument that does not fit.
     """
     kind = _kind(query, key_cache, value_cache, window, softcap, sinks, bias, new)
@@ -209,11 +210,12 @@ def _mismatches(
             f"{query.device}"
         )
     if bias is not None:
-        fits = bias.dim() == 3 and bias.shape[:2] == of_rows and bias.shape[2] > 0 and bias.is_contiguous()
+        fits = bias.shape[:-1] in (of_rows[1:], of_rows) and bias.shape[-1] > 0 and bias.is_contiguous()
+        fits = fits and not (bias.dim() == 2 and bias.requires_grad)  # its gradient would be a sum over rows
         if not fits or bias.dtype != query.dtype or bias.device != query.device:
             wrong.append(
                 f"bias is {bias.dtype} {list(bias.shape)} on {bias.device}, not {query.dtype} "
-                f"{[*of_rows, 'distances']}, contiguous, on {query.device}"
+                f"{[*of_rows, 'distances']}, or one of all rows without a gradient, contiguous, on {query.device}"
             )
     return wrong
 
@@ -297,8 +299,9 @@ def reference_attention(
     other = torch.arange(num_keys, device=query.device)[None]
     if bias is not None:
         distance = (position - other).expand(num_heads, -1, -1)
-        near = bias.float().transpose(0, 1).gather(2, distance.clamp(0, bias.shape[2] - 1))
-        scores = scores + near * ((distance >= 0) & (distance < bias.shape[2]))
+        reach = bias.shape[-1]
+        near = bias.float().expand(num_rows, num_heads, reach).transpose(0, 1)
+        scores = scores + near.gather(2, distance.clamp(0, reach - 1)) * ((distance >= 0) & (distance < reach))
     hidden = other > position
     if window is not None:
         hidden = hidden | (other <= position - window)

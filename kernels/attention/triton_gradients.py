@@ -22,7 +22,7 @@ from .step import ScoreRule
 from .triton_kernels import SERVED, sequence_of
 from .triton_softmax import LOG2E, near_keys
 
-_SIZES = ["num_sequences", "num_heads", "group", "window", "sink_row", "reach"]
+_SIZES = ["num_sequences", "num_heads", "group", "window", "sink_row", "bias_row", "reach"]
 
 
 def triton_gradients(
@@ -30,7 +30,7 @@ def triton_gradients(
     rule: ScoreRule, out: Tensor, grad_out: Tensor,
 ) -> list[Tensor | None]:  # fmt: skip
     """Compute the gradients of query [N,H,D], key [N,K,D], value [N,K,E], sinks [H] or [N,H] and bias [N,H,R], in their
-    dtypes.
+    dtypes. A bias [H,R] of all rows has none.
 
     out and grad_out [N,H,E]: the result of the forward and its gradient. Sums are float32.
     """
@@ -38,7 +38,8 @@ def triton_gradients(
         raise ValueError(f"Triton's gradients serve floats of 16 and 32 bits on a GPU, not {query.dtype}")
     query, key, value, out, grad_out = (each.contiguous() for each in (query, key, value, out, grad_out))
     grads = [torch.empty_like(each) for each in (query, key, value)]
-    of_bias = None if bias is None else torch.zeros_like(bias)  # a row writes those of the keys that it sees
+    # A row writes those of the keys that it sees.
+    of_bias = torch.zeros_like(bias) if bias is not None and bias.dim() == 3 else None
     (num_rows, num_heads, width), num_sequences = query.shape, len(query_start) - 1
     if not query.numel():
         return [*grads, None if sinks is None else torch.zeros_like(sinks), of_bias]
@@ -49,7 +50,8 @@ def triton_gradients(
         "num_sequences": num_sequences, "num_heads": num_heads, "group": group, "window": rule.window or 0,
         "scale": rule.scale, "softcap": rule.softcap or 0.0, "HAS_WINDOW": rule.window is not None,
         "HAS_SOFTCAP": rule.softcap is not None, "D": width, "E": value_width, "HAS_BIAS": bias is not None,
-        "bias": query if bias is None else bias, "reach": 0 if bias is None else bias.shape[2],
+        "bias": query if bias is None else bias, "reach": 0 if bias is None else bias.shape[-1],
+        "bias_row": bias.stride(0) if bias is not None and bias.dim() == 3 else 0,
         "D_PAD": max(16, triton.next_power_of_2(width)), "E_PAD": max(16, triton.next_power_of_2(value_width)),
     }  # fmt: skip
     inputs = (query, key, value, grad_out)
@@ -57,7 +59,7 @@ def triton_gradients(
         _query_kernel[(num_rows * group // of_queries["ROWS"] + num_sequences, num_kv_heads)](
             *(*inputs, out, query if sinks is None else sinks.float().contiguous(), query_start),
             *(grads[0], log_sums, deltas, of_sinks), HAS_SINKS=sinks is not None, **numbers, **of_queries,
-            grad_bias=query if of_bias is None else of_bias,
+            grad_bias=query if of_bias is None else of_bias, HAS_BIAS_GRAD=of_bias is not None,
             sink_row=num_heads if sinks is not None and sinks.dim() == 2 else 0,
         )  # fmt: skip
         _key_kernel[(num_rows // of_keys["KEYS"] + num_sequences, num_kv_heads)](
@@ -122,8 +124,9 @@ def _store_tile(tensor, at, is_there, rows, WIDTH: tl.constexpr, PAD: tl.constex
 @triton.jit(do_not_specialize=_SIZES)
 def _query_kernel(
     query, key, value, grad_out, out, sinks, query_start, grad_query, log_sums, deltas, of_sinks, bias, grad_bias,
-    num_sequences, num_heads, group, window, sink_row, reach, scale, softcap,
+    num_sequences, num_heads, group, window, sink_row, bias_row, reach, scale, softcap,
     HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_BIAS_GRAD: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr,
     E_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -149,7 +152,7 @@ def _query_kernel(
     first_key = tile * 0
     if HAS_WINDOW:
         first_key = tl.maximum(first_pair // group - window + 1, 0) // KEYS * KEYS
-    bias_at = at * reach
+    bias_at = (start + position).to(tl.int64) * bias_row + head * reach
     of_real = tl.where(is_real, reach, 0)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -193,7 +196,7 @@ def _query_kernel(
         prob = tl.exp2(score - log_sum[:, None])
         of_prob = dot_added(tl.zeros((ROWS, KEYS), tl.float32), grad, tl.trans(v))
         of_score = prob * (of_prob - delta[:, None])
-        if HAS_BIAS:
+        if HAS_BIAS_GRAD:
             of_near = rounded(of_score, grad_bias.dtype.element_ty)
             tl.store(grad_bias + bias_at[:, None] + distance, of_near, mask=is_seen & (distance < reach))
         of_score = of_score * slope * scale
@@ -204,7 +207,7 @@ def _query_kernel(
 @triton.jit(do_not_specialize=_SIZES)
 def _key_kernel(
     query, key, value, grad_out, query_start, log_sums, deltas, grad_key, grad_value, bias,
-    num_sequences, num_heads, group, window, reach, scale, softcap,
+    num_sequences, num_heads, group, window, bias_row, reach, scale, softcap,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr,
 ):  # fmt: skip
@@ -239,7 +242,8 @@ def _key_kernel(
         near = 0.0
         if HAS_BIAS:
             of_real = tl.where(is_real, reach, 0)
-            near = near_keys(bias, (at * reach)[None, :], of_real[None, :], position[None, :] - other[:, None])
+            bias_at = (start + position).to(tl.int64) * bias_row + (kv_head * group + pair % group) * reach
+            near = near_keys(bias, bias_at[None, :], of_real[None, :], position[None, :] - other[:, None])
         score, slope = _scores(k, q, is_seen, near, scale, softcap, HAS_SOFTCAP, HAS_BIAS)
         prob = tl.exp2(score - log_sum[None, :])
         of_value = dot_added(of_value, rounded(prob, grad.dtype), grad)

@@ -132,7 +132,8 @@ def _launch(
         _attend_kernel[(num_tiles, num_kv_heads, sharing.num_programs)](
             *(query, blocks.key, blocks.value, sums, scales, out, sinks, blocks.tables, query_start, blocks.contexts),
             *(blocks.tables.stride(0), *strides),
-            bias=query if bias is None else bias, reach=0 if bias is None else bias.shape[2],
+            bias=query if bias is None else bias, reach=0 if bias is None else bias.shape[-1],
+            bias_row=bias.stride(0) if bias is not None and bias.dim() == 3 else 0,
             HAS_BIAS=bias is not None,
             scale=rule.scale, softcap=rule.softcap or 0.0, HAS_SOFTCAP=rule.softcap is not None, KEYS=tiling.keys,
             D=width, D_PAD=_padded(width), D_UNIT=units[0], E_UNIT=units[1],
@@ -224,7 +225,7 @@ def _strides(tensor: Tensor, unit: int) -> tuple[int, ...]:
 
 
 # Not specialised to sizes and strides: chunks, decode and training share one binary and all its choices.
-_SIZES = ["num_sequences", "num_heads", "group", "num_slots", "window", "table_stride", "sink_row", "reach"]
+_SIZES = ["num_sequences", "num_heads", "group", "num_slots", "window", "table_stride", "sink_row", "bias_row", "reach"]
 _STRIDES = [
     *("query_row", "query_head", "key_block", "key_token", "key_head", "value_block", "value_token", "value_head")
 ]
@@ -270,7 +271,7 @@ def _walk(
 def _attend_kernel(
     query, key, value, sums, scales, out, sinks, block_tables, query_start, context_lens, table_stride,
     query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head,
-    num_sequences, num_heads, group, num_slots, window, sink_row, scale, softcap, bias, reach,
+    num_sequences, num_heads, group, num_slots, window, sink_row, scale, softcap, bias, bias_row, reach,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     D_PAD: tl.constexpr, E_PAD: tl.constexpr, D_UNIT: tl.constexpr, E_UNIT: tl.constexpr, BLOCK: tl.constexpr,
@@ -306,7 +307,7 @@ def _attend_kernel(
 
     q = rows_of(query, row * query_row + head * query_head, is_real, D, D_PAD, D_UNIT, True)
     slot_at = (row * num_heads + head) * num_slots
-    bias_at = (row * num_heads + head) * reach
+    bias_at = row * bias_row + head * reach
     reach = tl.where(is_real, reach, 0)
     table_at = s * table_stride
     if IS_SHARED:

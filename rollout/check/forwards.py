@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ...kernels.attention.selection import SelectedKeys
 from ...kernels.attention.step import PagedStep
 from ..model.attention import StepContext
-from ..model.forward_numerics import restored_implementations
+from ..model.forward_numerics import restored_implementations, use_attention
 from ..model.hosted_model import HostedModel
 from ..model.memory import is_out_of_memory
 from ..model.operations.fused_layers import observing
@@ -62,7 +62,7 @@ def whole(hosted: HostedModel, ids: Tensor, rows: Tensor, *, positions: bool = F
 def own(module: PreTrainedModel, ids: Tensor, rows: Tensor) -> Tensor:
     """Run the module with its own operations and its own, plain attention. Returns logits [len(rows), vocab]."""
     with restored_implementations(module), evaluated(module), torch.no_grad():
-        module.set_attn_implementation("eager")
+        use_attention(module, "eager")
         _use_own_experts(module)
         return module(ids[None], use_cache=False, logits_to_keep=rows).logits[0]
 
@@ -107,7 +107,7 @@ def attention_results(hosted: HostedModel, attention: nn.Module, ids: Tensor) ->
         with hosted.training_numerics(), torch.no_grad(), suppress(_Reached), evaluated(module):
             module(ids[None], use_cache=False, logits_to_keep=1)
         with restored_implementations(module), evaluated(module), torch.no_grad(), suppress(_Reached):
-            module.set_attn_implementation("sdpa" if getattr(module, "_supports_sdpa", False) else "eager")
+            use_attention(module, "sdpa" if getattr(module, "_supports_sdpa", False) else "eager")
             _use_own_experts(module)
             module(ids[None], use_cache=False, logits_to_keep=1)
     finally:

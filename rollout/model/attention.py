@@ -7,10 +7,11 @@ D head size.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,9 @@ from ...kernels.attention.selection import SelectedKeys, sees_more_than, select_
 from ...kernels.attention.selection import write_rows as write_index_rows
 from ...kernels.attention.step import RowLayout
 from ...kernels.layers.rotary import rotary_into_cache
-from .layer_probe import KVShape, LayerProbe
+from .encoders.vision import WHOLE, whole_attention
+from .layer_probe import OWN_ATTENTION, KVShape, LayerProbe
+from .operations.carried import STEP_KEYWORD, told
 from .operations.deferred import IS_USED, Rotation, plain
 from .operations.distance_bias import DISTANCE_BIAS
 from .operations.entries import Entries, attend_in_step, attend_packed, beside_tokens, take, write_entries, write_rows
@@ -32,7 +35,6 @@ from .operations.indexer import IndexChoice
 from .operations.packed_rows import hosted_mask, query_start
 from .operations.pool_choice import PoolChoice
 from .operations.shared_attention import LAYER
-from .operations.vision import WHOLE, whole_attention
 from .recurrent.states import StepStates
 
 ATTENTION_NAMES: dict[AttentionPath, str] = {
@@ -40,7 +42,6 @@ ATTENTION_NAMES: dict[AttentionPath, str] = {
     "triton": "lockstep_triton",
     "torch": "lockstep_torch",
 }
-STEP_KEYWORD = "lockstep_step"  # carries a StepContext through the module's forward down to its attention
 CHUNK = "lockstep_chunk"  # attribute of an attention that sees chunks of positions: their length
 
 # Keywords that transformers' modules pass to every attention and that do not change its result.
@@ -83,11 +84,23 @@ class StepContext:
     ends_at: int | None = None  # the layer with whose KV the forward ends (`KVWritten`); None: it runs to its logits
     wanted: Tensor | None = None  # int64 [R]: the rows that the last layer returns; None: all N
     index_caches: list[Tensor] = field(default_factory=list)  # per layer [num_blocks, block_size, D] of its indexer
+    called_layers: int | None = None  # number of layers, where each calls its attention several times; None: once
+    calls: Counter[int] = field(default_factory=Counter)  # of each layer in this forward, where it calls several times
     _chunked: dict[int, tuple[PagedStep, int]] = field(default_factory=dict)  # by length of a chunk
 
+    def begun(self, called_layers: int | None) -> StepContext:
+        """Return itself at the begin of a forward. called_layers: see the attribute."""
+        self.called_layers = called_layers
+        self.calls.clear()
+        return self
+
     def of_layer(self, layer: int, chunk: int | None) -> LayerKV:
-        """Return a layer's KV. chunk: see `CHUNK`."""
-        keys, values = (caches[layer - self.first_layer] for caches in (self.key_caches, self.value_caches))
+        """Return a layer's KV of its next call. chunk: see `CHUNK`."""
+        place = layer - self.first_layer
+        if self.called_layers is not None:
+            place += self.calls[layer] * self.called_layers
+            self.calls[layer] += 1
+        keys, values = (caches[place] for caches in (self.key_caches, self.value_caches))
         if chunk is None:
             return LayerKV(keys, values, self.paged)
         if chunk not in self._chunked:
@@ -228,6 +241,8 @@ def _by_distance(module: nn.Module, bias: Tensor | None, num_rows: int) -> Tenso
     """Return the bias [B, H, T, R] of rows as [N, H, R]. Raises ValueError for one that is not by distance."""
     if bias is None:
         return None
+    if OWN_ATTENTION in vars(module) and bias.dim() == 2:
+        return bias  # [H, R] of all rows
     if bias.shape[2:] != (num_rows, vars(module).get(DISTANCE_BIAS)):
         raise ValueError(f"{type(module).__name__} asks its attention for position_bias: not supported")
     return _by_row(bias).contiguous()
@@ -357,6 +372,11 @@ def _with_rotation(rotation: Rotation, value: Tensor, kv: LayerKV, slots: Tensor
     return paged_attention(rotated, *kv, **options)
 
 
+def _told_attention(*args: Any, path: AttentionPath, **named: Any) -> tuple[Tensor, None]:
+    """Compute `hosted_attention`, also where a layer has not handed on the keywords of its forward."""
+    return hosted_attention(*args, path=path, **told(named))
+
+
 for _path, _name in ATTENTION_NAMES.items():
-    AttentionInterface.register(_name, outside_modes(partial(hosted_attention, path=_path), takes_deferred=True))
+    AttentionInterface.register(_name, outside_modes(partial(_told_attention, path=_path), takes_deferred=True))
     AttentionMaskInterface.register(_name, hosted_mask)

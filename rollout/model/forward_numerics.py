@@ -18,6 +18,8 @@ from .attention import ATTENTION_NAMES
 from .experts import EXPERTS
 from .module_code import ModuleCode
 from .numerics import Numerics
+from .operations.carried import carried, carrying
+from .own_attention.layers import interfaced_models, own_attentions
 from .tensors import first_weight
 
 _COMPILED = "_compiled_call_impl"  # torch's attribute of modules that were compiled in place
@@ -108,7 +110,7 @@ class ForwardNumerics:
         path = guarantee.attention if guarantee else attention_path(parameter.device, parameter.dtype)
         for one in _configs(self.module):
             entered.enter_context(_ConfigInUse.by(one, (ATTENTION_NAMES[path], self._own_experts)))
-        self.module.set_attn_implementation(ATTENTION_NAMES[path])
+        use_attention(self.module, ATTENTION_NAMES[path])
         if self._own_experts:
             for part in self._tree:
                 if hasattr(part, "has_gate") and isinstance(config := getattr(part, "config", None), PretrainedConfig):
@@ -121,10 +123,10 @@ class ForwardNumerics:
         """
 
         def checkpoint(run: Callable[..., object], *args: object, **kwargs: object) -> object:
-            under_mode = self.numerics.around(run)
+            under_mode, keywords = self.numerics.around(run), carried()
 
             def again(*inputs: object, **named: object) -> object:
-                with self.installed():
+                with self.installed(), carrying(keywords):
                     return under_mode(*inputs, **named)
 
             return own(again, *args, **kwargs)
@@ -186,6 +188,14 @@ def _without_compiler(function: Any) -> Any:
             break
         function = function_inside
     return function
+
+
+def use_attention(module: PreTrainedModel, name: str) -> None:
+    """Set an attention implementation in the configurations of a module and of all modules in it that know it."""
+    if own_attentions(module):
+        module.config._attn_implementation_internal = name  # transformers has no setter for such a class
+    for model in interfaced_models(module):
+        model.set_attn_implementation(name)
 
 
 @contextmanager

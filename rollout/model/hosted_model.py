@@ -22,11 +22,12 @@ from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
 from .adapters.folder import AdapterFolder, AdapterLayers, put_in, take_out
 from .adapters.layers import HostedAdapters
-from .attention import ATTENTION_NAMES, STEP_KEYWORD, StepContext
+from .attention import ATTENTION_NAMES, StepContext
 from .forward_numerics import ForwardNumerics
 from .given_module import device_of, given_module
 from .layer_probe import PROBING, LayerProbe
 from .loading import load_whole, read_config
+from .operations.carried import STEP_KEYWORD
 from .operations.functions import without_autocast
 from .operations.packed_rows import NO_MASK
 from .recurrent.states import StateShapes
@@ -63,9 +64,7 @@ class HostedModel:
         self._tensors = HostedTensors(self.module)
         self.adapters = HostedAdapters(self.module)  # of PEFT; empty without any
         self.adapter_name: str | None = None  # of the adapter that a service has loaded into its engine
-        self.owned, self.folder = owned, part.folder
-        self.division = part.division
-        self._stage_input = part.stage_input
+        self.owned, self.folder, self.division, self._stage_input = owned, part.folder, part.division, part.stage_input
         self.config = self.module.config.get_text_config(decoder=True)
         refuse_other_kinds(self.module)
         refuse_unsupported(self.module, self.config, invariant, self.division.layers)
@@ -80,7 +79,8 @@ class HostedModel:
         self.images = ImageEncoder.of(self.module, self.numerics.around) if self.mesh.num_ranks == 1 else None
         use_huge_pages((parameter for _, parameter in self._tensors.parameters()), now=True)
         probe = self._probe()
-        self.kv_shapes = probe.kv_shapes(self.division.layers, self.dtype)  # of this rank's layers
+        self._called_layers = probe.called_layers(self.division.layers)
+        self.kv_shapes = probe.kv_shapes(self.division.layers, self.dtype)  # of this rank's layers, or of their calls
         self.windows = probe.windows  # tokens that rows of some layers see, with the attention of the first of them
         self.state_shapes: StateShapes = probe.states  # of this rank's recurrent layers; empty: it has none
         logger.info("hosting %s: %s", type(self.module).__name__, self.numerics.describe())
@@ -90,10 +90,8 @@ class HostedModel:
         cls, path: str | Path, *, dtype: str | None, device: str | None, invariant: bool, k_blocks: int = 1,
         mesh: Mesh | None = None,
     ) -> HostedModel:  # fmt: skip
-        """Load a folder in Hugging Face format, or this rank's part of it.
-
-        Raises ValueError that names a missing file, or the tensors that cannot be divided.
-        """
+        """Load a folder in Hugging Face format, or this rank's part of it. Raises ValueError that names a missing file,
+        or the tensors that cannot be divided."""
         config = read_config(Path(path))
         kept = DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.float32
         device = str(device_of(device or ("cuda" if torch.cuda.is_available() else "cpu")))
@@ -323,7 +321,7 @@ class HostedModel:
         """
         if not self.phase.is_set_up:
             raise PhaseError("the module is the trainer's now: generate inside the rollout phase")
-        if self.module.config._attn_implementation not in ATTENTION_NAMES.values():
+        if self.config._attn_implementation not in ATTENTION_NAMES.values():
             raise PhaseError("the module's attention was replaced inside the rollout phase: set it outside")
         step.first_layer = self.division.layers.start
         last = self.numerics.last_layer if step.ends_at is None else None
@@ -346,8 +344,9 @@ class HostedModel:
 
         mask: None lets transformers make its own, which the attention reads and drops. features: see `ImageEncoder`.
         """
+        mask = None if self.numerics.numbers_keys else mask  # such code takes the mask of a batch alone
         common: dict[str, Any] = {"position_ids": positions.unsqueeze(-2), "attention_mask": mask, "use_cache": False}
-        common |= {STEP_KEYWORD: step, **features}
+        common |= {STEP_KEYWORD: step.begun(self._called_layers) if isinstance(step, StepContext) else step, **features}
         if getattr(self.config, "output_router_logits", False):  # they are of the trainer's loss
             common["output_router_logits"] = False
         if self._stage_input is None:
@@ -384,7 +383,7 @@ class HostedModel:
         try:
             # The forward of a rank's part fails where another rank ends: that is no fault of the module.
             own_errors = refused_if_it_fails(self.module) if self.mesh.num_ranks == 1 else nullcontext()
-            with self.rollout_phase(), torch.inference_mode(), own_errors:
+            with self.rollout_phase(), torch.inference_mode(), own_errors, probe.watching(self.module):
                 out = self.call(positions % self.vocab_size, positions, probe, positions[-1:], hidden, mask=None)
         finally:
             PROBING.reset(token)

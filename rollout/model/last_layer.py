@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention import STEP_KEYWORD, KVWritten, StepContext
+from .attention import KVWritten, StepContext
+from .operations.carried import STEP_KEYWORD, carried, carrying, told
 from .operations.fused_layers import has_hooks
 from .operations.packed_rows import NO_MASK
 from .step_pools import Hosted as Steppable
@@ -47,7 +48,9 @@ class LastLayer:
     def __init__(self, layer: nn.Module, index: int, behind: Sequence[nn.Module]) -> None:
         """Take the layer. index: that of its attention in the whole model; behind: the modules around and after it."""
         self.module, self._index = layer, index
-        self._names = list(inspect.signature(layer.forward).parameters)
+        parameters = inspect.signature(layer.forward).parameters
+        self._names = list(parameters)
+        self._takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
         self._seeing = [*layer.modules(), *behind]  # modules whose hooks would see that rows are left out
         self._is_recognised: bool | None = None  # None until it was tried
 
@@ -92,18 +95,24 @@ class LastLayer:
         """
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            step = kwargs.get(STEP_KEYWORD)
+            step = told(kwargs).get(STEP_KEYWORD)
             if not isinstance(step, StepContext) or step.wanted is None:
                 return forward(*args, **kwargs)
             named = {**dict(zip(self._names, args, strict=False)), **kwargs}
             if len(named) < len(args) + len(kwargs):
                 raise ValueError(f"{type(self.module).__name__} takes {len(args)} arguments, some without a name")
             with suppress(KVWritten):
-                forward(**{**named, STEP_KEYWORD: replace(step, wanted=None, ends_at=self._index)})
+                in_step(replace(step, wanted=None, ends_at=self._index), named)
                 raise AssertionError("the last layer did not call its attention")
             few = {name: self._rows_of(name, value, step) for name, value in named.items() if name != STEP_KEYWORD}
-            return forward(**few, **{STEP_KEYWORD: step.of_wanted()})
+            return in_step(step.of_wanted(), few)
 
+        def in_step(step: StepContext, named: Mapping[str, Any]) -> Any:
+            now = {STEP_KEYWORD: step}
+            with carrying({**(carried() or {}), **now}):
+                return forward(**{**named, **now}) if takes_step else forward(**named)
+
+        takes_step = STEP_KEYWORD in self._names or self._takes_all
         return run
 
     def _rows_of(self, name: str, value: object, step: StepContext) -> object:

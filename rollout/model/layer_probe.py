@@ -7,14 +7,18 @@ window with the mask that transformers made for the layer.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from .operations.fused_layers import observing
 from .recurrent.states import StateShape
+
+OWN_ATTENTION = "lockstep_own_attention"  # attribute of an attention that its class computes with code of its own
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query and key indices -> visible
 
@@ -53,6 +57,7 @@ class LayerProbe:
     states: dict[int, dict[str, StateShape]] = field(default_factory=dict)  # of recurrent layers, by name
     num_calls: Counter[int] = field(default_factory=Counter)
     windows: dict[int, nn.Module] = field(default_factory=dict)  # of some layers, with the first such attention
+    skipped: set[int] = field(default_factory=set)  # layers that the module leaves out on text
     faults: dict[str, set[int]] = field(default_factory=dict)  # what is wrong -> layers
     _masks: list[_Mask] = field(default_factory=list)
 
@@ -75,9 +80,14 @@ class LayerProbe:
         name = type(module).__name__
         if not isinstance(layer, int):
             raise ValueError(f"{name} cannot be hosted: it has no layer_idx, so its KV would have no place")
-        self.layers[layer] = shape
+        if self.layers.setdefault(layer, shape) != shape:
+            self._blame(layer, f"{name} calls its attention with KV of several shapes")
         self.num_calls[layer] += 1
         found = self._masks[int(mask)] if mask is not None and mask.numel() == 1 and self._masks else None
+        if OWN_ATTENTION in vars(module):  # its code may have changed the mask that it got: it is one of all
+            if not all(mask.is_plain and mask.window is None for mask in self._masks):
+                self._blame(layer, f"the mask of {name} is not that of causal attention without a window")
+            found = None
         is_chunked = chunk is not None and chunk < self.longest
         window = chunk if is_chunked else window
         window = None if window is None or window >= self.longest else window
@@ -91,12 +101,48 @@ class LayerProbe:
             told = "none" if window is None else str(window)
             self._blame(layer, f"the mask of {name} has {of_mask}, but its attention is told {told}")
 
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        """Note the layers of the module whose parts are not called in the context: those of cross-attention to images,
+        which text leaves out."""
+        waiting: set[int] = set()
+        with ExitStack() as hooks:
+            for part in module.modules():
+                layer = getattr(part, "layer_idx", None)
+                if isinstance(layer, int):
+                    waiting.add(layer)
+
+                    @observing
+                    def called(part: nn.Module, _: object, layer: int = layer) -> None:
+                        waiting.discard(layer)
+
+                    hooks.callback(part.register_forward_pre_hook(called).remove)
+            yield
+        self.skipped = waiting
+
     def _blame(self, layer: int, fault: str) -> None:
         self.faults.setdefault(fault, set()).add(layer)
 
-    def kv_shapes(self, layers: Iterable[int], dtype: torch.dtype) -> list[KVShape]:
-        """Return the shapes of the KV of these layers, empty ones of this dtype for layers without."""
-        return [self.layers.get(index, KVShape(0, 0, 0, dtype)) for index in layers]
+    def called_layers(self, expected: Sequence[int]) -> int | None:
+        """Return the number of layers where each calls its attention equally often in a forward, and more than once:
+        several times with KV of its own, or as often as the configuration has layers. None: not so.
+
+        expected: see `refuse_faults`.
+        """
+        layers, num_calls = sorted(self.layers), set(self.num_calls.values())
+        if len(num_calls) != 1 or num_calls == {1} or self.states or any(s.index_dim for s in self.layers.values()):
+            return None
+        if layers != list(expected)[: len(layers)] or len(expected) not in (len(layers), len(layers) * max(num_calls)):
+            return None
+        return len(layers)
+
+    def kv_shapes(self, expected: Sequence[int], dtype: torch.dtype) -> list[KVShape]:
+        """Return the shape of a token's KV in each layer, without heads where it has none. Where layers call their
+        attention several times: of each call, call by call, each in the order of layers."""
+        if self.called_layers(expected) is None:
+            none = KVShape(0, 0, 0, dtype)
+            return [self.layers.get(layer, none) for layer in expected]
+        return [self.layers[layer] for _ in range(max(self.num_calls.values())) for layer in sorted(self.layers)]
 
     def refuse_faults(self, expected: Sequence[int], name: str) -> None:
         """Raise ValueError that names everything that cannot be hosted.
@@ -104,13 +150,16 @@ class LayerProbe:
         expected: this rank's layers with KV or states; name: of the module's class.
         """
         wrong = [f"{fault} (layers {_listed(layers)})" for fault, layers in self.faults.items()]
-        if missing := set(expected) - set(self.layers) - set(self.states):
+        repeated = self.called_layers(expected)
+        missing = set(expected) - set(self.layers) - set(self.states) - self.skipped
+        if missing and not repeated:
             wrong.append(f"layers {_listed(missing)} do not use transformers' attention interface")
         if beyond := set(self.layers) - set(expected):
             wrong.append(
                 f"layers {_listed(beyond)} call attention, but its configuration has layers {_listed(expected)}"
             )
-        if often := {layer for layer, num_calls in self.num_calls.items() if num_calls > 1}:
+        often = {layer for layer, num_calls in self.num_calls.items() if num_calls > 1}
+        if often and not repeated:
             wrong.append(
                 f"layers {_listed(often)} call their attention {max(self.num_calls.values())} times in a forward: the "
                 "KV of a call would take the place of the one before"

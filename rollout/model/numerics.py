@@ -29,10 +29,13 @@ from ..sharding.collectives import GatheredColumns, RowReduction, StageRanks, Vo
 from ..sharding.division import Division
 from ..sharding.tp_plan import SUMS
 from .attention import CHUNK, chunk_of
+from .encoders.vision import WHOLE, whole_attention_parts
 from .experts import GROUPED, REDUCTION, grouped_routes, is_experts
 from .last_layer import LastLayer
+from .layer_probe import OWN_ATTENTION
 from .module_code import class_forward
 from .operations.block_indexer import block_indexer_forward
+from .operations.carried import carrying_forward
 from .operations.compressor import compressor_of
 from .operations.distance_bias import DISTANCE_BIAS, distance_bias_forward, reach_of
 from .operations.entries import COMPRESSOR
@@ -43,10 +46,12 @@ from .operations.pools import MASK_OF, mask_of_choice, pooled_indexer_forward
 from .operations.row_positions import CHECKPOINTS_CACHE, counting_forward, telling_forward
 from .operations.shared_attention import shared_attention_forward
 from .operations.shared_input import SharedInput, siblings_of
-from .operations.vision import WHOLE, whole_attention_parts
+from .own_attention.key_bias import key_bias_of
+from .own_attention.layers import OwnAttention, own_attentions
 from .recurrent.heads import HeadDivision
 from .recurrent.layers import recurrent_forward
 from .recurrent.ngrams import SHORT_CONV, ngram_forward, short_conv_of
+from .supported import stated_context
 from .tensors import first_weight
 
 _COPY = "__deepcopy__"  # copy.deepcopy calls this attribute of an instance
@@ -64,7 +69,7 @@ class Numerics:
     `with numerics.installed():` is re-entrant; when the outermost ends, every forward is restored.
     """
 
-    def __init__(self, module: nn.Module, invariant: bool, division: Division) -> None:
+    def __init__(self, module: PreTrainedModel, invariant: bool, division: Division) -> None:
         parameter = first_weight(module.parameters())
         self.guarantee: Guarantee | None = None
         self._patches: list[tuple[nn.Module, str, object]] = []  # instance attributes, forward mostly, while installed
@@ -72,6 +77,7 @@ class Numerics:
         self._functions: ReplacedFunctions | None = None
         self.divided_logits: GatheredColumns | None = None  # the last layer, if ranks share its columns
         self.groups_experts = False  # whether all experts of a layer are one call, which reads itself which are chosen
+        self.numbers_keys = False  # whether code of the model numbers the keys of a call, by its mask if it has one
         self.last_layer: LastLayer | None = None  # if its rows may be left out
         # The whole module, and the parts of it that may run on their own: a backward pass runs checkpointed layers.
         self._entrances = [m for m in module.modules() if isinstance(m, PreTrainedModel | GradientCheckpointingLayer)]
@@ -81,6 +87,8 @@ class Numerics:
             self.guarantee = self_test(shapes, parameter.dtype, parameter.device, cuts=division.cuts)
             _refuse_other_products(module, parameter, self.guarantee)
         self._plan_recurrent(module, division)
+        self._plan_own_attention(module)
+        self._needs_mask = any(name == OWN_ATTENTION for _, name, _ in self._patches)
         self._plan_shared(module, division)
         if self.guarantee is not None:
             self._plan_invariant(module, self.guarantee)
@@ -139,17 +147,19 @@ class Numerics:
         return function if self._functions is None else self._functions.around(function)
 
     def _enter_functions(self) -> list[tuple[nn.Module, Any]]:
-        """Put the mode around the entrances. Returns them with the forward that each instance had of its own."""
-        if self._functions is None:
-            return []
+        """Put the mode around the entrances, and carry the keywords of models. Returns them with the forward that each
+        instance had of its own."""
         can_compile = "torch._dynamo" in sys.modules  # else nothing is compiled, and the import would take seconds
-        own: list[tuple[nn.Module, Any]] = [(module, vars(module).get("forward")) for module in self._entrances]
-        for module in self._entrances:
+        entrances = [m for m in self._entrances if self._functions is not None or isinstance(m, PreTrainedModel)]
+        own: list[tuple[nn.Module, Any]] = [(module, vars(module).get("forward")) for module in entrances]
+        for module, _ in own:
             last = self.last_layer
             forward = module.forward
             if last is not None and module is last.module:
                 forward = last.narrowing(forward)
             forward = self.around(forward)
+            if isinstance(module, PreTrainedModel):
+                forward = carrying_forward(forward, takes=type(module).forward, masks=self._needs_mask)
             # A compiled caller runs the module uncompiled: the compiler would trace into operations that it breaks.
             module.forward = torch.compiler.disable(forward) if can_compile else forward
         return own
@@ -157,13 +167,15 @@ class Numerics:
     def _plan_recurrent(self, root: nn.Module, division: Division) -> None:
         """Plan the forwards of recurrent layers, of indexers and of attention that counts rows, and chunks of some."""
         heads = HeadDivision(StageRanks.of(division.mesh), division.mesh.tp_rank)
+        own = own_attentions(root)
         for module in root.modules():
             if (forward := recurrent_forward(module, heads)) is not None:
                 self._patches.append((module, "forward", forward))
         for module in root.modules():
             pooled = pooled_indexer_forward(module) or block_indexer_forward(module) or ngram_forward(module)
-            counting = counting_forward(module)
-            telling = counting or telling_forward(module) or shared_attention_forward(module)
+            telling = None if module in own else counting_forward(module)
+            counting = telling
+            telling = telling or telling_forward(module) or shared_attention_forward(module)
             forward = pooled or indexer_forward(module) or telling or distance_bias_forward(module)
             if forward is not None:
                 self._patches.append((module, "forward", forward))
@@ -181,6 +193,17 @@ class Numerics:
                 self._patches.append((module, CHUNK, chunk))
 
         self._patches += [(part, WHOLE, True) for part in whole_attention_parts(root)]
+
+    def _plan_own_attention(self, root: PreTrainedModel) -> None:
+        parts = own_attentions(root)
+        reach = stated_context(root.config.get_text_config(decoder=True))
+        key_bias = key_bias_of(root, parts[0], reach) if parts and reach else None
+        self.numbers_keys = key_bias is not None
+        for layer, part in enumerate(parts):
+            attention = OwnAttention(part, root.config, key_bias)
+            self._patches += [(part, "forward", attention.forward), (part, OWN_ATTENTION, True)]
+            if getattr(part, "layer_idx", None) is None:
+                self._patches.append((part, "layer_idx", layer))
 
     def _plan_shared(self, root: nn.Module, division: Division) -> None:
         """Plan the forwards of layers that several ranks share, or that sum K-blocks as if ranks shared them."""

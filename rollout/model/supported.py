@@ -17,6 +17,7 @@ from ..errors import LockstepError
 from ..ranks.mesh import Mesh
 from .loading import auto_class
 from .operations.compressor import compressor_of
+from .own_attention.layers import interfaced_models, own_attentions
 from .recurrent.layers import recurrent_forward
 from .tensors import first_weight
 
@@ -32,7 +33,13 @@ _RECURRENT_TYPES = {"conv", "linear_attention", "hybrid", "hybrid_sliding", *_CO
 _POOLS = ("index_kpool", "indexer_compress_ratio")  # of indexers, which have a state of the tokens of the next pool
 _STATELESS_TYPES = {"mlp", "moe"}
 DEFAULT_CONTEXT = 32_768  # tokens, of a model that tells no limit
-_NEEDED = ("hidden_size", "vocab_size", "max_position_embeddings")
+_NEEDED = ("hidden_size", "vocab_size")
+_CONTEXTS = ("max_position_embeddings", "max_seq_len", "seq_length")  # names of a context's length, in their order
+
+
+def stated_context(config: PretrainedConfig) -> int | None:
+    """Return the tokens of the longest context; None if a configuration does not tell. config: its decoder's."""
+    return next((length for name in _CONTEXTS if isinstance(length := getattr(config, name, None), int)), None)
 
 
 def has_recurrent_layers(config: PretrainedConfig) -> bool:
@@ -44,9 +51,11 @@ def context_length(config: PretrainedConfig, asked: int | None = None) -> int:
     """Return the most tokens of a sequence, prompt and output: the model's own limit, or fewer if asked for.
 
     A model whose layers are all recurrent may tell no limit, and has none: what is asked for counts, or
-    DEFAULT_CONTEXT. config: its decoder's.
+    DEFAULT_CONTEXT. Any other must tell one: raises ValueError. config: its decoder's.
     """
-    own = getattr(config, _NEEDED[-1]) if not _is_recurrent(config) else getattr(config, _NEEDED[-1], None)
+    own = stated_context(config)
+    if own is None and not _is_recurrent(config):
+        raise ValueError(f"a configuration without {_CONTEXTS[0]}")
     if own is None:
         return asked or DEFAULT_CONTEXT
     return min(asked or own, own)
@@ -80,7 +89,7 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if invariant and parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE:
             wrong.append(f"rope_type {parameters['rope_type']!r} (its tables depend on the batch)")
-    if not module._can_set_attn_implementation():
+    if not interfaced_models(module) and not own_attentions(module):
         wrong.append("attention that does not go through transformers' attention interface")
     # A module implements other kinds in its mask or its own code, which the hosted attention does not see.
     recurrent = {part.layer_idx for part in module.modules() if recurrent_forward(part) or compressor_of(part)}
@@ -99,8 +108,8 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
         wrong.append("return_dict=False in its configuration, with which its own forward fails: set it to True")
     if module.base_model is module and not any(map(_has_head, module.modules())):
         wrong.append("no head that gives logits: pass the model for causal language modelling around it")
-    needed = _NEEDED if attends else _NEEDED[:-1]
-    if missing := [name for name in needed if not hasattr(config, name)]:
+    missing = [name for name in _NEEDED if not hasattr(config, name)]
+    if missing := missing + [_CONTEXTS[0]] * (attends and stated_context(config) is None):
         wrong.append(f"a configuration without {', '.join(missing)}")
     if wrong:
         raise ValueError(f"{type(module).__name__} cannot be hosted: {', '.join(wrong)}")

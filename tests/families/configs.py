@@ -64,6 +64,7 @@ _INDEXER = {
 }
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "bloom": {"seq_length": 512},
     "chameleon": {"vocabulary_map": {"<image>": 250}},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],

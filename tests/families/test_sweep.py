@@ -18,8 +18,8 @@ from lockstep.tests.families.compare import Differs
 # A type of each verdict and of each way to be hosted: its own rotary, MLA, experts, short convolutions, products by
 # matmul, text of a composite class; a reason of each kind.
 SAMPLE = [("text", "gpt2"), ("text", "phi3"), ("text", "deepseek_v3"), ("text", "lfm2"), ("text", "roberta"),
-          ("text", "bloom"), ("text", "phimoe"), ("text", "mamba"), ("vision", "llava"), ("images", "smolvlm"),
-          ("images", "glm4v"), ("images", "mistral3")]  # fmt: skip
+          ("text", "bloom"), ("text", "xglm"), ("text", "phimoe"), ("text", "mamba"), ("vision", "llava"),
+          ("images", "smolvlm"), ("images", "glm4v"), ("images", "mistral3")]  # fmt: skip
 PAGE = sweep.PAGE.read_text(encoding="utf-8")
 TORCH = re.search(r" and torch ([0-9.]+[0-9])", PAGE)[1]
 same_transformers = pytest.mark.skipif(

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ....kernels.layers.activation import elu, gelu, gelu_tanh, mish, rsqrt, sigmoid, silu, softplus
+from ....kernels.layers.activation import celu, elu, gelu, gelu_tanh, glu, mish, rsqrt, selu, sigmoid, silu, softplus
 from ....kernels.layers.embedding import embedding
+from ..encoders.vision import patch_convolution
 from . import deferred
 from .indexer import Recorded
 from .products import Linear, replaced_products
 from .shared_queries import shared_query_attention
-from .vision import patch_convolution
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ _RANDOM = (
     *(F.rrelu, torch.rrelu, torch.rrelu_, torch.binomial, torch.native_dropout),
     *(torch._standard_gamma, torch._sample_dirichlet),  # which torch.distributions draw with
 )
+_SOFTMAXES = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
 _SETTERS = ("__setitem__", "__set__")
 _OPERANDS: Mapping[object, tuple[str, ...]] = {  # names of operands in their order, where not "input" and "other"
     F.linear: ("input", "weight", "bias"),
@@ -150,6 +151,10 @@ def invariant_functions(
             F.gelu: lambda x, approximate="none": gelu_tanh(x) if approximate == "tanh" else gelu(x),
             F.mish: lambda x, inplace=False: mish(x),
             F.elu: lambda x, alpha=1.0, inplace=False: elu(x, alpha),
+            **dict.fromkeys((F.celu, torch.celu), lambda x, alpha=1.0, inplace=False: celu(x, alpha)),
+            **dict.fromkeys((F.selu, torch.selu), lambda x, inplace=False: selu(x)),
+            F.glu: glu,
+            **{softmax: _along_last(softmax) for softmax in _SOFTMAXES},
             F.softplus: softplus,
             # Rotations, by which queries are multiplied: complex products of strided numbers have other bits.
             torch.polar: lambda size, angle: torch.polar(size, angle).contiguous(),
@@ -196,6 +201,19 @@ def _changes_its_operand(function: Callable[..., object], named: Mapping[str, An
         return bool(function._schema.is_mutable)
     name = _name(function)
     return name.startswith("__i") or name in _SETTERS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _along_last(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a softmax that moves its dimension to the end and back. Along another dimension than the last, PyTorch
+    gives the numbers where a thread's share ends other bits. (log_softmax and sums along it do not depend on threads.)
+    """
+
+    def run(x: Tensor, dim: int | None = None, *args: Any, **named: Any) -> Tensor:
+        if dim is None or dim in (-1, x.dim() - 1) or "out" in named:
+            return softmax(x, dim, *args, **named)
+        return softmax(x.movedim(dim, -1), -1, *args, **named).movedim(-1, dim)
+
+    return run
 
 
 def _refusing(function: Callable[..., object], is_training: Callable[[], bool]) -> Callable[..., NoReturn]:

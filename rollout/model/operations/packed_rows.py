@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ..layer_probe import PROBING, MaskFunction
+from .carried import needs_mask
 
 # transformers' mask functions pass a 4-D attention mask on unchanged. This one means that the attention needs no mask.
 NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.float32)
@@ -85,7 +86,7 @@ def hosted_mask(
         return probe.mask_made(None if use_vmap else cast(MaskFunction | None, mask_function), local_size)
     if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
         raise ValueError("attention_mask has padding before tokens: pad on the right")
-    if allow_is_causal_skip:
+    if allow_is_causal_skip and not needs_mask():
         return None
     # An indexer's model asks for a mask in any case; of packed rows the function is another one.
     return NO_MASK if mask_function is causal_mask_function else PACKED

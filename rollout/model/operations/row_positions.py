@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..attention import STEP_KEYWORD, StepContext
+from ..attention import StepContext
+from .carried import PACKING, STEP_KEYWORD, told
 from .copied_code import innermost
 from .packed_rows import NO_MASK, refuse_packed_positions
 
@@ -25,7 +26,6 @@ Forward = Callable[..., Any]
 
 # Attribute of transformers' layers: whether checkpoints leave them their cache, which then is the same one again.
 CHECKPOINTS_CACHE = "_can_checkpoint_with_cache"
-PACKING = "cu_seq_lens_q"
 _CACHES, _LENGTH, _HIDDEN = ("past_key_values", "cache"), "get_seq_length", "hidden_states"  # the second since 5.24
 _INPUTS, _MASK = ("input_ids", "inputs_embeds"), "attention_mask"
 _STATES = "cache_params"  # the cache's name in models whose layers are all recurrent
@@ -105,7 +105,7 @@ def telling_forward(module: nn.Module) -> Forward | None:
 def contexts_of(keywords: Mapping[str, object]) -> Tensor | None:
     """Return the contexts of the sequences of a call with these keywords, int32 [S]; None: each is as long as its
     rows."""
-    step = keywords.get(STEP_KEYWORD)
+    step = told(keywords).get(STEP_KEYWORD)
     return step.paged.context_lens if isinstance(step, StepContext) else None
 
 
@@ -120,6 +120,7 @@ class RowCache:
     @classmethod
     def of(cls, module: nn.Module, num_rows: int, device: torch.device, named: Mapping[str, object]) -> RowCache | None:
         """Return the cache for a call with these keywords; None where every batch row counts its rows from 0."""
+        named = told(named)
         step, packed = named.get(STEP_KEYWORD), named.get(PACKING)
         if isinstance(step, StepContext):
             cache = cls(module, num_rows, step.paged.query_start, step.paged.context_lens)

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ....kernels.recurrent.slots import Slots
-from ..attention import STEP_KEYWORD, StepContext
+from ..attention import StepContext
 from ..layer_probe import LayerProbe
+from ..operations.carried import STEP_KEYWORD, told
 from .states import StateShape
 
 
@@ -71,6 +72,7 @@ def rows_of(
     a batch row, whose padding is on the right and changes nothing before it, or a part of one packed row
     (`cu_seq_lens_q`). Raises ValueError for packed sequences in several rows.
     """
+    named = told(named)
     step, layer = named.get(STEP_KEYWORD), cast(int, module.layer_idx)
     packed = cast(Tensor | None, named.get("cu_seq_lens_q"))
     if isinstance(step, StepContext):

@@ -80,7 +80,8 @@ def options(kind: str, query: Tensor) -> dict[str, Any]:
 
 def of_rows(rows: Tensor | slice, keywords: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords for some of the rows."""
-    its = {name: keywords[name][rows] for name in ("sinks", "bias") if name in keywords and keywords[name].dim() > 1}
+    of_each = {name: dims for name, dims in (("sinks", 2), ("bias", 3)) if name in keywords}
+    its = {name: keywords[name][rows] for name, dims in of_each.items() if keywords[name].dim() == dims}
     return {**keywords, **its}
 
 
@@ -317,6 +318,27 @@ def test_extreme_scores_stay_finite_and_right(path: AttentionPath) -> None:
     torch.testing.assert_close(found, reference_attention(query, key, value, scale=1.0), atol=5e-3, rtol=5e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("reach", [45, 450])
+def test_a_bias_of_all_rows_has_the_bits_and_gradients_of_one_of_each(path, dtype, reach) -> None:
+    lengths = [1, 90, 37, 200]
+    inputs = random_rows(lengths, (6, 2), (32, 24), dtype)
+    shared = torch.randn(6, reach).to(dtype)
+    grads, outs = [], []
+    for bias in (shared, shared.expand(len(inputs[0]), 6, reach).contiguous()):
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        out = varlen_attention(*leaves, starts_of(lengths), scale=0.2, window=70, bias=bias, path=path)
+        out.float().square().sum().backward()
+        grads.append([leaf.grad for leaf in leaves])
+        outs.append(out)
+    assert torch.equal(*outs) and all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    cache = Cache(lengths, *inputs[1:], 16)
+    for chunk, num_mates in ((200, 4), (1, 2), (33, 3)):
+        paged = cache.attend(inputs[0], chunk, num_mates, scale=0.2, window=70, bias=shared, path=path)
+        assert torch.equal(paged, outs[0])
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_no_rows_and_no_sequences_are_fine(path: AttentionPath) -> None:
     query, key, value = torch.zeros(0, 2, 16), torch.zeros(0, 1, 16), torch.zeros(0, 1, 16)
@@ -404,6 +426,7 @@ def test_every_row_falls_in_exactly_one_piece_within_the_budget() -> None:
         ({"sinks": torch.zeros(4, 4)}, r"sinks are \[4, 4\] on cpu, not \[4\] or \[5, 4\]"),
         ({"bias": torch.zeros(5, 4)}, r"bias is torch.float32 \[5, 4\]"),
         ({"bias": torch.zeros(5, 4, 8, dtype=torch.bfloat16)}, "bias is torch.bfloat16"),
+        ({"bias": torch.zeros(4, 8, requires_grad=True)}, "or one of all rows without a gradient"),
         ({"bias": torch.zeros(5, 4, 16)[..., ::2]}, r"bias is .*, contiguous"),
     ],
 )

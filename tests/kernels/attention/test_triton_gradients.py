@@ -94,6 +94,20 @@ def test_a_sequence_has_its_gradients_whatever_is_packed_with_it() -> None:
     assert all(torch.equal(a, b) for a, b in zip(again, together, strict=True))
 
 
+def test_a_bias_of_all_rows_gives_the_bits_of_one_of_each_row() -> None:
+    case = packed([13, 40, 7], (4, 2), (16, 16), torch.float32, "all")
+    shared, grad_out = torch.randn(4, 45, device=DEVICE), torch.randn(60, 4, 16, device=DEVICE)
+    ways = [{**case.options, "bias": bias} for bias in (shared, shared.expand(60, 4, 45).contiguous())]
+    found = []
+    for way in ways:
+        inputs = (case.query, case.key, case.value, int32(case.starts))
+        leaves = [t.clone().requires_grad_() for t in inputs[:3]]
+        out = varlen_attention(*leaves, inputs[3], path="triton", **way)
+        out.backward(grad_out)
+        found.append([out, *(leaf.grad for leaf in leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_the_trainers_attention_takes_these_gradients_and_reads_nothing_on_the_host(monkeypatch) -> None:
     monkeypatch.setattr("lockstep.kernels.attention.paged.padded_gradients", None)
     case = packed([3, 20], (4, 2), (16, 16), torch.float32)

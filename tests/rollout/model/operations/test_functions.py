@@ -47,6 +47,9 @@ BY_ROW = {  # computed for each row of [9, 48] alone
     "softplus": lambda x: F.softplus(x[:, :5].contiguous()),
     "mish": lambda x: F.mish(x[:, :5].contiguous()),
     "elu": lambda x: F.elu(x[:, :5].contiguous()),
+    "celu": lambda x: F.celu(x[:, :5].contiguous(), 0.7),
+    "selu": lambda x: F.selu(x[:, :5].contiguous()),
+    "glu": lambda x: F.glu(x[:, :6].contiguous(), -1),
     "silu": lambda x: F.silu(x[:, :5].contiguous()),
     "gelu": lambda x: F.gelu(x[:, :5].contiguous()),
 }
@@ -125,6 +128,35 @@ def test_a_parameter_before_columns_is_the_weight_of_the_invariant_product():
     with invariant_functions(linear):
         assert (PARAMETER @ columns).shape == (2, 40, 9)
     assert len(weights) == 1 and weights[0] is PARAMETER
+
+
+SOFTMAXES = {
+    "F": lambda x: F.softmax(x, 1),
+    "F, keywords": lambda x: F.softmax(input=x, dim=-2, _stacklevel=5, dtype=torch.float32),
+    "torch": lambda x: torch.softmax(x, 1),
+    "torch, dtype": lambda x: torch.softmax(x, 1, torch.float32),
+    "special": lambda x: torch.special.softmax(x, 1),
+    "Tensor": lambda x: x.softmax(dim=1),
+    "module": nn.Softmax(1),
+    "last": lambda x: x.softmax(-1),
+    "out": lambda x: torch.softmax(x, 1, out=torch.empty_like(x)),
+}
+
+
+@pytest.mark.parametrize("name", SOFTMAXES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_softmax_along_any_dimension_does_not_depend_on_threads_and_rows(functions, name, dtype):
+    softmax = SOFTMAXES[name]
+    x = torch.randn(63, 12, 71, generator=torch.Generator().manual_seed(3), dtype=torch.float32).to(dtype)
+    with functions:
+        whole = softmax(x)
+        assert torch.equal(whole, softmax(x)) and whole.dtype == softmax(x[:1]).dtype
+        if name != "out":  # a tensor to write to is left to PyTorch
+            for num_threads in (1, 2):
+                torch.set_num_threads(num_threads)
+                assert torch.equal(softmax(x), whole)
+                assert torch.equal(softmax(x[5:18].clone()), whole[5:18])
+    torch.testing.assert_close(whole, softmax(x))
 
 
 def test_products_of_a_small_matrix_for_each_row_are_added_in_order(functions):

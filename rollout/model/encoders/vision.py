@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .products import Linear
+from ..operations.products import Linear
 
 WHOLE = "lockstep_whole"  # attribute of an attention of an encoder, in which all rows of an image see each other
 

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from transformers.masking_utils import bidirectional_mask_function
 
 from lockstep.kernels.linear.linear import invariant_linear
+from lockstep.rollout.model.encoders.vision import patch_convolution, whole_attention
 from lockstep.rollout.model.operations.packed_rows import hosted_mask
-from lockstep.rollout.model.operations.vision import patch_convolution, whole_attention
 
 
 class Attention(nn.Module):

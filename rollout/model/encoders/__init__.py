@@ -1,0 +1,1 @@
+"""Operations of encoders beside a decoder, as of images."""
