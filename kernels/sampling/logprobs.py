@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..machine.gpu import triton_serves
+from ..machine.plain_memory import refuse_other_memory
 from . import cpp as native_sampling
 from .definition import GREEDY_BELOW
 
@@ -26,6 +27,7 @@ def scaled_logprobs(logits: Tensor, temperature: Tensor | float) -> Tensor:
     the logits: the trainer calls these same functions on its logits, so both compute the same log-probabilities. A
     number under GREEDY_BELOW stands for 1, as in the engine's greedy answers. Raises ValueError for a negative one.
     """
+    refuse_other_memory("scaled_logprobs", logits=logits)
     temperatures = _per_row(temperature, logits)
     if logits.requires_grad and torch.is_grad_enabled():
         return _ScaledLogprobs.apply(logits, temperatures)
@@ -39,6 +41,7 @@ def selected_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor | f
     Differentiable in the logits; the gradient is computed from the logits again, and has their dtype. Raises ValueError
     for tokens beyond the vocabulary, where a CPU holds them, and for others than integers.
     """
+    refuse_other_memory("selected_logprobs", logits=logits, token_ids=token_ids)
     if logits.dim() != 2:
         raise ValueError(f"logits of shape {list(logits.shape)}, not [rows, vocabulary]: flatten them and token_ids")
     num_rows, vocab_size = logits.shape
