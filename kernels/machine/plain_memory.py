@@ -24,5 +24,5 @@ def refuse_other_memory(function: str, **tensors: Tensor | None) -> None:
     if wrong:
         raise ValueError(
             f"{function}: {', '.join(wrong)}, whose memory does not hold its numbers, as a kernel reads them. Gather "
-            "shards first (a module of fully_shard gathers those of its own forward alone), dequantise quantised weights"
+            "shards first (a module of fully_shard gathers those of its own forward alone), and dequantise weights"
         )
