@@ -89,6 +89,7 @@ def test_the_leftovers_of_killed_runs_go_at_the_next_start(tmp_path, monkeypatch
     save_checkpoint(folder / "checkpoints", 1, state())
     unfinished = [folder / "checkpoints" / name for name in (".partial-1", ".step-000002.partial-77-ab",
                                                              ".step-000000.removed")]  # fmt: skip
+    unfinished += [folder / "gap" / name for name in (".model.partial-ab", ".model.removed")]
     claimed = [folder / ".model.partial-ab", folder / "weights" / "update-ab", sockets]
     for part in (*unfinished, *claimed):
         part.mkdir(parents=True)
@@ -98,7 +99,7 @@ def test_the_leftovers_of_killed_runs_go_at_the_next_start(tmp_path, monkeypatch
     with owned_folder(folder, resume=True):
         assert not [part for part in (*unfinished, folder / ".model.partial-ab", sockets) if part.exists()]
         assert newest_checkpoint(folder / "checkpoints").name == "step-000001"
-        assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "weights"]
+        assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "gap", "weights"]
     from lockstep.weight_sync.transports.disk import DiskTransport
 
     DiskTransport(folder / "weights")
