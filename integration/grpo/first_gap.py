@@ -61,8 +61,8 @@ class FirstGap:
         self._is_done = False
 
     def __call__(self, step: int, gap: float, own: SampleGap | None) -> None:
-        """Write the folder and print the command, unless this run has a whole one. All ranks call it before the optimizer's
-        step. A folder that cannot be written is reported, and the run goes on."""
+        """Write the folder and print the command, unless this run has a whole one. All ranks call it before the
+        optimizer's step. A folder that cannot be written is reported, and the run goes on."""
         if self._is_done:
             return
         self._is_done = True
