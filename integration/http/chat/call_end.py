@@ -90,7 +90,7 @@ class CallEnd:
                 self._tail = ""
                 return len(text) - at
             if self._place is _Place.OUTSIDE or self._place is _Place.NAME:
-                self._place = self._after_opening(lambda: "".join((*self._kept, text[begin:at])))
+                self._place = self._after_opening(text[begin:at])
                 if self._place is not _Place.NAME:
                     self._kept = []
             elif self._place is _Place.BEGIN:
@@ -106,15 +106,15 @@ class CallEnd:
             self._kept.append(text[begin : len(text) - len(self._tail)])
         return None
 
-    def _after_opening(self, before: Callable[[], str]) -> _Place:
-        """Return the place behind a marker before a value, or before or behind its name. before: the text since the
-        last value, that marker included."""
+    def _after_opening(self, newest: str) -> _Place:
+        """Return the place behind a marker before a value, or before or behind its name. newest: the text up to it that
+        is not kept yet."""
         names = self.values.names
         if names is None:
             return _Place.TEXT
         if self._place is _Place.OUTSIDE and names.closes:
             return _Place.NAME
-        text = before()
+        text = "".join((*self._kept, newest))
         if self._name is None:
             self._name = _first(names.call, text)
         return _Place.BEGIN if self._may_be_json(self._name, _first(names.argument, text)) else _Place.TEXT
