@@ -17,6 +17,7 @@ from ..machine.plain_memory import refuse_other_memory
 from . import cpp as native_sampling
 from .definition import GREEDY_BELOW
 
+_MOST_FLOAT = torch.finfo(torch.float32).max
 _MAX_WIDENED = 1 << 20  # logits that the PyTorch path widens to float32 at a time
 
 
@@ -25,7 +26,8 @@ def scaled_logprobs(logits: Tensor, temperature: Tensor | float) -> Tensor:
 
     logits [R, V]; temperature a number, or float32 [R], positive. Each row depends on itself alone. Differentiable in
     the logits: the trainer calls these same functions on its logits, so both compute the same log-probabilities. A
-    number under GREEDY_BELOW stands for 1, as in the engine's greedy answers. Raises ValueError for a negative one.
+    number under GREEDY_BELOW stands for 1, as in the engine's greedy answers. Raises ValueError for a negative one, and
+    for one that float32 has not. (An engine takes at most 1e6: from about 1e38 on its inverse is a denormal number.)
     """
     refuse_other_memory("scaled_logprobs", logits=logits)
     temperatures = _per_row(temperature, logits)
@@ -66,8 +68,8 @@ def _per_row(temperature: Tensor | float, logits: Tensor) -> Tensor:
         if temperature.shape not in ((), (1,), (len(logits),)):
             raise ValueError(f"temperatures of shape {list(temperature.shape)} for {len(logits)} rows of logits")
         return temperature.to(logits.device, torch.float32).reshape(-1)
-    if not temperature >= 0:
-        raise ValueError(f"a temperature of {temperature}")
+    if not 0 <= temperature <= _MOST_FLOAT:
+        raise ValueError(f"a temperature of {temperature}, not one from 0 to {_MOST_FLOAT:.4g}")
     temperature = 1.0 if temperature < GREEDY_BELOW else temperature
     return torch.full((1,), temperature, dtype=torch.float32, device=logits.device)
 
