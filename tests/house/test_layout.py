@@ -92,7 +92,7 @@ PLACES = {
     ),
     "integration.warming": "",
     "integration.explain": "grpo.first_gap grpo.results grpo.training launcher ranks",
-    "integration.grpo.first_gap": "failures grpo.settings grpo.training ranks",
+    "integration.grpo.first_gap": "failures grpo.results grpo.settings grpo.training ranks",
     "integration.grpo.probe": "grpo.engines grpo.job grpo.results grpo.settings grpo.training ranks",
     "integration.grpo.job": (
         "failures grpo.backends grpo.engines grpo.environments grpo.evaluation grpo.first_gap grpo.plan grpo.results "

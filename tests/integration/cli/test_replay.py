@@ -163,6 +163,19 @@ def test_by_default_a_damaged_file_of_a_run_is_named_and_the_search_goes_on(made
     assert f"{sample_path(run, 1)} cannot be read" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_damaged_checkpoint_is_named_in_one_line(made, tmp_path, capsys):
+    [receipt, *_] = receipts(made / "tokens.jsonl")
+    other = sealed({**receipt, "spans": [{**span, "digest": "0" * 64} for span in receipt["spans"]]})
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+    checkpoint.mkdir(parents=True)
+    for name in ("model.safetensors", "state.json"):
+        (checkpoint / name).write_text("x")
+    add_to_index(tmp_path / "run", [IndexedWeights("checkpoints/step-000001", "0" * 64, "float32", "1")])
+    assert replay(tmp_path / "other.json", "--weights", tmp_path / "run", "--model", made / "model") == 2
+    assert f"error: {checkpoint}/model.safetensors cannot be read: " in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_receipts_of_two_engines_are_not_proven_together(made, tmp_path, capsys):
     one = receipts(made / "tokens.jsonl")[0]
     other = sealed({**one, "guarantee": {**one["guarantee"], "k_blocks": 4}})
