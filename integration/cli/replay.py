@@ -77,7 +77,7 @@ def _newest_with_weights(folder: Path, steps: Sequence[int], weights: Sequence[s
     from ..replay.reading import receipts_in
 
     kept = {one.digest for root in map(Path, weights) for one in read_index(root) if (root / one.folder).is_dir()}
-    readable = []
+    readable: list[int] = []
     for step in reversed(steps):
         try:
             rows = read_samples(folder, step)
