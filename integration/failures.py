@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +56,15 @@ def file_failure(error: OSError | SafetensorError, path: Path, verb: str = "writ
         reason = f"{error.filename}: {reason}"
     remedy = "make room there" if number in _FULL else "mend that"
     return FileFailed(f"{path} cannot be {verb}: {reason}; {advice or f'{remedy}, then {RESUME}'}")
+
+
+def show_place_in_user_code(error: Exception) -> None:
+    """Print the traceback of an error that a user's function has raised, or a library that it called: its place is what
+    its author looks for. Errors of this package have their place in their message."""
+    places, root = traceback.extract_tb(error.__traceback__), Path(__file__).parents[1]
+    rooms = [root / name for name in ("integration", "rollout", "weight_sync", "kernels")]
+    if places and not any(Path(places[-1].filename).is_relative_to(room) for room in rooms):
+        traceback.print_exception(error)
 
 
 def _number_of(error: OSError | SafetensorError) -> int | None:

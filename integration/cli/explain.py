@@ -36,6 +36,8 @@ def run(arguments: Sequence[str]) -> int:
         first, second = gap.ways
     model = Path(options.model) if options.model else gap.model if gap is not None else None
     if model is None:
+        if options.source and not Path(options.source).exists():
+            raise ValueError(f"there is no file or folder {options.source}: give that of a sequence, or of a run")
         raise ValueError("--model is missing: the folder of the model that the sequence is of")
     scores = read_scores(Path(options.scores), options.choice) if options.scores else None
     sequence = _sequence(options, model, scores) if gap is None else gap.sequence

@@ -13,6 +13,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO, cast
 
 from ..failures import FileFailed
+from ..one_line import in_the_last_line
 from ..version import version
 from .arguments.parser import CommandParser
 from .bench import BENCHMARKS
@@ -116,10 +117,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     try:
         return importlib.import_module(f".{options.command}", __package__).run(options.arguments)
     except ValueError as error:
-        print(f"lockstep: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"lockstep: error: {in_the_last_line(error)}", file=sys.stderr, flush=True)
         return 2
     except FileFailed as error:
-        print(f"lockstep: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"lockstep: error: {in_the_last_line(error)}", file=sys.stderr, flush=True)
         return 1
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr, flush=True)

@@ -28,6 +28,7 @@ def run(arguments: Sequence[str]) -> int:
             raise ValueError(f"--{name} must be at least {least}, not {getattr(options, name)}")
     config = load_config(options.config, options.overrides)
     # Heavy imports come after the config, so that a wrong key is reported at once.
+    from ..failures import show_place_in_user_code
     from ..grpo.plan import check_job
     from ..grpo.probe import probe, probed_config
     from ..ranks import this_rank
@@ -35,7 +36,11 @@ def run(arguments: Sequence[str]) -> int:
     if (here := os.getcwd()) not in sys.path:  # where `lockstep train` finds the modules of rewards
         sys.path.insert(0, here)
     check_job(probed_config(config, options.prompts, options.samples), 1)
-    found = probe(config, this_rank(config.engine.device), options.prompts, options.samples)
+    try:
+        found = probe(config, this_rank(config.engine.device), options.prompts, options.samples)
+    except ValueError as error:
+        show_place_in_user_code(error)  # of a reward, say
+        raise
     if options.json:
         print(json.dumps(asdict(found) | {"step_s": found.step_s}))
     else:

@@ -13,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from ...rollout.config import EngineConfig
-from ..grpo.results.samples import read_samples, saved_steps
+from ..grpo.results.samples import UnreadableSamples, read_samples, saved_steps
 from ..grpo.results.weights_kept import RUN_ENGINE, read_run_engine
 from .arguments.parser import PACKAGE, CommandParser
 from .arguments.settings import named, read_settings
@@ -70,17 +70,27 @@ def _of_run(folder: Path, options: argparse.Namespace) -> tuple[Receipts, list[s
 
 def _newest_with_weights(folder: Path, steps: Sequence[int], weights: Sequence[str | Path]) -> int:
     """Return the newest of a run's steps that was drawn from weights which the indexes of these folders name; the
-    newest of all where they have those of none."""
+    newest of all where they have those of none. Files of samples that cannot be read are named and passed over;
+    raises UnreadableSamples where none can be."""
     from ...rollout.proving.fields import wrong_fields
     from ..replay.digest_index import read_index
     from ..replay.reading import receipts_in
 
     kept = {one.digest for root in map(Path, weights) for one in read_index(root) if (root / one.folder).is_dir()}
+    readable: list[int] = []
     for step in reversed(steps):
-        sound = [receipt for receipt in receipts_in(read_samples(folder, step)) if not wrong_fields(receipt)]
+        try:
+            rows = read_samples(folder, step)
+        except UnreadableSamples as error:
+            if step == steps[0] and not readable:
+                raise
+            print(f"passed over: {error}", file=sys.stderr)
+            continue
+        readable.append(step)
+        sound = [receipt for receipt in receipts_in(rows) if not wrong_fields(receipt)]
         if sound and all(kept.issuperset(_digests(receipt)) for receipt in sound):
             return step
-    return steps[-1]
+    return readable[0]
 
 
 def _proven(

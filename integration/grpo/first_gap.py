@@ -1,7 +1,8 @@
 """The first gap of a run of the job, written down: the sample, the weights and the ways, for `lockstep explain`.
 
 The folder `gap` of a run has the sample with the largest gap, with the log-probabilities that the engine reported, and
-the two ways in which it was run (`gap.json`); and the weights of both, before the optimizer's step (`model/`).
+the two ways in which it was run (`gap.json`); and the weights of both, before the optimizer's step (`model/`). It is
+whole once it has `gap.json`, which is written last: without it, it is written again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from ..failures import FileFailed, files_of
 from ..ranks import Ranks
+from .results.json_files import write_json
 from .settings.config import JobConfig
 from .training.packing import Sample
 from .training.trainer import SampleGap
@@ -59,13 +61,13 @@ class FirstGap:
         self._is_done = False
 
     def __call__(self, step: int, gap: float, own: SampleGap | None) -> None:
-        """Write the folder and print the command, unless this run has one. All ranks call it before the optimizer's
-        step. A folder that cannot be written is reported, and the run goes on."""
+        """Write the folder and print the command, unless this run has a whole one. All ranks call it before the
+        optimizer's step. A folder that cannot be written is reported, and the run goes on."""
         if self._is_done:
             return
         self._is_done = True
         folder = self._config.folder / NAME
-        if self._ranks.largest(float(self._ranks.is_first and folder.exists())):
+        if self._ranks.largest(float(self._ranks.is_first and (folder / _FILE).exists())):
             return
         found = [one for one in self._ranks.in_turn([own]) if one is not None]
         try:
@@ -81,8 +83,7 @@ class FirstGap:
         sequence = _sequence(worst.sample, self._config.rollout.temperature, f"step {step + 1}, a gap of {gap}")
         with files_of(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            text = json.dumps({"sequence": sequence, "ways": self._ways()})
-            (folder / _FILE).write_text(text + "\n", encoding="utf-8")
+        write_json(folder / _FILE, {"sequence": sequence, "ways": self._ways()})
         model = " --model FOLDER, with the adapters merged" if self._config.train.lora.rank else ""
         with suppress(OSError):  # a log that cannot be written does not end a run
             tqdm.write(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -150,6 +150,7 @@ class GrpoJob:
             if (aside := BestModel(config.folder).set_aside_after(self.first_step)) is not None:
                 logger.warning("the best model was of a later step than the run goes on from: it is in %s now", aside)
             self._weights_kept = self._describe_engines()
+            self._follow_weights(self.engine.weight_digest())
             if config.run.rollouts_every:
                 self._sample_files = SampleFiles(config.folder, config.run.rollouts_keep, self.first_step)
                 self._sample_files.write_tokenizer(self.tokenizer.save_pretrained)
@@ -163,6 +164,7 @@ class GrpoJob:
             for step in range(self.first_step, config.run.num_steps):
                 self.step = step + 1
                 line = self.run_step(step)
+                self._follow_weights(cast("str | None", line["weight_digest"]))
                 is_last = step + 1 == config.run.num_steps
                 if is_last or (step + 1) % config.run.eval_every == 0:
                     line |= (found := self.evaluation.run())
@@ -296,6 +298,11 @@ class GrpoJob:
         if self.adapted is None and not self.first_step:
             kept.add(self._model_folder, "0", self.engine.weight_digest())
         return kept
+
+    def _follow_weights(self, digest: str | None) -> None:
+        """Note the version of the present weights, of this digest, unless adapters alone are saved."""
+        if self._weights_kept is not None and self.adapted is None:
+            self._weights_kept.follow(str(self.step), digest)
 
     def _keep_digest(self, path: Path, step: int, digest: str | None) -> None:
         """Note the digest of weights that were saved in a folder, unless they are adapters alone."""

@@ -11,12 +11,11 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..one_line import in_the_last_line
 from .settings.config import JobConfig, load_config
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(config: JobConfig, rank: str, *, resume: bool) -> int:
     """Run the job on this rank. Returns the exit code. Of a failure that concerns all ranks one rank reports."""
-    from ..failures import EngineFailed, FileFailed, PolicyDiverged
+    from ..failures import EngineFailed, FileFailed, PolicyDiverged, show_place_in_user_code
     from .results.run_folder import owned_folder
 
     try:
@@ -69,8 +68,7 @@ def _run(config: JobConfig, rank: str, *, resume: bool) -> int:
         with owned_folder(config.folder, resume=resume) if rank == "0" else nullcontext():
             run(config, resume=resume)
     except ValueError as error:
-        if not _is_ours(error):  # in a reward, say: its place is what its author looks for
-            traceback.print_exception(error)
+        show_place_in_user_code(error)
         return _report(error)
     except (FileFailed, PolicyDiverged) as error:
         if rank != "0" and _is_ended_by_launcher():  # rank 0 has most likely failed at the same
@@ -84,13 +82,6 @@ def _run(config: JobConfig, rank: str, *, resume: bool) -> int:
             return 1
         raise
     return 0
-
-
-def _is_ours(error: Exception) -> bool:
-    """Return whether this package has raised an error, and not a user's function or a library that it called."""
-    places, root = traceback.extract_tb(error.__traceback__), Path(__file__).parents[2]
-    rooms = [root / name for name in ("integration", "rollout", "weight_sync", "kernels")]
-    return not places or any(Path(places[-1].filename).is_relative_to(room) for room in rooms)
 
 
 def _diverged(step: int, error: Exception) -> Exception:
@@ -125,7 +116,7 @@ def _is_ended_by_launcher(timeout_s: float | None = None) -> bool:
 
 def _report(error: Exception, code: int = 2) -> int:
     with suppress(OSError):  # where the log's disk is full too, the exit code has to do
-        print(f"lockstep: error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"lockstep: error: {in_the_last_line(error)}", file=sys.stderr, flush=True)
     return code
 
 

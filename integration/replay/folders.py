@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...rollout.engine import Engine
@@ -230,14 +230,17 @@ def _order(version: str) -> tuple[int, str]:
 
 
 def _stored(path: Path, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file one by one, in the engine's dtypes."""
-    with safe_open(path, framework="pt") as file:
-        names = set(file.keys())
-        if names - dtypes.keys():
-            first = sorted(names - dtypes.keys())[0]
-            raise ValueError(
-                f"{path} holds tensors that the model has not ({first}, ...): a checkpoint of adapters is proven with "
-                "them merged into their base, in one folder"
-            )
-        for name in file.keys():  # noqa: SIM118 - not a dict
-            yield name, file.get_tensor(name).to(dtypes[name])
+    """Yield the tensors of a file one by one, in the engine's dtypes. Raises ValueError naming a file that is damaged,
+    or of adapters."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            if others := sorted(set(names) - dtypes.keys()):
+                raise ValueError(
+                    f"{path} holds tensors that the model has not ({others[0]}, ...): a checkpoint of adapters is "
+                    "proven with them merged into their base, in one folder"
+                )
+            for name in names:
+                yield name, file.get_tensor(name).to(dtypes[name])
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..machine import native
 from ..machine.gpu import triton_serves
+from ..machine.plain_memory import has_plain_memory, refuse_other_memory
 
 SOURCE = "layers/rms_norm.cpp"
 PARALLEL_ELEMENTS = 1 << 13  # with fewer elements, starting threads costs more than it saves
@@ -33,7 +34,8 @@ class NormRule:
 
 
 def rms_norm(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
-    """Compute x [...,D] / rms(x) * weight [D]; x, weight and result share a dtype; differentiable once in both."""
+    """Compute x [...,D] / rms(x) * weight [D]; x, weight and result share a dtype; differentiable once in both.
+    Raises ValueError for a weight of another size."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RMSNorm.apply(x, weight, rule)
     return _forward(x, weight, rule)
@@ -64,6 +66,10 @@ def _with_offset(weight: Tensor, rule: NormRule) -> Tensor:
 
 
 def _forward(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
+    if not (has_plain_memory(weight) and has_plain_memory(x)):
+        refuse_other_memory("rms_norm", x=x, weight=weight)
+    if weight.shape != x.shape[-1:]:
+        raise ValueError(f"rms_norm: x is {list(x.shape)} and weight {list(weight.shape)}")
     if triton_serves(x.device):
         from . import triton_rms_norm  # Triton is imported only where it is used
 

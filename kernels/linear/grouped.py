@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..machine import native
+from ..machine.plain_memory import refuse_other_memory
 from .linear import SOURCE
 
 
@@ -81,6 +82,7 @@ def _entry_point() -> Callable[..., int]:
 
 
 def _check(x: Tensor, experts: Tensor, weights: Tensor, biases: Tensor | None, gated: bool) -> None:
+    refuse_other_memory("grouped_products", x=x, experts=experts, weights=weights, biases=biases)
     wrong = []
     if x.dtype not in (torch.bfloat16, torch.float32) or not (x.is_cpu and weights.is_cpu):
         wrong.append(f"x is {x.dtype} on {x.device}, the weights are {weights.dtype} on {weights.device}")

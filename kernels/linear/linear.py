@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..machine import native
+from ..machine.plain_memory import has_plain_memory, refuse_other_memory
 from .gradients import gradient_product
 
 LinearMethod = Literal["triton", "triton_fixed", "padded", "native", "rows", "library"]
@@ -157,6 +158,8 @@ def native_products(
     for weight, bias in layers:
         if weight.dtype is not dtype or weight.shape[-1] != width or weight.dim() != 2 or not weight.is_cpu:
             _check(x, weight, bias)
+        elif not (has_plain_memory(weight) and has_plain_memory(x)):
+            refuse_other_memory("invariant_linear", x=x, weight=weight)
         stride, step = weight.stride()
         if step != 1:
             kept.append(weight := weight.contiguous())
@@ -265,6 +268,7 @@ def _library() -> native.NativeLibrary:
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, num_blocks: int = 1) -> None:
+    refuse_other_memory("invariant_linear", x=x, weight=weight, bias=bias)
     wrong = []
     if num_blocks < 1 or (x.dim() and x.shape[-1] % num_blocks):
         wrong.append(f"x is {list(x.shape)}, which {num_blocks} equal blocks do not fill")

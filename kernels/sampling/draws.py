@@ -24,7 +24,7 @@ KEEP_ALL = 2**62  # a top_k above the size of any vocabulary
 class RowSettings:
     """Settings of the draws of R rows; tensors on the device of the logits."""
 
-    temperatures: Tensor  # float32, positive
+    temperatures: Tensor  # float32, positive; beyond 1e37 chances are NaN where denormal numbers are flushed
     seeds: Tensor  # int64, of the noise
     top_k: Tensor  # int64, at least 1; 1 takes the most likely token (the first of equal ones) for any noise
     top_p: Tensor  # float64, in (0, 1]

@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..machine.gpu import triton_serves
+from ..machine.plain_memory import refuse_other_memory
 from . import cpp as native_sampling
 from .definition import GREEDY_BELOW
 
+_MOST_FLOAT = torch.finfo(torch.float32).max
 _MAX_WIDENED = 1 << 20  # logits that the PyTorch path widens to float32 at a time
 
 
@@ -24,8 +26,10 @@ def scaled_logprobs(logits: Tensor, temperature: Tensor | float) -> Tensor:
 
     logits [R, V]; temperature a number, or float32 [R], positive. Each row depends on itself alone. Differentiable in
     the logits: the trainer calls these same functions on its logits, so both compute the same log-probabilities. A
-    number under GREEDY_BELOW stands for 1, as in the engine's greedy answers. Raises ValueError for a negative one.
+    number under GREEDY_BELOW stands for 1, as in the engine's greedy answers. Raises ValueError for a negative one, and
+    for one that float32 has not. (An engine takes at most 1e6: from about 1e38 on its inverse is a denormal number.)
     """
+    refuse_other_memory("scaled_logprobs", logits=logits)
     temperatures = _per_row(temperature, logits)
     if logits.requires_grad and torch.is_grad_enabled():
         return _ScaledLogprobs.apply(logits, temperatures)
@@ -39,6 +43,7 @@ def selected_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor | f
     Differentiable in the logits; the gradient is computed from the logits again, and has their dtype. Raises ValueError
     for tokens beyond the vocabulary, where a CPU holds them, and for others than integers.
     """
+    refuse_other_memory("selected_logprobs", logits=logits, token_ids=token_ids)
     if logits.dim() != 2:
         raise ValueError(f"logits of shape {list(logits.shape)}, not [rows, vocabulary]: flatten them and token_ids")
     num_rows, vocab_size = logits.shape
@@ -63,8 +68,8 @@ def _per_row(temperature: Tensor | float, logits: Tensor) -> Tensor:
         if temperature.shape not in ((), (1,), (len(logits),)):
             raise ValueError(f"temperatures of shape {list(temperature.shape)} for {len(logits)} rows of logits")
         return temperature.to(logits.device, torch.float32).reshape(-1)
-    if not temperature >= 0:
-        raise ValueError(f"a temperature of {temperature}")
+    if not 0 <= temperature <= _MOST_FLOAT:
+        raise ValueError(f"a temperature of {temperature}, not one from 0 to {_MOST_FLOAT:.4g}")
     temperature = 1.0 if temperature < GREEDY_BELOW else temperature
     return torch.full((1,), temperature, dtype=torch.float32, device=logits.device)
 

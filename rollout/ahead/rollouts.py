@@ -107,6 +107,8 @@ class RolloutsAhead:
         engine = self._engine
         if not engine.is_controller:
             return
+        if any(one is not None and not isinstance(one, Sequence) for one in (params, options)):
+            raise ValueError("params and options are lists, of one for each prompt")
         options = options or [RequestOptions()] * len(prompts)
         if not prompts:
             raise ValueError(f"batch {key} has no prompts")
@@ -134,7 +136,7 @@ class RolloutsAhead:
         and log-probabilities bit for bit. Raises KeyError for a batch that was not begun, ReplayDiverged for a schedule
         of another run, and EngineStopped.
         """
-        return self._engine.requests.together(lambda: self._take(key, 0, len(self._batches[key])))
+        return self._engine.requests.together(lambda: self._take(key, 0, len(self._begun(key))))
 
     def finish_groups(self, key: int, first: int) -> list[Completion]:
         """Return the samples of the prompt `first` of a batch, while further ones of it still run, and those of the
@@ -183,7 +185,7 @@ class RolloutsAhead:
     def _take(self, key: int, first: int, end: int, *, and_ready: bool = False) -> list[Completion]:
         """Wait for the prompts `first` to `end` - 1 of a batch. and_ready: take those behind them too that need no
         wait."""
-        engine, batch = self._engine, self._batches[key]
+        engine, batch = self._engine, self._begun(key)
         wanted = batch[first:end]
         if len(wanted) != end - first:
             raise IndexError(f"batch {key} has {len(batch)} prompts, not {end}")
@@ -202,6 +204,13 @@ class RolloutsAhead:
                     if not self._renew_old(wanted):
                         ready = takewhile(self._is_ready, batch[end:] if and_ready else ())
                         return self._taken(key, [*wanted, *ready])
+
+    def _begun(self, key: int) -> list[Group]:
+        """Return a batch. Raises KeyError that says which there are."""
+        if key not in self._batches:
+            others = ", ".join(map(str, self._batches)) or "none"
+            raise KeyError(f"batch {key} was not begun, or is finished already; begun and not finished: {others}")
+        return self._batches[key]
 
     def _taken(self, key: int, wanted: Sequence[Group]) -> list[Completion]:
         """Return the answers of some prompts, and let others take their places."""

@@ -80,7 +80,8 @@ def assemble(
     """
     if not isinstance(config, EngineConfig):
         raise ValueError(f"an engine's config is an EngineConfig, not {config!r:.100}: see EngineConfig.from_dict")
-    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):  # one of a user's own will do
+    is_one = callable(getattr(tokenizer, "decode", None)) and hasattr(tokenizer, "eos_token_id")
+    if tokenizer is not None and not is_one:  # one of a user's own will do
         raise ValueError(f"a tokenizer is one of transformers', as AutoTokenizer loads it, not {tokenizer!r:.100}")
     with on_host():
         return _assemble(model, config, tokenizer, mesh, make_runner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -15,7 +15,9 @@ _SEND = (
 )
 _OPTIMISED = "_orig_mod"  # torch.compile's name of the module that it wraps
 _FLAT = "_fsdp_wrapped_module"  # FullyShardedDataParallel's, whose parameters it cuts into flat pieces
+_DEVICES = 'device must be one such as "cpu", "cuda" or "cuda:1"'
 _MOST_NAMES = 3  # of an error
+_QUANTISED_PARTS = "torch.ao.nn."  # begin of the modules of PyTorch's own quantised layers, which pack their weights
 
 
 def given_module(model: object, *, is_copied: bool) -> PreTrainedModel:
@@ -38,6 +40,7 @@ def given_module(model: object, *, is_copied: bool) -> PreTrainedModel:
             raise ValueError(f"{refused}: its ranks hold flat pieces of the weights. {_SEND}")
         raise ValueError(refused + (f": pass the model inside it, its attribute .{inside}" if inside else ""))
     _refuse_missing_weights(model, is_copied=is_copied)
+    _refuse_quantised_weights(model)
     return model
 
 
@@ -63,6 +66,31 @@ def _refuse_missing_weights(module: PreTrainedModel, *, is_copied: bool) -> None
         )
 
 
+def _refuse_quantised_weights(module: PreTrainedModel) -> None:
+    """Raise ValueError for weights that are not numbers of 16 or more bits in plain memory, which kernels read."""
+    wrong = [
+        f"{name} ({kind or str(parameter.dtype)})"
+        for name, parameter in module.named_parameters()
+        if (kind := class_of_memory(parameter)) or parameter.element_size() == 1
+    ]
+    for name, part in module.named_modules():
+        if type(part).__module__.startswith(_QUANTISED_PARTS):
+            wrong.append(f"{name} ({type(part).__module__}.{type(part).__name__})")
+    if wrong:
+        raise ValueError(
+            f"{type(module).__name__} has quantised weights, or others that kernels cannot read: {listed(wrong)}. The "
+            "engine computes in float32 or bfloat16: pass the model as it was before, or dequantised"
+        )
+
+
+def class_of_memory(tensor: Tensor) -> str:
+    """Return the name of a tensor's class where that says what the tensor's bytes are, as that of a quantised tensor
+    (torchao); empty for one whose memory holds its numbers, and for shards, which DTensors hold."""
+    kind = type(tensor)
+    is_plain = kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or isinstance(tensor, DTensor)
+    return "" if is_plain else kind.__name__
+
+
 def listed(names: list[str]) -> str:
     """Return the first names of a list, and the number of the others."""
     more = len(names) - _MOST_NAMES
@@ -74,4 +102,16 @@ def device_of(text: str) -> torch.device:
     try:
         return torch.device(text)
     except RuntimeError as error:
-        raise ValueError(f'device must be one such as "cpu", "cuda" or "cuda:1", not {text!r}') from error
+        raise ValueError(f"{_DEVICES}, not {text!r}") from error
+
+
+def present_device(text: str) -> torch.device:
+    """Return the device of a setting on which weights can be loaded. Raises ValueError for one of another kind, and for
+    a GPU that this process has not."""
+    device = device_of(text)
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{_DEVICES}, not {text!r}")
+    num_gpus = torch.cuda.device_count()  # 0 for a build of PyTorch without CUDA
+    if device.type == "cuda" and (device.index or 0) >= num_gpus:
+        raise ValueError(f"device is {text!r}, but PyTorch {torch.__version__} finds {num_gpus} GPUs here")
+    return device

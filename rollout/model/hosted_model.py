@@ -24,7 +24,7 @@ from .adapters.folder import AdapterFolder, AdapterLayers, put_in, take_out
 from .adapters.layers import HostedAdapters
 from .attention import ATTENTION_NAMES, StepContext
 from .forward_numerics import ForwardNumerics
-from .given_module import device_of, given_module
+from .given_module import device_of, given_module, present_device
 from .layer_probe import PROBING, LayerProbe
 from .loading import load_whole, read_config
 from .operations.carried import STEP_KEYWORD
@@ -94,7 +94,7 @@ class HostedModel:
         or the tensors that cannot be divided."""
         config = read_config(Path(path))
         kept = DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.float32
-        device = str(device_of(device or ("cuda" if torch.cuda.is_available() else "cpu")))
+        device = str(present_device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         if mesh is not None and mesh.num_ranks > 1:
             refuse_to_divide(config)
             part = load_part(path, config, kept, torch.device(device), mesh, k_blocks)

@@ -84,7 +84,7 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
     """
     wrong = []
     if (dtype := first_weight(module.parameters()).dtype) not in DTYPES.values():
-        wrong.append(f"dtype {dtype}")
+        wrong.append(f"dtype {dtype}, and not one of {' and '.join(DTYPES)}")
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if invariant and parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE:

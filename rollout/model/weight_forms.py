@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .given_module import listed
+from .given_module import class_of_memory, listed
 from .tensors import HostedTensors
 
-Form = tuple[torch.dtype, torch.device, bool, torch.Size]  # the third: whether it is sharded
+Form = tuple[torch.dtype, torch.device, str, torch.Size]  # the third: how it lies in memory, empty where plainly
 
 
 class WeightForms:
@@ -26,7 +26,8 @@ class WeightForms:
         self._forms = dict(self._now())
 
     def refuse_others(self) -> None:
-        """Raise ValueError that names parameters which are of another dtype, device or shape, or sharded, since then.
+        """Raise ValueError that names parameters which are of another dtype, device or shape, sharded or quantised,
+        since then.
 
         Parameters that have come or gone count for nothing: tying and untying embeddings is allowed. Nor does the shape
         of one without memory.
@@ -43,11 +44,12 @@ class WeightForms:
     def _now(self) -> Iterator[tuple[str, Form]]:
         for name, tensor in self._tensors.parameters():
             is_sharded = isinstance(tensor, DTensor) or hasattr(tensor, "ds_id")
+            memory = "sharded" if is_sharded else class_of_memory(tensor)
             known = self._forms.get(name)
             shape = tensor.shape if known is None or tensor.numel() else known[3]
-            yield name, (tensor.dtype, tensor.device, is_sharded, shape)
+            yield name, (tensor.dtype, tensor.device, memory, shape)
 
 
 def _described(form: Form) -> str:
-    dtype, device, is_sharded, shape = form
-    return f"{dtype} {list(shape)} on {device}{' and sharded' * is_sharded}"
+    dtype, device, memory, shape = form
+    return f"{dtype} {list(shape)} on {device}{' and ' * bool(memory)}{memory}"

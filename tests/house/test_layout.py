@@ -80,7 +80,7 @@ PLACES = {
     "weight_sync.workers": "",
     "integration.grpo.__main__": "grpo.main launcher",
     "integration.grpo.main": (
-        "failures grpo.job grpo.plan grpo.results grpo.sampling_check grpo.settings lost_ranks ranks"
+        "failures grpo.job grpo.plan grpo.results grpo.sampling_check grpo.settings lost_ranks one_line ranks"
     ),
     "integration.bench.job": "bench.parts bench.rivals grpo.job grpo.settings ranks",
     "integration.bench.rivals": "bench.parts",
@@ -88,11 +88,11 @@ PLACES = {
     "integration.bench.serve": "bench.parts http.edge http.server service",
     "integration.cli": (
         "explain failures grpo.plan grpo.probe grpo.results grpo.settings http.edge http.server launcher lost_ranks "
-        "pages ranks replay router.config router.server service service_config version warming"
+        "one_line pages ranks replay router.config router.server service service_config version warming"
     ),
     "integration.warming": "",
     "integration.explain": "grpo.first_gap grpo.results grpo.training launcher ranks",
-    "integration.grpo.first_gap": "failures grpo.settings grpo.training ranks",
+    "integration.grpo.first_gap": "failures grpo.results grpo.settings grpo.training ranks",
     "integration.grpo.probe": "grpo.engines grpo.job grpo.results grpo.settings grpo.training ranks",
     "integration.grpo.job": (
         "failures grpo.backends grpo.engines grpo.environments grpo.evaluation grpo.first_gap grpo.plan grpo.results "

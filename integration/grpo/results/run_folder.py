@@ -73,8 +73,9 @@ def prepare_folder(folder: Path, *, resume: bool) -> None:
         for old in folder.glob(f".*{REMOVED}"):  # before its successor had the name: the run still has this one
             if not (named := folder / old.name[1 : -len(REMOVED)]).exists():
                 old.rename(named)
-        # Its owner alone writes there: a checkpoint without its name belongs to a process that has ended.
-        for unfinished in (*(folder / "checkpoints").glob(".*"), *folder.glob(f".*{REMOVED}")):
+        # Its owner alone writes there: a checkpoint or model without its name belongs to a process that has ended.
+        hidden = [found for name in ("checkpoints", "gap") for found in (folder / name).glob(".*")]
+        for unfinished in (*hidden, *folder.glob(f".*{REMOVED}")):
             if unfinished.is_dir():
                 shutil.rmtree(unfinished)
             else:

@@ -83,6 +83,10 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
+class UnreadableSamples(ValueError):
+    """A file of samples is damaged, or cannot be read."""
+
+
 class SampleFiles:
     """Writer of the samples of a run. One rank has it."""
 
@@ -139,7 +143,8 @@ def sample_path(folder: Path, step: int) -> Path:
 
 
 def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
-    """Read the samples of a step. Raises ValueError naming the file, and the steps that are there."""
+    """Read the samples of a step. Raises UnreadableSamples naming the file, and another ValueError where there is none,
+    naming the steps that are there."""
     try:
         import zstandard  # of the extra `train`
     except ModuleNotFoundError as error:
@@ -161,7 +166,7 @@ def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
         there = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has none of any step"
         raise ValueError(f"{folder} has no samples of step {step}: {there}") from None
     except (OSError, ValueError, RecursionError, zstandard.ZstdError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        raise UnreadableSamples(f"{path} cannot be read: {error}") from error
 
 
 def _wrong_fields(row: object) -> list[str]:

@@ -8,13 +8,13 @@ models by their digests.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...failures import files_of
-from ...replay.digest_index import FILE, IndexedWeights, add_to_index
+from ...replay.digest_index import FILE, IndexedWeights, add_to_index, read_index
 
 if TYPE_CHECKING:
     from ....rollout.config import EngineConfig
@@ -30,6 +30,8 @@ class WeightsKept:
     def __init__(self, folder: Path, dtype: str) -> None:
         """Name the folder of a run, and the dtype of its model."""
         self._folder, self._dtype = folder, dtype
+        self._digest: str | None = None  # of the present weights
+        self._versions: list[str] = []  # that they have had
 
     def write_engine(self, config: EngineConfig, guarantee: Guarantee, model: Path) -> None:
         """Write what the run's engines are. model: the folder that the first weights came from."""
@@ -38,13 +40,29 @@ class WeightsKept:
         with files_of(path):
             path.write_text(json.dumps(values, indent=1, default=dict) + "\n", encoding="utf-8")
 
+    def follow(self, version: str, digest: str | None) -> None:
+        """Note the version that the weights have since a commit. Weights that a step has left as they were have several
+        versions: all of them are in the index, whichever of them is saved."""
+        if digest is None or digest != self._digest:
+            self._digest, self._versions = digest, []
+        self._versions.append(version)
+        if digest is not None and len(self._versions) > 1:
+            with files_of(self._folder / FILE, "read"):
+                held = {entry.folder: entry.digest for entry in read_index(self._folder)}  # the last one counts
+            self._write([name for name, its in held.items() if its == digest], [version], digest)
+
     def add(self, path: Path, version: str, digest: str | None) -> None:
         """Note that a folder holds the weights of a version. digest: None where none was computed."""
         if digest is not None:
             inside = path.is_relative_to(self._folder)
             name = path.relative_to(self._folder).as_posix() if inside else str(path.resolve())
-            with files_of(self._folder / FILE):
-                add_to_index(self._folder, [IndexedWeights(name, digest, self._dtype, version)])
+            same = self._versions if digest == self._digest else []
+            self._write([name], [*dict.fromkeys((*same, version))], digest)
+
+    def _write(self, names: Sequence[str], versions: Sequence[str], digest: str) -> None:
+        entries = [IndexedWeights(name, digest, self._dtype, version) for name in names for version in versions]
+        with files_of(self._folder / FILE):
+            add_to_index(self._folder, entries)
 
 
 def read_run_engine(folder: Path) -> Mapping[str, Any]:

@@ -55,7 +55,7 @@ def read_qwen_xml(body: str, raw: str, schemas: Schemas) -> list[Item]:
     while not text.has("</function>"):
         text.skip("<parameter=")
         key = text.until(">").strip()
-        value = text.until("</parameter>", may_be_json=_may_be_json(name, key, schemas))
+        value = text.until("</parameter>", may_be_json=may_be_json_of(name, key, schemas))
         given[key] = value.removeprefix("\n").removesuffix("\n")
         text.skip_space()
     text.skip("</function>")
@@ -74,7 +74,7 @@ def read_glm(body: str, raw: str, schemas: Schemas) -> list[Item]:
         key = text.until("</arg_key>").strip()
         text.skip_space()
         text.skip("<arg_value>")
-        given[key] = text.until("</arg_value>", may_be_json=_may_be_json(name, key, schemas))
+        given[key] = text.until("</arg_value>", may_be_json=may_be_json_of(name, key, schemas))
         text.skip_space()
         if not text.is_over:
             text.skip("<arg_key>")
@@ -180,7 +180,7 @@ def _members(name: str, schemas: Schemas) -> Mapping[str, Any]:
     return members if isinstance(members, Mapping) else {}
 
 
-def _may_be_json(name: str, key: str, schemas: Schemas) -> bool:
+def may_be_json_of(name: str, key: str, schemas: Schemas) -> bool:
     """Return whether an argument may be written as JSON: a text is written as it is."""
     return types_of(_members(name, schemas).get(key), schemas.get(name, {})) != {"string"}
 

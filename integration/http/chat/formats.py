@@ -6,6 +6,7 @@ calls are read by `calls`, because transformers raises an error where one is wro
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -14,7 +15,7 @@ from typing import Any
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from . import calls
-from .call_end import Values
+from .call_end import Names, Values
 from .calls import Item, Schemas
 
 NONE = "none"
@@ -71,6 +72,8 @@ _DEEPSEEK_MARKERS = (
 _ARGUMENTS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _DEEPSEEK_VALUES = Values('"', '"', ("<｜tool▁calls▁end｜>",))
 _CALL_ENDS = ("</tool_call>",)
+_QWEN_NAMES = Names(re.compile(r"<function=([^>]*)>"), re.compile(r"<parameter=([^>]*)>\Z"), closes=">")
+_GLM_NAMES = Names(re.compile(r"\A([^<]*)"), re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>\Z"))
 
 TOOL_FORMATS = (
     ToolFormat(
@@ -79,7 +82,7 @@ TOOL_FORMATS = (
     ),
     ToolFormat(
         "qwen3_coder", ("qwen3_xml", "qwen3_5"), _TOOL_CALL, calls.read_qwen_xml, ("<tool_call>", "</tool_call>"),
-        values=Values("<parameter=", "</parameter>", _CALL_ENDS),
+        values=Values("<parameter=", "</parameter>", _CALL_ENDS, _QWEN_NAMES),
     ),
     ToolFormat(
         "llama3_json", ("llama3", "llama4_json"),
@@ -98,7 +101,7 @@ TOOL_FORMATS = (
     ),
     ToolFormat(
         "glm45", ("glm47", "glm"), _TOOL_CALL, calls.read_glm, ("<tool_call>", "</tool_call>", *_ARGUMENTS),
-        values=Values("<arg_value>", "</arg_value>", _CALL_ENDS),
+        values=Values("<arg_value>", "</arg_value>", _CALL_ENDS, _GLM_NAMES),
     ),
     ToolFormat(
         "gpt-oss", ("openai", "harmony"),

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 from .call_end import CallEnd, Values
-from .calls import Call, Item, Schemas, read_object
+from .calls import Call, Item, Schemas, may_be_json_of, read_object
 from .formats import CALL, CONTENT, REASONING, Read
 
 _SLICE_CHARS = 1 << 11  # of a text that are fed at a time
@@ -202,7 +203,8 @@ class AnswerParser:
         self._field, self._opened, self._body = name, match.group(), []
         self._captures = {key: value for key, value in match.groupdict().items() if value is not None}
         if self._kind == CALL:
-            self._end = None if self._form.values is None else CallEnd(self._form.values)
+            may_be_json = partial(may_be_json_of, schemas=self._form.schemas)
+            self._end = None if self._form.values is None else CallEnd(self._form.values, may_be_json)
         if self._kind == REASONING:
             self._reasoning.drops_first = True
             if not self._form.separates:

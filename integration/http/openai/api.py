@@ -39,6 +39,7 @@ from .format import (
     chunk_choices,
     chunk_head,
     chunk_usage,
+    chunk_weights,
     extras,
     plain_message,
     prompt_text,
@@ -161,7 +162,7 @@ class OpenAIReply:
             if chunk.completion is not None and self.request.return_meta_info:
                 choices[-1]["meta_info"] = extras(self.request, chunk.completion, self.received)["meta_info"]
             counts = chunk_usage(self.request, chunk.num_prompt_tokens, num_new)
-            others = dict(counts)
+            others = counts | chunk_weights(chunk)
             if is_end and self.request.return_cached_details:
                 others["sglext"] = sglext(answers[0])
             if chunk.completion is not None and self.turn is not None:

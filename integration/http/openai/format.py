@@ -22,14 +22,9 @@ def answer(
     """Make the body of an answer that is not streamed. echoes: texts of the prompts; empty if they are not echoed.
     prefixes: those of a chat's answers, see `AnswerForm.prefix`."""
     last = completions[-1]
-    metadata = {"weight_version": last.weight_version}  # texts alone, as OpenAI's clients check
-    if last.weight_digest is not None:
-        metadata["weight_digest"] = last.weight_digest
-    found: dict[str, object] = {"metadata": metadata, "weight_digest": last.weight_digest}
-    if len(completions) == 1:
-        found["weight_versions"] = [
-            {"version": span.version, "start": span.start, "end": span.end} for span in last.weight_versions
-        ]
+    found = weights_of(last)
+    if len(completions) > 1:
+        del found["weight_versions"]
     if ask.is_chat and ask.return_token_ids:
         found["prompt_token_ids"] = last.prompt_ids
     if ask.return_cached_details:
@@ -47,6 +42,15 @@ def answer(
         ],
         "usage": usage(ask, completions),
     }
+
+
+def weights_of(completion: Completion) -> dict[str, object]:
+    """Make the fields that name the weights of an answer: the newest, and which of them drew which tokens."""
+    metadata = {"weight_version": completion.weight_version}  # texts alone, as OpenAI's clients check
+    if completion.weight_digest is not None:
+        metadata["weight_digest"] = completion.weight_digest
+    spans = [{"version": span.version, "start": span.start, "end": span.end} for span in completion.weight_versions]
+    return {"metadata": metadata, "weight_digest": completion.weight_digest, "weight_versions": spans}
 
 
 def choice(ask: OpenAIRequest, completion: Completion, index: int, received: float, before: str) -> dict[str, object]:
@@ -192,6 +196,11 @@ def chunk_usage(ask: OpenAIRequest, num_prompt: int, num_new: int) -> dict[str, 
     if not ask.continuous_usage:
         return {"usage": None}
     return {"usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}}
+
+
+def chunk_weights(chunk: StreamChunk) -> dict[str, object]:
+    """Make the fields that name the weights of a sequence, in its last chunk."""
+    return {} if chunk.completion is None else weights_of(chunk.completion)
 
 
 # -- log-probabilities ----------------------------------------------------------------------------------------------

@@ -143,6 +143,7 @@ def test_changed_weights_are_found_between_two_folders(model, file, tmp_path, ca
     ("arguments", "said"),
     [
         (["FILE"], "--model is missing"),
+        (["runs/none"], "there is no file or folder runs/none"),
         (["--model", "MODEL"], "there is no sequence"),
         (["FILE", "--model", "MODEL", "--way", "decode"], "--way stands twice, not 1 times"),
         (["FILE", "--model", "MODEL", "--way", "decode", "--way", "wrong"], "'wrong' is none of"),

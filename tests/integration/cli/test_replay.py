@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from lockstep.integration.cli import main as cli
+from lockstep.integration.grpo.results.samples import SampleFiles, sample_path
+from lockstep.integration.replay.digest_index import IndexedWeights, add_to_index
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
@@ -131,6 +134,46 @@ def test_mistakes_are_named(made, arguments, said, capsys):
     except SystemExit as ended:
         code = ended.code
     assert code == 2 and said in capsys.readouterr().err
+
+
+def test_by_default_a_damaged_file_of_a_run_is_named_and_the_search_goes_on(made, tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "rollouts").mkdir(parents=True)
+    shutil.copytree(made / "model", run / "model")
+    [receipt, *_] = receipts(made / "tokens.jsonl")
+    elsewhere = sealed({**receipt, "spans": [{**span, "digest": "0" * 64} for span in receipt["spans"]]})
+    texts = {"prompt": "", "text": "", "finish_reason": None}
+    files = SampleFiles(run, num_kept=0, first_step=0)
+    for step, one in ((1, receipt), (2, receipt), (3, elsewhere)):
+        lists = {"prompt_ids": one["prompt"], "token_ids": one["output"], "logprobs": [0.0] * len(one["output"])}
+        files.write(step, [{**texts, **lists, "reward": 0.0, "sample": 0, "receipts": [one]}])
+    add_to_index(run, [IndexedWeights("model", receipt["spans"][0]["digest"], "float32", "1")])
+    assert replay(run) == 0
+    assert capsys.readouterr().err.startswith(f"{run}: step 2, the newest whose weights it has\n")
+    for step in (3, 2):  # the newest, and the one of which the run has the weights
+        whole = sample_path(run, step).read_bytes()
+        sample_path(run, step).write_bytes(whole[: len(whole) // 2])
+    assert replay(run) == 0
+    passed_over, another, chosen, *_ = capsys.readouterr().err.splitlines()
+    assert passed_over == f"passed over: {sample_path(run, 3)} cannot be read: it is cut off"
+    assert another.startswith(f"passed over: {sample_path(run, 2)} cannot be read")
+    assert chosen == f"{run}: step 1, the newest whose weights it has"
+    sample_path(run, 1).write_bytes(b"")
+    assert replay(run) == 2
+    assert f"{sample_path(run, 1)} cannot be read" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_damaged_checkpoint_is_named_in_one_line(made, tmp_path, capsys):
+    [receipt, *_] = receipts(made / "tokens.jsonl")
+    other = sealed({**receipt, "spans": [{**span, "digest": "0" * 64} for span in receipt["spans"]]})
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000001"
+    checkpoint.mkdir(parents=True)
+    for name in ("model.safetensors", "state.json"):
+        (checkpoint / name).write_text("x")
+    add_to_index(tmp_path / "run", [IndexedWeights("checkpoints/step-000001", "0" * 64, "float32", "1")])
+    assert replay(tmp_path / "other.json", "--weights", tmp_path / "run", "--model", made / "model") == 2
+    assert f"error: {checkpoint}/model.safetensors cannot be read: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_receipts_of_two_engines_are_not_proven_together(made, tmp_path, capsys):

@@ -92,3 +92,13 @@ def test_a_gap_is_told():
 def test_a_mistake_is_named_in_one_line(folder, capsys, arguments, words):
     assert cli.main(["probe", CONFIG, *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_error_of_a_reward_is_shown_with_its_place(folder, tmp_path, capsys):
+    (tmp_path / "wrong.py").write_text("def score(row, completion):\n    return int('x')\n")
+    command = ["probe", CONFIG, f"warm_start.cache_dir={folder}/cache", *SHRUNK, f"reward={tmp_path}/wrong.py:score"]
+    assert cli.main(command) == 2
+    *before, last = capsys.readouterr().err.splitlines()
+    assert last == "lockstep: error: invalid literal for int() with base 10: 'x'"
+    assert any("wrong.py" in line and "line 2" in line for line in before)

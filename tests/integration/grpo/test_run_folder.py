@@ -15,6 +15,7 @@ import torch
 
 from lockstep.integration.failures import FileFailed, files_of
 from lockstep.integration.grpo.backends.backend import TrainerState
+from lockstep.integration.grpo.environments.session import NoRoom
 from lockstep.integration.grpo.main import main
 from lockstep.integration.grpo.plan import check_job
 from lockstep.integration.grpo.results.best_model import BestModel
@@ -89,6 +90,7 @@ def test_the_leftovers_of_killed_runs_go_at_the_next_start(tmp_path, monkeypatch
     save_checkpoint(folder / "checkpoints", 1, state())
     unfinished = [folder / "checkpoints" / name for name in (".partial-1", ".step-000002.partial-77-ab",
                                                              ".step-000000.removed")]  # fmt: skip
+    unfinished += [folder / "gap" / name for name in (".model.partial-ab", ".model.removed")]
     claimed = [folder / ".model.partial-ab", folder / "weights" / "update-ab", sockets]
     for part in (*unfinished, *claimed):
         part.mkdir(parents=True)
@@ -98,7 +100,7 @@ def test_the_leftovers_of_killed_runs_go_at_the_next_start(tmp_path, monkeypatch
     with owned_folder(folder, resume=True):
         assert not [part for part in (*unfinished, folder / ".model.partial-ab", sockets) if part.exists()]
         assert newest_checkpoint(folder / "checkpoints").name == "step-000001"
-        assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "weights"]
+        assert sorted(path.name for path in folder.iterdir()) == ["checkpoints", "gap", "weights"]
     from lockstep.weight_sync.transports.disk import DiskTransport
 
     DiskTransport(folder / "weights")
@@ -189,6 +191,19 @@ def test_a_failed_job_ends_in_one_line_and_exit_code_1(tmp_path, monkeypatch, ca
     err = capsys.readouterr().err
     assert err.startswith(f"lockstep: error: {tmp_path}/file cannot be written: No space left on device; make room")
     assert err.count("\n") == 1
+
+
+def test_the_one_line_has_what_notes_say_of_the_place(tmp_path, monkeypatch, capsys):
+    def fail(*arguments: object, **options: object) -> None:
+        error = NoRoom("a turn leaves no room")
+        error.add_note("in environment 'a:b',\nturn 3")
+        raise error
+
+    monkeypatch.setattr("lockstep.integration.grpo.main.run", fail)
+    assert main([str(CONFIG), f"run.dir={tmp_path}"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "lockstep: error: a turn leaves no room; in environment 'a:b', turn 3"
+    )
 
 
 def test_a_rank_leaves_the_report_to_the_rank_that_failed(tmp_path, monkeypatch):

@@ -160,6 +160,14 @@ STREAMS = {
 }  # fmt: skip
 
 
+WEIGHTS = ("metadata", "weight_digest", "weight_versions")
+
+
+def weights_of(events: list[dict]) -> dict[int, list]:
+    """Return what a stream says of the weights of each sequence."""
+    return {event["choices"][0]["index"]: [event[name] for name in WEIGHTS] for event in events if WEIGHTS[0] in event}
+
+
 @pytest.mark.parametrize("check", ["proven", "trusted"])
 @pytest.mark.parametrize("what", STREAMS)
 def test_a_stream_of_new_output_goes_on_without_a_gap_or_a_repetition(cut_fleet, url, what, check):
@@ -167,9 +175,10 @@ def test_a_stream_of_new_output_goes_on_without_a_gap_or_a_repetition(cut_fleet,
     fleet = cut_fleet(1, 2, 0, 1, moved_streams=check)
     moved = events_of(fleet.post(path, body))
     undisturbed = events_of(httpx.post(f"{url}{path}", json=body, timeout=WAIT_S))
-    own = {"choices", "usage", "prompt_token_ids"}
+    own = {"choices", "usage", "prompt_token_ids", *WEIGHTS}
     heads = {json.dumps(without(event, own), sort_keys=True) for event in moved}
     assert len(heads) == 1, "every event has the first one's id and time"
+    assert weights_of(moved) == weights_of(undisturbed)
     usages = [event["usage"] for event in moved if not event["choices"]]
     assert usages == [event["usage"] for event in undisturbed if not event["choices"]]
     found, expected = merged(moved), merged(undisturbed)

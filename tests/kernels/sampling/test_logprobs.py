@@ -13,6 +13,6 @@ def test_temperatures_of_greedy_answers_stand_for_one_and_negative_ones_are_refu
     for temperature in (0.0, 0, 1e-7):
         assert torch.equal(selected_logprobs(logits, ids, temperature), selected_logprobs(logits, ids))
         assert torch.equal(scaled_logprobs(logits, temperature), scaled_logprobs(logits, 1.0))
-    for temperature in (-1.0, float("nan")):
+    for temperature in (-1.0, float("nan"), float("inf"), 1e39):
         with pytest.raises(ValueError, match="a temperature of"):
             selected_logprobs(logits, ids, temperature)

@@ -16,6 +16,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.tests.rollout.engine.callers import assert_idle, sampled
+from lockstep.tests.support.bpe_tokenizer import train_tokenizer
 
 SMALL = EngineConfig(kv_cache="16 blocks")
 
@@ -67,6 +68,40 @@ def test_a_model_without_weights_is_refused(make_model):
     partitioned = make_model("qwen3")
     partitioned.lm_head.weight.ds_id = 7
     assert "Qwen3ForCausalLM is partitioned by DeepSpeed, so no rank holds its weights whole" in refusal(partitioned)
+
+
+class Halves(torch.Tensor):
+    """A quantised tensor, as torchao makes them: it acts as one of float32, and has no memory of that size."""
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype, device=whole.device)
+
+    def __init__(self, whole: torch.Tensor):
+        self.half = whole.half()
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        plain = [one.half.float() if isinstance(one, cls) else one for one in args]
+        result = function(*plain, **(kwargs or {}))
+        return cls(result) if function is torch.ops.aten.detach.default else result
+
+
+def test_quantised_weights_are_refused_by_name(make_model):
+    model, lately, packed = make_model("qwen3"), make_model("qwen3"), make_model("qwen3")
+    engine = Engine(lately, SMALL)
+    for one in (model, lately):
+        weight = one.model.layers[0].mlp.up_proj.weight
+        one.model.layers[0].mlp.up_proj.weight = nn.Parameter(Halves(weight.detach()), requires_grad=False)
+    begin = "Qwen3ForCausalLM has quantised weights, or others that kernels cannot read: "
+    assert f"{begin}model.layers.0.mlp.up_proj.weight (Halves). The engine computes" in refusal(model)
+    with pytest.raises(ValueError, match=r"up_proj.weight \(the first is torch.float32 .* on cpu and Halves and was"):
+        engine.generate([[1, 2]], sampled())  # its kernels would read the memory that is not there
+    layer = packed.model.layers[0].mlp.up_proj
+    layer.weight = nn.Parameter(layer.weight.detach().to(torch.int8), requires_grad=False)  # as of bitsandbytes
+    assert f"{begin}model.layers.0.mlp.up_proj.weight (torch.int8). " in refusal(packed)
+    dynamic = torch.ao.quantization.quantize_dynamic(make_model("qwen3"), {nn.Linear}, dtype=torch.qint8)
+    assert f"{begin}model.layers.0.self_attn.q_proj (torch.ao.nn.quantized.dynamic.modules.li" in refusal(dynamic)
 
 
 def test_what_a_configuration_or_class_lacks_is_named(make_model):
@@ -197,7 +232,20 @@ def test_arguments_of_an_engine_of_another_kind_are_refused(make_model):
     assert "a tokenizer is one of transformers', as AutoTokenizer loads it, not 'gpt2'" in refusal(
         model, tokenizer="gpt2"
     )
+    library = train_tokenizer().backend_tokenizer
+    assert "a tokenizer is one of transformers', as AutoTokenizer loads it, not Tokenizer(" in refusal(
+        model, tokenizer=library
+    )
     assert "there is no model folder 'Qwen/Qwen3-0.6B'" in refusal("Qwen/Qwen3-0.6B")
+
+
+def test_a_device_that_is_not_there_is_refused_before_a_folder_is_loaded(make_model, tmp_path):
+    make_model("qwen3").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"device is 'cuda:99', but PyTorch .* finds \d+ GPUs here"):
+        Engine(tmp_path, EngineConfig(device="cuda:99"))
+    for other in ("meta", "mps"):
+        with pytest.raises(ValueError, match=f'such as "cpu", "cuda" or "cuda:1", not {other!r}'):
+            Engine(tmp_path, EngineConfig(device=other))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])

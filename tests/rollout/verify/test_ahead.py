@@ -440,7 +440,9 @@ def test_what_cannot_be_begun_is_refused_by_name_and_leaves_nothing(make_engine,
         ahead.begin(1, [*prompts[1:], [10**6]], params)
     with pytest.raises(ValueError, match="logit_bias names tokens"):
         ahead.begin(1, prompts, [*params[1:], SamplingParams(logit_bias={10**6: 1.0})])
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="params and options are lists, of one for each prompt"):
+        ahead.begin(1, prompts, SamplingParams())
+    with pytest.raises(KeyError, match="batch 1 was not begun, or is finished already; begun and not finished: 0"):
         ahead.finish(1)
     assert 1 not in ahead
     with pytest.raises(ValueError, match="max_lag goes with on_commit"):

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.integration.cli import main as cli
 from lockstep.integration.grpo.backends.ddp import DdpBackend
-from lockstep.integration.grpo.first_gap import FirstGap
+from lockstep.integration.grpo.first_gap import FirstGap, read_gap
 from lockstep.integration.grpo.settings.config import load_config
 from lockstep.integration.grpo.settings.training import TrainSettings
 from lockstep.integration.grpo.training.packing import Sample
@@ -106,13 +106,19 @@ def test_the_first_gap_is_written_once_and_explained(trained, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_a_folder_that_a_resumed_run_has_is_kept(trained, tmp_path):
+def test_a_folder_that_a_resumed_run_has_is_kept_once_it_is_whole(trained, tmp_path, capsys):
     _, _, samples = trained
     overrides = [f"run.dir={json.dumps(str(tmp_path))}", "run.name='r'"]
-    (tmp_path / "r" / "gap").mkdir(parents=True)
-    hook = FirstGap(load_config(CONFIG, overrides), RANKS, lambda folder: pytest.fail("it saves again"))
-    hook(0, 0.5, SampleGap(0.5, samples[0]))
-    assert list((tmp_path / "r" / "gap").iterdir()) == []
+    config, folder, own = load_config(CONFIG, overrides), tmp_path / "r" / "gap", SampleGap(0.5, samples[0])
+    (folder / "model").mkdir(parents=True)  # the job was killed after it had written the weights
+    saved: list[Path] = []
+    FirstGap(config, RANKS, saved.append)(3, 0.5, own)
+    assert saved == [folder / "model"]
+    assert "step 4: " in capsys.readouterr().out
+    whole = read_gap(folder)
+    assert whole is not None and whole.sequence["token_ids"] == list(samples[0].token_ids)
+    FirstGap(config, RANKS, lambda _: pytest.fail("it saves again"))(5, 0.5, own)
+    assert read_gap(folder) == whole
 
 
 @pytest.mark.slow

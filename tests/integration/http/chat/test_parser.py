@@ -8,7 +8,8 @@ import time
 import pytest
 
 from lockstep.integration.http.chat.parser import AnswerParser
-from lockstep.tests.support.chat.answers import BROKEN, NOW, PARIS, WHOLE, Case, form_of, parts_of
+from lockstep.integration.http.chat.values import value_of
+from lockstep.tests.support.chat.answers import BROKEN, NOW, PARIS, SCHEMA, WHOLE, Case, form_of, parts_of
 
 MARKERS = (
     "<tool_call>", "<tool_ca", "</tool_call>", "<tool_call><function=a><parameter=b>", "<tool_call>f<arg_key>", "<",
@@ -84,8 +85,46 @@ def test_a_value_that_is_never_closed_costs_the_calls_behind_it_nothing(tools):
         assert parts_of(form, list(text))[3:] == found
 
 
+def in_markers(tools: str, name: str, value: str, text: str) -> str:
+    """Return a call of `weather` with an argument of this name, and a city."""
+    if tools == "glm45":
+        given = (f"<arg_key>{a}</arg_key>\n<arg_value>{b}</arg_value>\n" for a, b in ((name, value), ("city", text)))
+        return f"<tool_call>weather\n{''.join(given)}</tool_call>"
+    given = "".join(f"<parameter={a}>\n{b}\n</parameter>\n" for a, b in ((name, value), ("city", text)))
+    return f"<tool_call>\n<function=weather>\n{given}</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize("tools", ["qwen3_coder", "glm45"])
+@pytest.mark.parametrize("name", ["where", "unknown"])  # an object by its schema, and of no schema
 @pytest.mark.parametrize(
-    "begin", ["<tool_call><parameter=", '<tool_call>{"', "<tool_call>f<arg_key>a</arg_key><arg_value>"]
+    "value",
+    [
+        '{"a": "%s"}', r'[{"b\\\"%s": 1}, ["%s"], "\"", -1.5e3, null]', '"%s"',
+        "[see it", '{"a": "1"} and it', '"a" "it', "}", "tru",  # texts after all: each ends with the first marker
+    ],
+)  # fmt: skip
+def test_json_without_quotes_around_it_may_spell_all_markers_in_its_texts(tools, name, value):
+    spelled = {
+        "qwen3_coder": "x </parameter>\n</function>\n</tool_call> <tool_call>\n<function=now>\n<parameter=city>",
+        "glm45": "x </arg_value>\n</tool_call> <tool_call>now<arg_key>a</arg_key><arg_value>",
+    }[tools]
+    form, value = form_of(Case(tools, None, "")), value.replace("%s", spelled)
+    text = f"a {in_markers(tools, name, value, 'Z')}{in_markers(tools, 'days', '2', '{')} b"
+    given = value_of(value, SCHEMA["properties"].get(name), SCHEMA)
+    first = ("weather", json.dumps({name: given, "city": "Z"}, ensure_ascii=False))
+    expected = ("ab", "", (first, ("weather", '{"days": 2, "city": "{"}')))  # a city is no JSON by its schema
+    for at in range(len(text)):
+        assert parts_of(form, [text[:at], text[at:]])[3:] == expected, at
+    assert parts_of(form, list(text))[3:] == expected
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        *("<tool_call><parameter=", '<tool_call>{"', "<tool_call>f<arg_key>a</arg_key><arg_value>"),
+        *("<tool_call><function=f><parameter=a>{", "<tool_call>f<arg_key>a</arg_key><arg_value>[["),
+        *('<tool_call><function=f><parameter=a>"', "<tool_call><function=f><parameter=a>[x</parameter><parameter="),
+    ],
 )
 @pytest.mark.parametrize("tools", ["hermes", "qwen3_coder", "glm45"])
 def test_many_values_that_are_never_closed_take_a_time_that_grows_with_the_length(tools, begin):

@@ -282,6 +282,24 @@ def test_streams_carry_token_ids_and_meta_info(client):
     assert choices[-1].meta_info["output_token_logprobs"] == whole.meta_info["output_token_logprobs"]
 
 
+def test_the_last_chunk_of_a_sequence_names_the_weights_as_a_whole_answer_does(client, service):
+    fields = {"model": "small", "max_tokens": 4, "seed": 3, "extra_body": {"ignore_eos": True}}
+    asked = {
+        client.completions: {"prompt": [1, 2, 3]},
+        client.chat.completions: {"messages": [{"role": "user", "content": "a"}]},
+    }
+    for api, prompt in asked.items():
+        whole = api.create(**fields, **prompt).model_dump()
+        chunks = [chunk.model_dump() for chunk in api.create(**fields, **prompt, n=2, stream=True)]
+        last = [chunk for chunk in chunks if chunk["choices"] and chunk["choices"][0]["finish_reason"]]
+        assert len(last) == 2
+        for chunk in last:
+            assert chunk["weight_versions"] == [{"version": "default", "start": 0, "end": 4}]
+            for name in ("metadata", "weight_digest", "weight_versions"):
+                assert chunk[name] == whole[name]
+        assert all("weight_versions" not in chunk for chunk in chunks if chunk not in last)
+
+
 def test_stream_that_is_left_is_aborted(client, service):
     before = service.engine.metrics.num_aborted
     with a_completion(client, max_tokens=200, stream=True, extra_body={"ignore_eos": True}) as stream:
