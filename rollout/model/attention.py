@@ -143,7 +143,7 @@ def hosted_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | None = None,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,

@@ -166,12 +166,6 @@ def test_model_whose_layers_bypass_the_attention_interface_is_refused_by_name():
         adopt(transformers.XLNetLMHeadModel(config))
 
 
-def test_model_without_attention_is_refused_by_name():
-    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
-    with pytest.raises(ValueError, match="MambaForCausalLM cannot be hosted"):
-        adopt(transformers.MambaForCausalLM(config))
-
-
 @pytest.mark.parametrize("kind", ["chunked_attention", "linear_attention"])
 def test_layers_of_a_kind_that_only_the_mask_would_tell_are_refused_by_name(make_model, kind):
     model = make_model("qwen3")
