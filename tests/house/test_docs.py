@@ -19,6 +19,7 @@ import pytest
 
 from lockstep.rollout.speculation.no_draft import NoDraft
 from lockstep.tests.house.test_layout import PLACES, ROOT, modules
+from lockstep.tests.optional_packages import needs_transformers
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
 CHECKED = [page for page in PAGES if page.name != "CHANGELOG.md"]  # which names things that are gone
@@ -208,6 +209,8 @@ def policy_loss(model: Any, samples: list[Any]) -> Any:
 def test_python_blocks_of_a_page_run_one_after_another(name, home, monkeypatch, capsys):
     import torch
 
+    if name == "docs/guides/images.md":
+        needs_transformers(5, 23)
     monkeypatch.chdir(home)
     namespace: dict[str, Any] = {"__name__": name}
     given = blocks(TEXTS["README.md"], "python")[0][1]
