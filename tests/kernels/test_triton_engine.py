@@ -98,7 +98,7 @@ print(json.dumps({"linear": guarantee.linear, "attention": guarantee.attention, 
         pytest.param("bfloat16", "minimax", marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", "zaya", marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", "gptj", marks=pytest.mark.exhaustive),
-        pytest.param("float32", "bloom", marks=pytest.mark.slow),
+        pytest.param("float32", "bloom", marks=pytest.mark.exhaustive),
         pytest.param("bfloat16", "falcon", marks=pytest.mark.exhaustive),
     ],
 )
