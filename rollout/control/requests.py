@@ -21,6 +21,7 @@ from ..loop.between_steps import BetweenSteps
 from ..loop.parts import Parts
 from ..media.reader import ImageReader
 from ..model.loading import media_tokens
+from ..model.supported import refused_if_it_fails
 from ..replica.calls import RankCalls
 from ..request_options import Renewal, RequestOptions
 from ..sampling_params import SamplingParams
@@ -64,7 +65,7 @@ class RequestDesk:
             return None
 
         def count(inputs: Mapping[str, Tensor]) -> int:
-            with model.rollout_phase():
+            with model.rollout_phase(), refused_if_it_fails(model.module, "images"):
                 return encoder.count(inputs)
 
         return ImageReader(

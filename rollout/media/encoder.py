@@ -22,8 +22,6 @@ class ImageEncoder:
         """Encode for a module of images and text. around: puts the numerics around a function."""
         self._model, self._token = module.base_model, image_token(module) or 0
         self._encode = around(self._model.get_image_features)
-        self._gives_list = True  # of features, one for each image
-        self._newest: object = None  # output for an image
 
     @classmethod
     def of(cls, module: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> ImageEncoder | None:
@@ -38,20 +36,22 @@ class ImageEncoder:
         """
         if not images.parts:
             return {}
-        found = [self._features(part) for part in images.parts]
+        outputs = [self._run(part.images.inputs[part.index]) for part in images.parts]
+        found = [_features(part, out) for part, out in zip(images.parts, outputs, strict=True)]
         rows = torch.eq(token_ids, self._token).nonzero()[:, 0]
         taken = torch.searchsorted(rows, torch.tensor(images.rows, device=rows.device))
         table: nn.Module = self._model.get_input_embeddings()
         levels = found[0][1]
         embedded = table(token_ids[rows])
         embedded[taken] = torch.cat([features for features, _ in found]).to(embedded.dtype)
-        output: dict[str, Any] = {"pooler_output": [embedded] if self._gives_list else embedded}
+        is_joined = isinstance(outputs[0].pooler_output, Tensor)  # and no list of each image's
+        output: dict[str, Any] = {"pooler_output": embedded if is_joined else [embedded]}
         if levels is not None:
             output["deepstack_features"] = [
                 [_scattered(torch.cat([own[level] for _, own in found]), taken, len(rows))]  # type: ignore[index]
                 for level in range(len(levels))
             ]
-        return {"mm_encoder_outputs": {"image": _Output(output, self._newest)}}
+        return {"mm_encoder_outputs": {"image": _Output(output, outputs[0])}}
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
         """Return the number of features of one image."""
@@ -64,16 +64,6 @@ class ImageEncoder:
             given["pixel_values"] = given["pixel_values"].to(self._model.dtype)
         return self._encode(**given, return_dict=True)
 
-    def _features(self, part: ImagePart) -> tuple[Tensor, list[Tensor] | None]:
-        """Return the features [T, D] of a part of an image, and those of further layers, if the model has some."""
-        images, index, first, end = part.images, part.index, part.first, part.end
-        out = self._run(images.inputs[index])
-        pooled = _joined(out.pooler_output)
-        self._newest, self._gives_list = out, not isinstance(out.pooler_output, Tensor)
-        assert len(pooled) == images.num_tokens_of(index), "as counted when the prompt was read"
-        deeper = getattr(out, "deepstack_features", None)
-        return pooled[first:end], None if deeper is None else [_joined(one)[first:end] for one in deeper]
-
 
 class _Output:
     """An encoder's output as the module's forward reads it: with these features, and what else the encoder gave with an
@@ -84,6 +74,14 @@ class _Output:
 
     def __getattr__(self, name: str) -> Any:
         return self._features[name] if name in self._features else getattr(self._other, name)
+
+
+def _features(part: ImagePart, out: Any) -> tuple[Tensor, list[Tensor] | None]:
+    """Return the features [T, D] of a part of an image, and those of further layers if it has any."""
+    pooled = _joined(out.pooler_output)
+    assert len(pooled) == part.images.num_tokens_of(part.index), "as counted when the prompt was read"
+    deeper, taken = getattr(out, "deepstack_features", None), slice(part.first, part.end)
+    return pooled[taken], None if deeper is None else [_joined(one)[taken] for one in deeper]
 
 
 def _joined(features: Any) -> Tensor:

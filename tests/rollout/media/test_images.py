@@ -190,6 +190,7 @@ def test_prompts_that_do_not_fit_are_refused_by_name():
     refused(engine, "has padding: leave it out", attention_mask=torch.zeros_like(ids))
     refused(engine, r"must be \[P\] or \[1, P\], not \[2,", input_ids=torch.cat([ids, ids]))
     refused(engine, "pixel_values must be a tensor, or numbers", pixel_values="cat.png")
+    refused(engine, "its forward fails on images", pixel_values=pixels[:, :-1])
     with pytest.raises(ValueError, match=r"placeholders of image input.*pass images as their processor gives them"):
         engine.generate([ids[0].tolist()], {"max_new_tokens": 1})
     with pytest.raises(ValueError, match="receipts do not hold images"):
