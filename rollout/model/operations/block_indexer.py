@@ -64,10 +64,7 @@ def _index(
     slots = rows.slots("indexer")
     taps = look_back(x, rows.cu_seqlens, closings.rows + 1, closings.owners, rate, slots)
     final = last_inputs(x, rows.cu_seqlens, rate, slots)
-    if slots is None:
-        rows.keep("indexer", final)
-    else:
-        slots.pool.index_copy_(0, slots.writes, final)
+    rows.leave("indexer", final)
     blocks, first_cos, first_sin = taps.split([width, cos.shape[-1], sin.shape[-1]], -1)
     pooled = indexer.k_layernorm(blocks.float().mean(dim=1).to(key.dtype))
     keys = rotate(pooled[:, None], cos=first_cos[:, 0], sin=first_sin[:, 0])[:, 0]

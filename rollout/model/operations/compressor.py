@@ -76,10 +76,7 @@ def _pooled(part: Any, hidden: Tensor, rows: RecurrentRows, closings: Closings, 
     span, slots = rate * (1 + overlaps), rows.slots(name)
     kv, gate = look_back(x, rows.cu_seqlens, closings.rows + 1, closings.owners, span, slots).chunk(2, -1)
     final = last_inputs(x, rows.cu_seqlens, span, slots)
-    if slots is None:
-        rows.keep(name, final)
-    else:
-        slots.pool.index_copy_(0, slots.writes, final)
+    rows.leave(name, final)
     gate = gate + part.position_bias.repeat(span // rate, 1)
     if overlaps:
         kv, gate = (torch.cat([t[:, :rate, :width], t[:, rate:, width:]], 1) for t in (kv, gate))

@@ -76,10 +76,7 @@ def _pooled(indexer: Any, hidden: Tensor, rows: RecurrentRows, closings: Closing
     slots = rows.slots("indexer")
     keys, gates = look_back(x, rows.cu_seqlens, closings.rows + 1, closings.owners, rate, slots).chunk(2, -1)
     final = last_inputs(x, rows.cu_seqlens, rate, slots)
-    if slots is None:
-        rows.keep("indexer", final)
-    else:
-        slots.pool.index_copy_(0, slots.writes, final)
+    rows.leave("indexer", final)
     gates = gates.float() + indexer.index_kpool_compress_ape.float()
     # Along the last dimension: along another one PyTorch's threads share the numbers of a pool, with other bits.
     weights = gates.transpose(1, 2).softmax(-1).transpose(1, 2)

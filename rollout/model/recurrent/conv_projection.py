@@ -104,10 +104,7 @@ def _windows(x: Tensor, rows: RecurrentRows, width: int, name: str) -> list[Tens
     """Return the inputs 0, ..., width - 1 rows before each row, and keep the last ones of each sequence."""
     slots = rows.slots(name)
     taps, final = causal_windows(x, rows.cu_seqlens, width, slots)
-    if slots is None:
-        rows.keep(name, final)
-    else:
-        slots.pool.index_copy_(0, slots.writes, final)
+    rows.leave(name, final)
     return taps
 
 

@@ -53,10 +53,7 @@ def _windows(x: Tensor, rows: RecurrentRows, lags: list[int], name: str) -> list
     """Return the inputs [R, C] at these lags before each row, and keep the last ones of each sequence."""
     slots = rows.slots(name)
     taps, final = causal_windows(x, rows.cu_seqlens, max(lags) + 1, slots, lags)
-    if slots is None:
-        rows.keep(name, final)
-    else:
-        slots.pool.index_copy_(0, slots.writes, final)
+    rows.leave(name, final)
     return taps
 
 

@@ -40,6 +40,13 @@ class RecurrentRows:
         assert states is not None, "a step of a module with recurrent layers names its slots"
         return Slots(states.tensors[self._layer][name], states.reads, states.writes)
 
+    def leave(self, name: str, final: Tensor) -> None:
+        """Write the sequences' states after their rows, [S, *shape], to the pool of an engine step, or else `keep`."""
+        if (slots := self.slots(name)) is None:
+            self.keep(name, final)
+        else:
+            slots.pool.index_copy_(0, slots.writes, final)
+
     def keep(self, name: str, final: Tensor) -> None:
         """Show the sequences' states after their rows, [S, *shape], to the start-up probe only."""
         if isinstance(self._step, LayerProbe):

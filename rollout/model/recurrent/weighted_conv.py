@@ -51,10 +51,7 @@ def _compute(module: nn.Module, static: Tensor, own: Tensor, hidden: Tensor, cac
     name, x = f"conv{module.conv_idx}", hidden.float().flatten(0, 1)
     slots = rows.slots(name)
     taps, final = causal_windows(x, rows.cu_seqlens, width, slots)
-    if slots is None:
-        rows.keep(name, final)
-    else:
-        slots.pool.index_copy_(0, slots.writes, final)
+    rows.leave(name, final)
     of_rows = own.float().view(len(x), -1, 1, width)
     total: Tensor | None = None
     for lag, inputs in enumerate(taps):
