@@ -13,13 +13,12 @@ import ctypes
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from ...kernels.collectives.exchange import SharedMemory
 from ...kernels.layers.rms_norm import with_sum
@@ -29,7 +28,7 @@ from .recorders import HookWatch, Run, depends_on_data
 
 logger = logging.getLogger(__name__)
 
-PLAIN_STEPS = 8  # of a size before it is recorded: about the time that recording and trying take
+PLAIN_STEPS = 4  # of a size before it is recorded: about the time that recording and trying take
 LATER_PLAIN_STEPS = 2  # once another size is replayed: this module's steps can be, and sizes that return will again
 _ALIGNMENT = 64
 _aten = torch.ops.aten
@@ -154,7 +153,10 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():  # function modes of the module's numerics have had their turn
+            return self._dispatched(func, args, kwargs or {})
+
+    def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags or depends_on_data(func, args):
             self.refusal = self.refusal or f"{func} depends on the data"
         out = func(*args, **kwargs)
@@ -163,9 +165,11 @@ class _Recording(TorchDispatchMode):
         if func._schema.is_mutable:
             self._add(func, args, kwargs, None)
             return out
-        inputs = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
         outs = _tensors(out)
-        if not outs or all(t.untyped_storage().data_ptr() in inputs or not t.numel() for t in outs):
+        if not outs:
+            return out
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        if all(t.untyped_storage().data_ptr() in inputs or not t.numel() for t in outs):
             return out  # views
         if not isinstance(out, Tensor | tuple) or len(outs) != (1 if isinstance(out, Tensor) else len(out)):
             self.refusal = f"{func} has results other than tensors"
@@ -181,10 +185,10 @@ class _Recording(TorchDispatchMode):
 
     def _add(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outs: list[Tensor] | None) -> None:
         self._sum = None
-        packed = tree_map(self._pieces.place_of, (args, kwargs, outs))
+        packed = _mapped(self._pieces.place_of, (args, kwargs, outs))
 
         def make() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-            args, kwargs, outs = tree_map(_tensor_at, packed)
+            args, kwargs, outs = _mapped(_tensor_at, packed)
             if outs is None:
                 return _quiet(partial(func, *args, **kwargs)), ()
             if (found := _writing_variant(func, len(outs))) is not None:
@@ -215,20 +219,23 @@ class _Pieces:
     """Memory for a step's intermediate results. A piece is reused once it holds no tensor."""
 
     def __init__(self) -> None:
-        self.all: list[Tensor] = []  # uint8 [bytes]
+        self._of_size: dict[int, list[Tensor]] = {}  # uint8 [bytes], by their bytes
         self._by_address: dict[int, Tensor] = {}
         self._unused = _num_users(torch.empty(1, dtype=torch.uint8))
+
+    @property
+    def all(self) -> list[Tensor]:
+        return [piece for pieces in self._of_size.values() for piece in pieces]
 
     def like(self, tensor: Tensor) -> Tensor:
         """Return an uninitialised tensor with the layout of `tensor`."""
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         num_bytes = -(-extent * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        fitting = [p for p in self.all if num_bytes <= len(p) <= 2 * num_bytes and _num_users(p) == self._unused]
-        if fitting:
-            piece = min(fitting, key=len)
-        else:
+        sizes = sorted(size for size in self._of_size if num_bytes <= size <= 2 * num_bytes)
+        unused = (piece for size in sizes for piece in self._of_size[size] if _num_users(piece) == self._unused)
+        if (piece := next(unused, None)) is None:
             piece = torch.empty(num_bytes, dtype=torch.uint8)
-            self.all.append(piece)
+            self._of_size.setdefault(num_bytes, []).append(piece)
             self._by_address[piece.data_ptr()] = piece
         return _Place(piece, tensor.dtype, tensor.shape, tensor.stride(), 0).tensor()
 
@@ -255,6 +262,7 @@ def _copy_each(found: Tensor | tuple[Tensor, ...], outs: list[Tensor]) -> None:
         out.copy_(tensor)
 
 
+@cache
 def _writing_variant(func: Any, num_results: int) -> tuple[Any, list[str]] | None:
     """Return the overload with equal arguments that writes its results to given tensors, and the names of these
     arguments; None if there is none."""
@@ -268,10 +276,26 @@ def _writing_variant(func: Any, num_results: int) -> tuple[Any, list[str]] | Non
     return None
 
 
-def _tensors(tree: object) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
-    return found
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return what an operator of torch is given, with each value in its tuples, lists and dicts changed.
+
+    torch's own tree_map, which knows every container, takes several times as long as the operator.
+    """
+    if isinstance(value, tuple | list):
+        return type(value)([_mapped(change, part) for part in value])
+    if isinstance(value, dict):
+        return {name: _mapped(change, part) for name, part in value.items()}
+    return change(value)
+
+
+def _tensors(value: object) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    return [tensor for part in value for tensor in _tensors(part)]
 
 
 def _quiet(call: Callable[[], object]) -> Callable[[], None]:

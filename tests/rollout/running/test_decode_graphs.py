@@ -13,7 +13,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.model import numerics
 from lockstep.rollout.request_options import RequestOptions
-from lockstep.rollout.running.cpu_graphs import CPUGraphs
+from lockstep.rollout.running.cpu_graphs import PLAIN_STEPS, CPUGraphs
 from lockstep.rollout.running.decode_graphs import DecodeGraphs, decode_ladder, why_not_recorded
 from lockstep.rollout.running.recorders import CUDAGraphs, Recorder, Run, first_host_read
 from lockstep.rollout.sampling_params import SamplingParams
@@ -246,7 +246,7 @@ def test_a_step_that_fails_ahead_of_its_time_starts_everybody_over(make_model):
 
     def failing(*arguments, **options):
         calls.append(1)
-        if len(calls) == 9:
+        if len(calls) == 1 + PLAIN_STEPS:  # the last plain one
             raise RuntimeError("out of memory")
         return forward(*arguments, **options)
 
