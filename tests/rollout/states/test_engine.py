@@ -29,11 +29,15 @@ ALL_ATTEND = ["inkling", "inkling2", "deepseek_v4", "zaya"]  # whose layers all 
 FAMILIES += [*ALL_ATTEND, "minimax"]
 # The stand-in for stages in one process cannot run their layers.
 NOT_LIKE_LLAMA = {"kimi_linear", "minimax", *MAMBA, *ALL_ATTEND}
-# Granite's and Bamba's layers are Nemotron-H's and Falcon-H1's, and those of the MoE models LFM2's and Qwen3.5's,
-# beside experts or MLPs that other families have. Of the others each has one dtype here.
-EXHAUSTIVE = {"granitemoehybrid", "bamba", "lfm2_moe", "qwen3_5_moe"}
-EXHAUSTIVE |= {(family, torch.float32) for family in ("falcon_h1", "inkling", "qwen3_next", "kimi_linear", "minimax")}
-EXHAUSTIVE |= {(name, torch.bfloat16) for name in ("nemotron_h", "inkling2", "deepseek_v4", "olmo_hybrid", "zaya")}
+# Granite's and Bamba's layers are Nemotron-H's and Falcon-H1's, Falcon-Mamba's are Mamba's with norms, and those of the
+# MoE models LFM2's and Qwen3.5's, beside experts or MLPs that other families have. Of the others each has one dtype here.
+EXHAUSTIVE = {"granitemoehybrid", "bamba", "falcon_mamba", "lfm2_moe", "qwen3_5_moe"}
+EXHAUSTIVE |= {
+    *((name, torch.float32) for name in ("falcon_h1", "inkling", "qwen3_next", "kimi_linear", "minimax")),
+    *((name, torch.float32) for name in ("lfm2", "jamba", "mamba2", "zamba")),
+    *((name, torch.bfloat16) for name in ("nemotron_h", "inkling2", "deepseek_v4", "olmo_hybrid", "zaya")),
+    *((name, torch.bfloat16) for name in ("qwen3_5", "mamba", "zamba2")),
+}
 
 
 def case(family: str, *others: object) -> ParameterSet:
