@@ -85,6 +85,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
 INTERPRETED = (
     "kernels/attention/test_triton_gradients.py",
     "kernels/attention/test_triton_kernels.py",
+    "kernels/attention/test_triton_row_ends.py",
     "kernels/layers/test_triton_rotary.py",
     "kernels/layers/test_triton_swiglu.py",
     "kernels/linear/test_triton_grouped.py",

@@ -43,9 +43,9 @@ Ints lane_numbers() {
 // The positions [begin, end) of the tile at `first` that a row at `position` sees; empty when begin >= end.
 struct Seen {
   int64_t begin, end;
-  Seen(const Problem& p, int64_t position, int64_t first) {
+  Seen(const Problem& p, int64_t row, int64_t position, int64_t first) {
     begin = p.window ? std::max<int64_t>(0, position - p.window + 1 - first) : 0;
-    end = std::min<int64_t>(TILE, position + 1 - first);
+    end = std::min<int64_t>(TILE, p.end_of(row, position) - first);
   }
   bool any() const { return begin < end; }
 };
@@ -196,7 +196,10 @@ class Attending {
  private:
   int64_t state(int64_t kv_head, int64_t r) const { return (kv_head - item_.kv_begin) * sharing_ + r; }
   int64_t query_head(int64_t kv_head, int64_t r) const { return kv_head * group_ + r % group_; }
-  Seen seen(int64_t r, int64_t t) const { return Seen(p_, item_.position + r / group_, t); }
+  Seen seen(int64_t r, int64_t t) const {
+    const int64_t i = std::min(r / group_, item_.count - 1);  // rows beyond the last are asked for, and not read
+    return Seen(p_, item_.row + i, item_.position + i, t);
+  }
 
   Bias<T> bias(int64_t kv_head, int64_t r) const {
     const int64_t line = (item_.row + r / group_) * p_.bias_row + query_head(kv_head, r) * p_.bias_reach;

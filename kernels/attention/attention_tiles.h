@@ -27,6 +27,7 @@ struct Problem {
   const int32_t* block_tables;  // [S, table_stride] or null: keys are packed like the queries
   const int32_t* query_start;   // [S + 1]
   const int32_t* context_lens;  // [S], or null: each sequence has as many keys as rows
+  const int32_t* row_ends;      // [N], or null: the keys that each row sees, from its sequence's first on
   int64_t num_sequences, table_width, table_stride, num_blocks, block_size;
   int64_t num_heads, num_kv_heads, key_width, value_width;
   int64_t query_row, query_head, key_block, key_token, key_head;  // strides, in elements
@@ -38,6 +39,8 @@ struct Problem {
 
   int64_t rows(int64_t s) const { return query_start[s + 1] - query_start[s]; }
   int64_t context(int64_t s) const { return context_lens ? context_lens[s] : rows(s); }
+  // Returns the end of the keys that the row at `position` sees.
+  int64_t end_of(int64_t row, int64_t position) const { return row_ends ? row_ends[row] : position + 1; }
 };
 
 static inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }

@@ -19,7 +19,7 @@ class _Problem(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("query", "key", "value", "out", "sinks")),
         *((name, ctypes.c_void_p) for name in ("new_key", "new_value", "slots", "bias")),
-        *((name, ctypes.c_void_p) for name in ("block_tables", "query_start", "context_lens")),
+        *((name, ctypes.c_void_p) for name in ("block_tables", "query_start", "context_lens", "row_ends")),
         *(
             (name, ctypes.c_int64)
             for name in ("num_sequences", "table_width", "table_stride", "num_blocks", "block_size")
@@ -97,7 +97,7 @@ def _prepared(
     new_strides = (0, 0, 0, 0) if new is None else (*new.key.stride()[:2], *new.value.stride()[:2])
     problem = _Problem(
         *(None,) * 9,  # set by each call
-        *(_address(tables), starts.data_ptr(), _address(contexts)),
+        *(_address(tables), starts.data_ptr(), _address(contexts), _address(layout.row_ends)),
         *(starts.shape[0] - 1, *table_sizes),
         *(num_heads, key.shape[-2], width, value_width),
         *(query.stride(0), query.stride(1), block_strides[0], key.stride(-3), key.stride(-2)),

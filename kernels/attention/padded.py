@@ -19,7 +19,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .step import RowLayout, ScoreRule, refuse_layout
+from .step import RowLayout, ScoreRule, ends_fit, refuse_layout
 
 ROW_MULTIPLE = 16
 KEY_MULTIPLE = 16
@@ -104,6 +104,7 @@ def gather_piece(
     fetch: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     num_kv_heads: int,
     rule: ScoreRule,
+    row_ends: Tensor | None,
 ) -> Gathered:
     """Gather a piece's operands; `fetch(sequences [P], positions [P,L])` gives keys [P,L,K,D], values [P,L,K,E]."""
     num_heads, width = query.shape[1:]
@@ -115,12 +116,15 @@ def gather_piece(
     counts = [min(rows[s] - piece.first_row, piece.num_rows) for s in piece.sequences]
     first_positions = [contexts[s] - rows[s] + piece.first_row for s in piece.sequences]
     num_keys = [first + count for first, count in zip(first_positions, counts, strict=True)]
+    if row_ends is not None:
+        last_rows = [starts[s] + piece.first_row + count - 1 for s, count in zip(piece.sequences, counts, strict=True)]
+        num_keys = row_ends[last_rows].tolist()
     offset = torch.arange(padded_rows(piece.num_rows, group), device=query.device)[None]
     real_offset = torch.minimum(offset, column(counts) - 1)
     row_index = column([starts[s] + piece.first_row for s in piece.sequences]) + real_offset
     position = (column(first_positions) + real_offset)[:, :, None]
     other = torch.arange(padded_keys(max(num_keys)), device=query.device)[None]
-    seen = other[:, None] <= position
+    seen = other[:, None] <= position if row_ends is None else other[:, None] < row_ends[row_index][:, :, None]
     if rule.window is not None:
         seen = seen & (other[:, None] > position - rule.window)
     key, value = fetch(column(list(piece.sequences))[:, 0], torch.minimum(other, column(num_keys) - 1))
@@ -274,7 +278,7 @@ def _pieces(
     num_heads, num_kv_heads = query.shape[1], key.shape[-2]
     group = num_heads // num_kv_heads
     for piece in plan_pieces(rows, contexts, num_heads, group, score_budget(query.device)):
-        yield piece, gather_piece(piece, query, starts, rows, contexts, fetch, num_kv_heads, rule)
+        yield piece, gather_piece(piece, query, starts, rows, contexts, fetch, num_kv_heads, rule, layout.row_ends)
 
 
 def _check_on_host(
@@ -290,7 +294,7 @@ def _check_on_host(
             used = tables[s, : -(-context // key.shape[1])]
             fits = context <= tables.shape[1] * key.shape[1]
             fits = fits and (not used.numel() or bool((used >= 0).all() & (used < key.shape[0]).all()))
-        if not fits:
+        if not fits or not ends_fit(layout, starts[s], count, context):
             refuse_layout(s, layout, query.shape[0])
 
 
@@ -300,7 +304,7 @@ def padded_gradients(
     value: Tensor,
     sinks: Tensor | None,
     bias: Tensor | None,
-    query_start: Tensor,
+    layout: RowLayout,
     rule: ScoreRule,
     grad_out: Tensor,
 ) -> list[Tensor | None]:
@@ -309,8 +313,8 @@ def padded_gradients(
     grads = [None if t is None else torch.zeros(t.shape, dtype=torch.float32, device=t.device) for t in inputs]
     of_query, of_key, of_value, of_sinks, of_bias = grads
     assert of_query is not None and of_key is not None and of_value is not None
-    starts = query_start.tolist()
-    for piece, gathered in _pieces(query, key, value, RowLayout(query_start, None, None), rule):
+    starts = layout.query_start.tolist()
+    for piece, gathered in _pieces(query, key, value, layout, rule):
         with torch.autocast(query.device.type, enabled=False):  # of a caller whose backward runs inside it
             found = piece_gradients(gathered, grad_out, rule, sinks, bias, key.shape[1])
         real = gathered.row_is_real

@@ -63,8 +63,8 @@ def paged_attention(
     `window` of them if given. `softcap` bounds scores as Gemma-2 does (cap * tanh(score / cap)); `sinks` [H], or
     [N,H] of each row, are logits that join the softmax's denominator only, as in gpt-oss; `bias` [N,H,R] is what a row
     adds to the score of the key 0, 1, ..., R - 1 positions before it, as in Inkling, or [H,R] what all rows do, as in
-    Bloom. `path` overrides `attention_path`.
-    Raises ValueError naming every argument that does not fit.
+    Bloom. Where the step has `row_ends`, rows see keys up to these, as those of an image do. `path` overrides
+    `attention_path`. Raises ValueError naming every argument that does not fit.
     """
     kind = _kind(query, key_cache, value_cache, window, softcap, sinks, bias, new)
     if kind not in step.layout.fitting:
@@ -116,6 +116,7 @@ def _refuse_unfitting_step(
     wrong = _mismatches(query, key_cache, value_cache, 4, window, softcap, sinks, bias)
     if step.context_lens.device != query.device:
         wrong.append(f"step is on {step.context_lens.device}, query on {query.device}")
+    wrong += _wrong_ends(step.row_ends, query)
     if not wrong and key_cache.shape[:3] != value_cache.shape[:3]:
         wrong.append(f"key_cache {list(key_cache.shape)} and value_cache {list(value_cache.shape)} differ in blocks")
     if not wrong and new is not None:
@@ -140,13 +141,14 @@ def varlen_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    row_ends: Tensor | None = None,
     path: AttentionPath | None = None,
 ) -> Tensor:
     """Compute causal attention within each of S sequences packed in rows; differentiable once in the five tensors.
 
-    query [N,H,D], key [N,K,D], value [N,K,E], query_start [S+1] int32 -> [N,H,E]; the rest as in
-    `paged_attention`, and the same bits. The backward recomputes probabilities: in tiles on the Triton path
-    (`triton_gradients.py`), else in fp32, many sequences at a time, within a fixed budget of memory
+    query [N,H,D], key [N,K,D], value [N,K,E], query_start [S+1] int32, row_ends [N] int32 as in a `RowLayout` ->
+    [N,H,E]; the rest as in `paged_attention`, and the same bits. The backward recomputes probabilities: in tiles on the
+    Triton path (`triton_gradients.py`), else in fp32, many sequences at a time, within a fixed budget of memory
     (`padded_attention`). Raises ValueError naming every argument that does not fit.
     """
     wrong = _mismatches(query, key, value, 3, window, softcap, sinks, bias)
@@ -158,14 +160,26 @@ def varlen_attention(
             f"query_start is {query_start.dtype} {list(query_start.shape)} on {query_start.device}, "
             f"not int32 [S + 1], contiguous, on {query.device}"
         )
+    wrong += _wrong_ends(row_ends, query)
     if wrong:
         raise ValueError("varlen_attention: " + "; ".join(wrong))
     path = path or attention_path(query.device, query.dtype)
     rule = ScoreRule(scale, window, softcap)
     differentiated = [t for t in (query, key, value, sinks, bias) if t is not None and t.requires_grad]
     if differentiated and torch.is_grad_enabled():
-        return _VarlenAttention.apply(query, key, value, sinks, bias, query_start, rule, path)
-    return _PATHS[path](query, key, value, RowLayout(query_start, None, None), rule, sinks, bias)
+        return _VarlenAttention.apply(query, key, value, sinks, bias, query_start, row_ends, rule, path)
+    return _PATHS[path](query, key, value, RowLayout(query_start, None, None, row_ends), rule, sinks, bias)
+
+
+def _wrong_ends(ends: Tensor | None, query: Tensor) -> list[str]:
+    if ends is None:
+        return []
+    is_fit = ends.dtype == torch.int32 and ends.shape == query.shape[:1] and ends.is_contiguous()
+    if is_fit and ends.device == query.device:
+        return []
+    return [
+        f"row_ends are {ends.dtype} {list(ends.shape)} on {ends.device}, not int32 [{len(query)}] on {query.device}"
+    ]
 
 
 def _mismatches(
@@ -253,24 +267,27 @@ class _VarlenAttention(torch.autograd.Function):
         sinks: Tensor | None,
         bias: Tensor | None,
         query_start: Tensor,
+        row_ends: Tensor | None,
         rule: ScoreRule,
         path: AttentionPath,
     ) -> Tensor:
-        out = _PATHS[path](query, key, value, RowLayout(query_start, None, None), rule, sinks, bias)
-        ctx.save_for_backward(query, key, value, sinks, bias, query_start, *([out] if path == "triton" else []))
+        layout = RowLayout(query_start, None, None, row_ends)
+        out = _PATHS[path](query, key, value, layout, rule, sinks, bias)
+        kept = [out] if path == "triton" else []
+        ctx.save_for_backward(query, key, value, sinks, bias, query_start, row_ends, *kept)
         ctx.rule = rule
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, bias, query_start, *out = ctx.saved_tensors
+        query, key, value, sinks, bias, query_start, row_ends, *out = ctx.saved_tensors
+        layout, others = RowLayout(query_start, None, None, row_ends), (None,) * 4
         if out:
             from .triton_gradients import triton_gradients
 
-            found = triton_gradients(query, key, value, sinks, bias, query_start, ctx.rule, out[0], grad_out)
-            return *found, None, None, None
-        return *padded_gradients(query, key, value, sinks, bias, query_start, ctx.rule, grad_out), None, None, None
+            return *triton_gradients(query, key, value, sinks, bias, layout, ctx.rule, out[0], grad_out), *others
+        return *padded_gradients(query, key, value, sinks, bias, layout, ctx.rule, grad_out), *others
 
 
 def reference_attention(
@@ -283,6 +300,7 @@ def reference_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    row_ends: Tensor | None = None,
 ) -> Tensor:
     """Compute attention by its definition, for one sequence: query [T,H,D] at the last T of key [L,K,D], value [L,K,E].
 
@@ -302,7 +320,7 @@ def reference_attention(
         reach = bias.shape[-1]
         near = bias.float().expand(num_rows, num_heads, reach).transpose(0, 1)
         scores = scores + near.gather(2, distance.clamp(0, reach - 1)) * ((distance >= 0) & (distance < reach))
-    hidden = other > position
+    hidden = other > position if row_ends is None else other >= row_ends[:, None]
     if window is not None:
         hidden = hidden | (other <= position - window)
     scores = scores.masked_fill(hidden, -math.inf)

@@ -34,6 +34,10 @@ int64_t first_bad_sequence(const Problem& p, int64_t num_rows) {
         fits = block >= 0 && block < p.num_blocks;
       }
     }
+    for (int64_t i = 0; fits && p.row_ends && i < rows; i++) {  // in ascending order, so that tiles end with their last row
+      const int32_t* end = p.row_ends + p.query_start[s] + i;
+      fits = *end > context - rows + i && *end <= context && (i == 0 || end[-1] <= *end);
+    }
     if (!fits) return 1 + s;
   }
   return 0;
@@ -95,8 +99,8 @@ std::vector<Item> rows_alone(const Problem& p, int64_t positions, const std::vec
     for (int64_t i = 0; i < rows; i += positions) {
       const int64_t count = std::min(positions, rows - i), position = p.context(last) - rows + i;
       const int64_t unseen = p.window ? std::max<int64_t>(0, position - p.window + 1) / TILE * TILE : 0;
-      items.push_back({last, p.query_start[s] + i, position, count, shared[s] ? shared[s] : unseen, position + count,
-                       shared[s] > 0, false});
+      const int64_t row = p.query_start[s] + i, end = p.end_of(row + count - 1, position + count - 1);
+      items.push_back({last, row, position, count, shared[s] ? shared[s] : unseen, end, shared[s] > 0, false});
     }
   }
   return items;

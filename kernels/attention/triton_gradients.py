@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..machine.triton_numbers import INTERPRETED, dot_added, rounded
-from .step import ScoreRule
+from .step import RowLayout, ScoreRule
 from .triton_kernels import SERVED, sequence_of
 from .triton_softmax import LOG2E, near_keys
 
@@ -26,14 +26,15 @@ _SIZES = ["num_sequences", "num_heads", "group", "window", "sink_row", "bias_row
 
 
 def triton_gradients(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bias: Tensor | None, query_start: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, bias: Tensor | None, layout: RowLayout,
     rule: ScoreRule, out: Tensor, grad_out: Tensor,
 ) -> list[Tensor | None]:  # fmt: skip
     """Compute the gradients of query [N,H,D], key [N,K,D], value [N,K,E], sinks [H] or [N,H] and bias [N,H,R], in their
     dtypes. A bias [H,R] of all rows has none.
 
-    out and grad_out [N,H,E]: the result of the forward and its gradient. Sums are float32.
+    layout: of packed rows. out and grad_out [N,H,E]: the result of the forward and its gradient. Sums are float32.
     """
+    query_start, row_ends = layout.query_start, layout.row_ends
     if query.dtype not in SERVED or not (query.is_cuda or INTERPRETED.value):
         raise ValueError(f"Triton's gradients serve floats of 16 and 32 bits on a GPU, not {query.dtype}")
     query, key, value, out, grad_out = (each.contiguous() for each in (query, key, value, out, grad_out))
@@ -51,6 +52,7 @@ def triton_gradients(
         "scale": rule.scale, "softcap": rule.softcap or 0.0, "HAS_WINDOW": rule.window is not None,
         "HAS_SOFTCAP": rule.softcap is not None, "D": width, "E": value_width, "HAS_BIAS": bias is not None,
         "bias": query if bias is None else bias, "reach": 0 if bias is None else bias.shape[-1],
+        "HAS_ENDS": row_ends is not None, "row_ends": query_start if row_ends is None else row_ends,
         "bias_row": bias.stride(0) if bias is not None and bias.dim() == 3 else 0,
         "D_PAD": max(16, triton.next_power_of_2(width)), "E_PAD": max(16, triton.next_power_of_2(value_width)),
     }  # fmt: skip
@@ -63,11 +65,19 @@ def triton_gradients(
             sink_row=num_heads if sinks is not None and sinks.dim() == 2 else 0,
         )  # fmt: skip
         _key_kernel[(num_rows // of_keys["KEYS"] + num_sequences, num_kv_heads)](
-            *inputs, query_start, log_sums, deltas, grads[1], grads[2], **numbers, **of_keys
-        )
+            *(*inputs, query_start, log_sums, deltas, grads[1], grads[2]), **numbers, **of_keys,
+            first_rows=query_start if row_ends is None else _first_rows(row_ends, query_start),
+        )  # fmt: skip
     if sinks is None:
         return [*grads, None, of_bias]
     return [*grads, (of_sinks.sum(0) if sinks.dim() == 1 else of_sinks).to(sinks.dtype), of_bias]
+
+
+def _first_rows(row_ends: Tensor, query_start: Tensor) -> Tensor:
+    """Return the first row that sees each key, both counted over all sequences: int32 [N]."""
+    rows = torch.arange(len(row_ends), dtype=torch.int32, device=row_ends.device)
+    sequence = torch.searchsorted(query_start, rows, right=True) - 1
+    return torch.searchsorted(query_start[sequence] + row_ends, rows, right=True).to(torch.int32)
 
 
 def _tiles(dtype: torch.dtype, width: int) -> tuple[dict[str, int], dict[str, int]]:
@@ -99,9 +109,10 @@ def _scores(left, right, is_seen, near, scale, softcap, HAS_SOFTCAP: tl.constexp
 
 
 @triton.jit
-def _seen(position, other, num_rows, window, HAS_WINDOW: tl.constexpr):
-    """Return whether the row at `position` of a sequence sees the key at `other`; shapes broadcast."""
-    is_seen = (other <= position) & (other < num_rows)
+def _seen(position, row_end, other, num_rows, window, HAS_WINDOW: tl.constexpr):
+    """Return whether the row at `position` of a sequence, which sees keys up to `row_end`, sees the key at `other`;
+    shapes broadcast."""
+    is_seen = (other < row_end) & (other < num_rows)
     if HAS_WINDOW:
         is_seen = is_seen & (other > position - window)
     return is_seen
@@ -124,11 +135,10 @@ def _store_tile(tensor, at, is_there, rows, WIDTH: tl.constexpr, PAD: tl.constex
 @triton.jit(do_not_specialize=_SIZES)
 def _query_kernel(
     query, key, value, grad_out, out, sinks, query_start, grad_query, log_sums, deltas, of_sinks, bias, grad_bias,
-    num_sequences, num_heads, group, window, sink_row, bias_row, reach, scale, softcap,
-    HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_BIAS_GRAD: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr,
-    E_PAD: tl.constexpr,
+    row_ends, num_sequences, num_heads, group, window, sink_row, bias_row, reach, scale, softcap,
+    HAS_ENDS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_BIAS_GRAD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a tile of (row, query head) pairs and of their bias, and each row's log-sum (log2), delta
     and sink part."""
@@ -149,6 +159,10 @@ def _query_kernel(
     delta = tl.sum(grad.to(tl.float32) * _tile_of(out, at * E, is_real, E, E_PAD).to(tl.float32), 1)
     kv_heads = num_heads // group
     end = tl.minimum((first_pair + ROWS - 1) // group + 1, num_rows)
+    row_end = position + 1
+    if HAS_ENDS:
+        row_end = tl.load(row_ends + start + position, mask=is_real, other=0)
+        end = tl.max(row_end, 0)
     first_key = tile * 0
     if HAS_WINDOW:
         first_key = tl.maximum(first_pair // group - window + 1, 0) // KEYS * KEYS
@@ -160,7 +174,7 @@ def _query_kernel(
         other = first + tl.arange(0, KEYS)
         key_at = ((start + other).to(tl.int64) * kv_heads + kv_head) * D
         k = _tile_of(key, key_at, other < num_rows, D, D_PAD)
-        is_seen = _seen(position[:, None], other[None, :], num_rows, window, HAS_WINDOW)
+        is_seen = _seen(position[:, None], row_end[:, None], other[None, :], num_rows, window, HAS_WINDOW)
         near = 0.0
         if HAS_BIAS:
             near = near_keys(bias, bias_at[:, None], of_real[:, None], position[:, None] - other[None, :])
@@ -187,7 +201,9 @@ def _query_kernel(
         key_at = (start + other).to(tl.int64) * kv_heads + kv_head
         k = _tile_of(key, key_at * D, is_key, D, D_PAD)
         v = _tile_of(value, key_at * E, is_key, E, E_PAD)
-        is_seen = _seen(position[:, None], other[None, :], num_rows, window, HAS_WINDOW) & is_real[:, None]
+        is_seen = (
+            _seen(position[:, None], row_end[:, None], other[None, :], num_rows, window, HAS_WINDOW) & is_real[:, None]
+        )
         distance = position[:, None] - other[None, :]
         near = 0.0
         if HAS_BIAS:
@@ -198,7 +214,8 @@ def _query_kernel(
         of_score = prob * (of_prob - delta[:, None])
         if HAS_BIAS_GRAD:
             of_near = rounded(of_score, grad_bias.dtype.element_ty)
-            tl.store(grad_bias + bias_at[:, None] + distance, of_near, mask=is_seen & (distance < reach))
+            is_near = is_seen & (distance >= 0) & (distance < reach)
+            tl.store(grad_bias + bias_at[:, None] + distance, of_near, mask=is_near)
         of_score = of_score * slope * scale
         total_grad = dot_added(total_grad, rounded(of_score, k.dtype), k)
     _store_tile(grad_query, at * D, is_real, total_grad, D, D_PAD)
@@ -207,9 +224,9 @@ def _query_kernel(
 @triton.jit(do_not_specialize=_SIZES)
 def _key_kernel(
     query, key, value, grad_out, query_start, log_sums, deltas, grad_key, grad_value, bias,
-    num_sequences, num_heads, group, window, bias_row, reach, scale, softcap,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr,
+    row_ends, first_rows, num_sequences, num_heads, group, window, bias_row, reach, scale, softcap,
+    HAS_ENDS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a tile of keys and values from all (row, query head) pairs that see it."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
@@ -227,18 +244,26 @@ def _key_kernel(
     last = num_rows
     if HAS_WINDOW:
         last = tl.minimum(first + KEYS + window - 1, num_rows)
+    first_row = first  # that sees one of the keys
+    if HAS_ENDS:
+        first_row = tl.load(first_rows + start + first) - start
     of_key = tl.zeros((KEYS, D_PAD), tl.float32)
     of_value = tl.zeros((KEYS, E_PAD), tl.float32)
-    for first_pair in range(first * group, last * group, ROWS):
+    for first_pair in range(first_row * group, last * group, ROWS):
         pair = first_pair + tl.arange(0, ROWS)
         is_real = pair < num_rows * group
         position = pair // group
+        row_end = position + 1
+        if HAS_ENDS:
+            row_end = tl.load(row_ends + start + position, mask=is_real, other=0)
         at = (start + position).to(tl.int64) * num_heads + kv_head * group + pair % group
         q = _tile_of(query, at * D, is_real, D, D_PAD)
         grad = _tile_of(grad_out, at * E, is_real, E, E_PAD)
         log_sum = tl.load(log_sums + at, mask=is_real, other=0.0)
         delta = tl.load(deltas + at, mask=is_real, other=0.0)
-        is_seen = _seen(position[None, :], other[:, None], num_rows, window, HAS_WINDOW) & is_real[None, :]
+        is_seen = (
+            _seen(position[None, :], row_end[None, :], other[:, None], num_rows, window, HAS_WINDOW) & is_real[None, :]
+        )
         near = 0.0
         if HAS_BIAS:
             of_real = tl.where(is_real, reach, 0)

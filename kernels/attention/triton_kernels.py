@@ -17,7 +17,6 @@ Dimension letters: N rows of a step, S sequences, H query heads, K KV heads, G =
 """
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -27,12 +26,12 @@ from torch import Tensor
 
 from ..machine.triton_launches import UNFUSED, early_launch, wait_for_inputs
 from ..machine.triton_numbers import INTERPRETED
-from .step import RowLayout, ScoreRule, refuse_layout
+from .blocks import Blocks, aligned, blocks_of, strides_in_units
+from .step import RowLayout, ScoreRule, ends_fit, refuse_layout
 from .tiles import FEW_ROWS, Sharing, Tiling, share_splits, tall_tiling, tiling_of
 from .triton_softmax import add_keys, fold, nothing, rows_of, store_rows, store_sums
 
 SERVED = (torch.float32, torch.bfloat16, torch.float16)
-_ENDLESS = 1 << 30  # size of the one block of a packed sequence
 
 
 _tall: dict[tuple[torch.device, torch.dtype], bool] = {}  # whether tall tiles give the bits of the others
@@ -97,7 +96,7 @@ def triton_attention(
         return out
     tiling = tiling or _tiling_for(query, value_width, num_sequences)
     units = math.gcd(width, 16), math.gcd(value_width, 16)
-    blocks = _blocks_of(key, value, layout, units)
+    blocks = blocks_of(key, value, layout, units)
     # Each sequence begins a new tile; this is the largest possible number.
     num_tiles = num_rows * (num_heads // num_kv_heads) // tiling.rows + num_sequences
     if sharing is None:
@@ -105,17 +104,17 @@ def triton_attention(
         row_bytes = num_rows * num_heads * _padded(value_width) * 4
         sharing = share_splits(num_rows, num_sequences, num_tiles * num_kv_heads, num_splits, row_bytes)
     sinks = None if sinks is None else sinks.detach().float().contiguous()
-    _launch(_aligned(query, units[0]), blocks, layout.query_start, rule, sinks, bias, out, num_tiles, tiling, sharing)
+    _launch(aligned(query, units[0]), blocks, layout, rule, sinks, bias, out, num_tiles, tiling, sharing)
     return out
 
 
 def _launch(
-    query: Tensor, blocks: "_Blocks", query_start: Tensor, rule: ScoreRule, sinks: Tensor | None, bias: Tensor | None,
+    query: Tensor, blocks: Blocks, layout: RowLayout, rule: ScoreRule, sinks: Tensor | None, bias: Tensor | None,
     out: Tensor, num_tiles: int, tiling: Tiling, sharing: Sharing,
 ) -> None:  # fmt: skip
     """Launch the kernel, and the second one where programs share splits."""
     (num_rows, num_heads, width), (num_kv_heads, value_width) = query.shape, blocks.value.shape[2:]
-    units = math.gcd(width, 16), math.gcd(value_width, 16)
+    units, query_start = (math.gcd(width, 16), math.gcd(value_width, 16)), layout.query_start
     is_shared = sharing.num_slots > 1
     shape = (num_rows, num_heads, sharing.num_slots) if is_shared else (0,)
     sums = query.new_empty(*shape, _padded(value_width), dtype=torch.float32)
@@ -125,14 +124,17 @@ def _launch(
     numbers["sink_row"] = num_heads if sinks is not None and sinks.dim() == 2 else 0
     fixed = {"ROWS": tiling.rows, "SPLIT": tiling.split, "E": value_width, "E_PAD": _padded(value_width)}
     fixed |= {"HAS_WINDOW": rule.window is not None, "HAS_SINKS": sinks is not None}
+    fixed["HAS_ENDS"] = layout.row_ends is not None
     sinks = query if sinks is None else sinks  # not read
+    row_ends = query_start if layout.row_ends is None else layout.row_ends
     launch = {"num_warps": tiling.num_warps, **early_launch(query.device), **UNFUSED}
-    strides = *_strides(query, units[0]), *_strides(blocks.key, units[0]), *_strides(blocks.value, units[1])
+    strides = [stride for t, unit in zip((query, blocks.key, blocks.value), (units[0], *units), strict=True)
+               for stride in strides_in_units(t, unit)]  # fmt: skip
     with torch.cuda.device_of(query):
         _attend_kernel[(num_tiles, num_kv_heads, sharing.num_programs)](
             *(query, blocks.key, blocks.value, sums, scales, out, sinks, blocks.tables, query_start, blocks.contexts),
             *(blocks.tables.stride(0), *strides),
-            bias=query if bias is None else bias, reach=0 if bias is None else bias.shape[-1],
+            row_ends=row_ends, bias=query if bias is None else bias, reach=0 if bias is None else bias.shape[-1],
             bias_row=bias.stride(0) if bias is not None and bias.dim() == 3 else 0,
             HAS_BIAS=bias is not None,
             scale=rule.scale, softcap=rule.softcap or 0.0, HAS_SOFTCAP=rule.softcap is not None, KEYS=tiling.keys,
@@ -142,7 +144,7 @@ def _launch(
         )  # fmt: skip
         if is_shared:
             _merge_kernel[(num_tiles, num_kv_heads)](
-                sums, scales, out, sinks, query_start, blocks.contexts, **numbers, **fixed, **launch
+                sums, scales, out, sinks, query_start, blocks.contexts, row_ends, **numbers, **fixed, **launch
             )
 
 
@@ -156,31 +158,6 @@ def _tiling_for(query: Tensor, value_width: int, num_sequences: int) -> Tiling:
     return tall_tiling(tiling) if is_tall else tiling
 
 
-@dataclass(frozen=True)
-class _Blocks:
-    """Keys and values as blocks with a table, of a cache or of packed rows."""
-
-    key: Tensor  # [blocks,tokens,K,D]
-    value: Tensor  # [blocks,tokens,K,E]
-    tables: Tensor  # int32 [S,W]
-    contexts: Tensor  # int32 [S]
-    size: int  # tokens of a block
-    is_packed: bool
-
-
-def _blocks_of(key: Tensor, value: Tensor, layout: RowLayout, units: tuple[int, int]) -> _Blocks:
-    """Describe the keys and values as blocks; packed rows become one endless block per sequence.
-
-    units: the arguments of `_is_aligned` for keys and values. Raises ValueError for a cache that is not aligned.
-    """
-    if layout.block_tables is None or layout.context_lens is None:
-        key, value = (_one_block_each(_aligned(t, unit)) for t, unit in zip((key, value), units, strict=True))
-        return _Blocks(key, value, layout.query_start[:-1, None], layout.query_start.diff(), _ENDLESS, is_packed=True)
-    _refuse_unaligned(key, units[0])
-    _refuse_unaligned(value, units[1])
-    return _Blocks(key, value, layout.block_tables, layout.context_lens, key.shape[1], is_packed=False)
-
-
 def _check_on_host(query: Tensor, key: Tensor, layout: RowLayout) -> None:
     starts = layout.query_start.tolist()
     if starts[0] != 0 or starts[-1] != query.shape[0]:
@@ -192,36 +169,8 @@ def _check_on_host(query: Tensor, key: Tensor, layout: RowLayout) -> None:
             used = layout.block_tables[s, : -(-context // key.shape[1])]
             fits = context <= layout.block_tables.shape[1] * key.shape[1]
             fits = fits and bool(((used >= 0) & (used < key.shape[0])).all())
-        if not fits:
+        if not fits or not ends_fit(layout, start, end - start, context):
             refuse_layout(s, layout, query.shape[0])
-
-
-def _is_aligned(tensor: Tensor, unit: int) -> bool:
-    """Return whether vectors of 16 bytes may be read, as the compiled kernel assumes for these widths."""
-    strides_fit = all(stride % unit == 0 for stride in tensor.stride()[:-1])
-    return tensor.stride(-1) == 1 and strides_fit and tensor.data_ptr() % 16 == 0
-
-
-def _aligned(tensor: Tensor, unit: int) -> Tensor:
-    return tensor if _is_aligned(tensor, unit) else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _one_block_each(rows: Tensor) -> Tensor:
-    """View [N,K,D] as a cache whose blocks may begin at any row: strides, not the shape, give a block's length."""
-    return rows.as_strided((rows.shape[0], 1, *rows.shape[1:]), (rows.stride(0), *rows.stride()))
-
-
-def _refuse_unaligned(cache: Tensor, unit: int) -> None:
-    if not _is_aligned(cache, unit):  # copying a cache at every step would be too slow
-        raise ValueError(
-            f"Triton attention reads a cache with strides of multiples of {unit} from an address of multiples of 16, "
-            f"not strides {list(cache.stride())} from {cache.data_ptr() % 16} beyond"
-        )
-
-
-def _strides(tensor: Tensor, unit: int) -> tuple[int, ...]:
-    """Return strides in units; the kernel multiplies by the unit, so the compiler knows a divisor of each address."""
-    return tuple(stride // unit for stride in tensor.stride()[:-1])
 
 
 # Not specialised to sizes and strides: chunks, decode and training share one binary and all its choices.
@@ -229,7 +178,7 @@ _SIZES = ["num_sequences", "num_heads", "group", "num_slots", "window", "table_s
 _STRIDES = [
     *("query_row", "query_head", "key_block", "key_token", "key_head", "value_block", "value_token", "value_head")
 ]
-_TABLES = ["block_tables", "query_start", "context_lens"]
+_TABLES = ["block_tables", "query_start", "context_lens", "row_ends"]
 
 
 @triton.jit
@@ -247,9 +196,9 @@ def sequence_of(tile, query_start, num_sequences, group, ROWS: tl.constexpr):
 
 @triton.jit
 def _walk(
-    all_top, all_total, all_acc, top, total, acc, q, begin, stop, end, position, key, value, tables, table_at, kv_head,
-    key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap, bias, bias_at, reach,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    all_top, all_total, all_acc, top, total, acc, q, begin, stop, end, position, row_end, key, value, tables, table_at,
+    kv_head, key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap, bias,
+    bias_at, reach, MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     KEYS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr,
     E_PAD: tl.constexpr, D_UNIT: tl.constexpr, E_UNIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -257,7 +206,7 @@ def _walk(
     of all splits. One loop crosses splits: loads run ahead within a loop only."""
     for first in range(begin, stop, KEYS):
         top, total, acc = add_keys(
-            top, total, acc, q, first, end, position, key, value, tables, table_at, kv_head,
+            top, total, acc, q, first, end, position, row_end, key, value, tables, table_at, kv_head,
             key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap, bias,
             bias_at, reach, MASKED, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, KEYS, D, E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
         )  # fmt: skip
@@ -271,11 +220,11 @@ def _walk(
 def _attend_kernel(
     query, key, value, sums, scales, out, sinks, block_tables, query_start, context_lens, table_stride,
     query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head,
-    num_sequences, num_heads, group, num_slots, window, sink_row, scale, softcap, bias, bias_row, reach,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    D_PAD: tl.constexpr, E_PAD: tl.constexpr, D_UNIT: tl.constexpr, E_UNIT: tl.constexpr, BLOCK: tl.constexpr,
-    IS_SHARED: tl.constexpr, IS_EARLY: tl.constexpr,
+    num_sequences, num_heads, group, num_slots, window, sink_row, scale, softcap, row_ends, bias, bias_row, reach,
+    HAS_ENDS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr, D_UNIT: tl.constexpr, E_UNIT: tl.constexpr,
+    BLOCK: tl.constexpr, IS_SHARED: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute the splits p, p + P, ... of one tile of ROWS pairs (row, query head): program (tile, KV head, p).
 
@@ -298,12 +247,17 @@ def _attend_kernel(
     position = before + pair // group
     row, head = (start + pair // group).to(tl.int64), kv_head * group + pair % group
     last = tl.minimum(context - 1, before + (first_pair + ROWS - 1) // group)
+    row_end = position + 1  # of the keys that each row sees
     lowest = tile * 0  # of the keys that the first row sees
     seen_from = tile * 0  # all rows see the keys from here
     seen_to = before + first_pair // group + 1  # to here
     if HAS_WINDOW:
         lowest = tl.maximum(seen_to - window, 0)
         seen_from = tl.maximum(last - window + 1, 0)
+    if HAS_ENDS:
+        row_end = tl.load(row_ends + row, mask=is_real, other=0)
+        last = tl.max(row_end, 0) - 1
+        seen_to = tl.min(tl.where(is_real, row_end, 0x7FFFFFFF), 0)
 
     q = rows_of(query, row * query_row + head * query_head, is_real, D, D_PAD, D_UNIT, True)
     slot_at = (row * num_heads + head) * num_slots
@@ -317,7 +271,7 @@ def _attend_kernel(
             begin = tl.maximum(split * SPLIT, lowest // KEYS * KEYS)
             for first in range(begin, end, KEYS):
                 top, total, acc = add_keys(
-                    top, total, acc, q, first, end, position, key, value, block_tables, table_at, kv_head,
+                    top, total, acc, q, first, end, position, row_end, key, value, block_tables, table_at, kv_head,
                     key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap, bias,
                     bias_at, reach, True, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, KEYS, D, E, D_PAD, E_PAD, D_UNIT, E_UNIT,
                     BLOCK,
@@ -337,22 +291,22 @@ def _attend_kernel(
         top, total, acc = nothing(ROWS, E_PAD)
         if HAS_WINDOW:
             all_top, all_total, all_acc, top, total, acc = _walk(
-                all_top, all_total, all_acc, top, total, acc, q, begin, whole, end, position, key, value, block_tables,
-                table_at, kv_head, key_block, key_token, key_head, value_block, value_token, value_head, window, scale,
-                softcap, bias, bias_at, reach, True, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, KEYS, SPLIT, D, E, D_PAD,
-                E_PAD, D_UNIT, E_UNIT, BLOCK,
+                all_top, all_total, all_acc, top, total, acc, q, begin, whole, end, position, row_end, key, value,
+                block_tables, table_at, kv_head, key_block, key_token, key_head, value_block, value_token, value_head,
+                window, scale, softcap, bias, bias_at, reach, True, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, KEYS, SPLIT, D,
+                E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
             )  # fmt: skip
         all_top, all_total, all_acc, top, total, acc = _walk(
-            all_top, all_total, all_acc, top, total, acc, q, whole, partly, end, position, key, value, block_tables,
-            table_at, kv_head, key_block, key_token, key_head, value_block, value_token, value_head, window, scale,
-            softcap, bias, bias_at, reach, False, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, KEYS, SPLIT, D, E, D_PAD, E_PAD,
-            D_UNIT, E_UNIT, BLOCK,
+            all_top, all_total, all_acc, top, total, acc, q, whole, partly, end, position, row_end, key, value,
+            block_tables, table_at, kv_head, key_block, key_token, key_head, value_block, value_token, value_head,
+            window, scale, softcap, bias, bias_at, reach, False, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, KEYS, SPLIT, D,
+            E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
         )  # fmt: skip
         all_top, all_total, all_acc, top, total, acc = _walk(
-            all_top, all_total, all_acc, top, total, acc, q, partly, end, end, position, key, value, block_tables,
-            table_at, kv_head, key_block, key_token, key_head, value_block, value_token, value_head, window, scale,
-            softcap, bias, bias_at, reach, True, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, KEYS, SPLIT, D, E, D_PAD, E_PAD,
-            D_UNIT, E_UNIT, BLOCK,
+            all_top, all_total, all_acc, top, total, acc, q, partly, end, end, position, row_end, key, value,
+            block_tables, table_at, kv_head, key_block, key_token, key_head, value_block, value_token, value_head,
+            window, scale, softcap, bias, bias_at, reach, True, HAS_WINDOW, HAS_SOFTCAP, HAS_BIAS, KEYS, SPLIT, D,
+            E, D_PAD, E_PAD, D_UNIT, E_UNIT, BLOCK,
         )  # fmt: skip
         all_top, all_total, all_acc = fold(all_top, all_total, all_acc, top, tl.max(total, 1), acc)
         sink_at = row * sink_row + head
@@ -361,9 +315,9 @@ def _attend_kernel(
 
 @triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=[*_TABLES, "sinks"])
 def _merge_kernel(
-    sums, scales, out, sinks, query_start, context_lens,
+    sums, scales, out, sinks, query_start, context_lens, row_ends,
     num_sequences, num_heads, group, num_slots, window, sink_row,
-    HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_ENDS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr, ROWS: tl.constexpr, SPLIT: tl.constexpr,
     E: tl.constexpr, E_PAD: tl.constexpr, IS_EARLY: tl.constexpr,
 ):  # fmt: skip
     """Add the splits of each row from left to right, then its sink, and divide: out [N,H,E]."""
@@ -380,6 +334,8 @@ def _merge_kernel(
     position = tl.load(context_lens + s) - num_pairs // group + pair // group
     row, head = (start + pair // group).to(tl.int64), kv_head * group + pair % group
     first_split, end_split = position * 0, position // SPLIT + 1
+    if HAS_ENDS:
+        end_split = (tl.load(row_ends + row, mask=is_real, other=1) - 1) // SPLIT + 1
     if HAS_WINDOW:
         first_split = tl.maximum(position - window + 1, 0) // SPLIT
     from_split = tl.min(tl.where(is_real, first_split, 0x7FFFFFFF), 0)

@@ -94,7 +94,7 @@ def block_of(tables, table_at, other, is_there, BLOCK: tl.constexpr, MASKED: tl.
 
 @triton.jit
 def add_keys(
-    top, total, acc, q, first, end, position, key, value, tables, table_at, kv_head,
+    top, total, acc, q, first, end, position, row_end, key, value, tables, table_at, kv_head,
     key_block, key_token, key_head, value_block, value_token, value_head, window, scale, softcap, bias, bias_at, reach,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr,
     KEYS: tl.constexpr, D: tl.constexpr, E: tl.constexpr, D_PAD: tl.constexpr, E_PAD: tl.constexpr,
@@ -111,7 +111,7 @@ def add_keys(
     v = rows_of(
         value, block * value_block + token * value_token + kv_head * value_head, is_there, E, E_PAD, E_UNIT, MASKED
     )
-    is_seen = is_there[None, :] & (other[None, :] <= position[:, None])
+    is_seen = is_there[None, :] & (other[None, :] < row_end[:, None])
     if HAS_WINDOW:
         is_seen = is_seen & (other[None, :] > position[:, None] - window)
     near = 0.0

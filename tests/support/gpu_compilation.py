@@ -173,7 +173,22 @@ def gradients(dtype: torch.dtype, width: int, rule: ScoreRule, has_sinks: bool =
     starts, sinks = torch.tensor([0, 40, 96], dtype=torch.int32), torch.zeros(8) if has_sinks else None
     bias = torch.zeros(96, 8, reach, dtype=dtype) if reach else None
     sinks = torch.zeros(96, 8) if reach else sinks
-    triton_gradients.triton_gradients(query, key, key, sinks, bias, starts, rule, query, query)
+    layout = RowLayout(starts, None, None)
+    triton_gradients.triton_gradients(query, key, key, sinks, bias, layout, rule, query, query)
+
+
+def images(dtype: torch.dtype, width: int, rule: ScoreRule) -> None:
+    """Launch a chunk and packed rows that see keys behind them, with the gradients of the latter."""
+    cache, query = torch.zeros(8, 16, 2, width, dtype=dtype), torch.zeros(96, 8, width, dtype=dtype)
+    key, starts = cache.flatten(0, 1)[:96], torch.tensor([0, 40, 96], dtype=torch.int32)
+    ends, contexts = torch.tensor([40] * 40 + [56] * 56, dtype=torch.int32), torch.tensor([40, 56], dtype=torch.int32)
+    tables = torch.zeros(2, 4, dtype=torch.int32)
+    for sharing in (None, triton_attention.Sharing(3, 4)):
+        layout = RowLayout(starts, contexts, tables, ends)
+        triton_attention.triton_attention(query, cache, cache, layout, rule, None, sharing=sharing)
+    packed = RowLayout(starts, None, None, ends)
+    triton_attention.triton_attention(query, key, key, packed, rule, None)
+    triton_gradients.triton_gradients(query, key, key, None, None, packed, rule, query, query)
 
 
 def recurrences(dtype: torch.dtype, by_channel: bool) -> None:
@@ -243,6 +258,8 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "attention, float32": lambda: attention(FULL, 128, PLAIN),
     "attention with everything, bfloat16": lambda: attention(HALF, 80, RICH, has_sinks=True),
     "attention with a bias, bfloat16": lambda: attention(HALF, 128, PLAIN, reach=1024),
+    "attention of images, bfloat16": lambda: images(HALF, 128, RICH),
+    "attention of images, float32": lambda: images(FULL, 128, PLAIN),
     "prompts, bfloat16": lambda: prompts(HALF, 128),
     "gradients, bfloat16": lambda: gradients(HALF, 128, PLAIN),
     "gradients, float32": lambda: gradients(FULL, 128, PLAIN),

@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from lockstep.kernels.attention.paged import varlen_attention
+from lockstep.kernels.attention.step import RowLayout
 from lockstep.kernels.attention.triton_gradients import triton_gradients
 from lockstep.tests.kernels.attention.test_triton_kernels import DEVICE, KINDS, Packed, gpu, int32, packed
 
@@ -19,7 +20,7 @@ BARS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}  # of th
 
 
 def found_gradients(case: Packed, grad_out: Tensor) -> list[Tensor | None]:
-    inputs = (case.query, case.key, case.value, *case.terms(), int32(case.starts))
+    inputs = (case.query, case.key, case.value, *case.terms(), RowLayout(int32(case.starts), None, None))
     return triton_gradients(*inputs, case.rule, case.attend(), grad_out)
 
 
@@ -122,8 +123,9 @@ def test_the_trainers_attention_takes_these_gradients_and_reads_nothing_on_the_h
 
 def test_what_is_not_served_is_refused() -> None:
     case = packed([3], (1, 1), (16, 16), torch.float64)
+    layout = RowLayout(int32([0, 3]), None, None)
     with pytest.raises(ValueError, match=r"not torch\.float64"):
-        triton_gradients(case.query, case.key, case.value, None, None, int32([0, 3]), case.rule, case.query, case.query)
+        triton_gradients(case.query, case.key, case.value, None, None, layout, case.rule, case.query, case.query)
 
 
 @gpu
