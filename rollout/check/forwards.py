@@ -19,7 +19,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ...kernels.attention.selection import SelectedKeys
 from ...kernels.attention.step import PagedStep
-from ..model.attention import StepContext
 from ..model.forward_numerics import restored_implementations, use_attention
 from ..model.hosted_model import HostedModel
 from ..model.memory import is_out_of_memory
@@ -27,7 +26,8 @@ from ..model.operations.fused_layers import observing
 from ..model.operations.indexer import WATCHING
 from ..model.recurrent.states import StepStates
 from ..model.rollout_phase import evaluated
-from ..model.step_pools import step_pools
+from ..model.steps.context import StepContext
+from ..model.steps.pools import step_pools
 
 PIECES = (13, 1, 4)  # tokens of the sequence in each step, and ...
 BESIDE = (3, 4, 4)  # ... of its neighbour in the same step: in the second, the last layer leaves rows out

@@ -7,18 +7,16 @@ D head size.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, TypedDict, cast
+from typing import Any, TypedDict, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...kernels.attention.chunks import chunked_starts, chunked_step, in_blocks
-from ...kernels.attention.paged import AttentionPath, NewRows, PagedStep, paged_attention, varlen_attention
+from ...kernels.attention.chunks import chunked_starts
+from ...kernels.attention.paged import AttentionPath, NewRows, paged_attention, varlen_attention
 from ...kernels.attention.selected import selected_attention, selected_attention_in_step
 from ...kernels.attention.selection import SelectedKeys, sees_more_than, select_keys
 from ...kernels.attention.selection import write_rows as write_index_rows
@@ -35,7 +33,7 @@ from .operations.indexer import IndexChoice
 from .operations.packed_rows import hosted_mask, query_start
 from .operations.pool_choice import PoolChoice
 from .operations.shared_attention import LAYER
-from .recurrent.states import StepStates
+from .steps.context import KVWritten, LayerKV, StepContext
 
 ATTENTION_NAMES: dict[AttentionPath, str] = {
     "native": "lockstep",
@@ -61,69 +59,6 @@ _HARMLESS = frozenset(
         "num_items_in_batch",
     }
 )
-
-
-class LayerKV(NamedTuple):
-    """The KV that a step's rows see in one layer."""
-
-    keys: Tensor  # [num_blocks, block_size, K, D]
-    values: Tensor
-    paged: PagedStep  # the rows, and the blocks of their sequences
-
-
-@dataclass
-class StepContext:
-    """The context of one rollout forward: the places of its rows and of their KV."""
-
-    slots: Tensor  # int64 [N]: block * block_size + offset of each row
-    paged: PagedStep
-    key_caches: list[Tensor]  # per layer of this rank [num_blocks, block_size, K, D]
-    value_caches: list[Tensor]
-    first_layer: int = 0  # index in the whole model of the layer that the first cache belongs to
-    states: StepStates | None = None  # of the recurrent layers; None: the module has none
-    ends_at: int | None = None  # the layer with whose KV the forward ends (`KVWritten`); None: it runs to its logits
-    wanted: Tensor | None = None  # int64 [R]: the rows that the last layer returns; None: all N
-    index_caches: list[Tensor] = field(default_factory=list)  # per layer [num_blocks, block_size, D] of its indexer
-    called_layers: int | None = None  # number of layers, where each calls its attention several times; None: once
-    calls: Counter[int] = field(default_factory=Counter)  # of each layer in this forward, where it calls several times
-    _chunked: dict[int, tuple[PagedStep, int]] = field(default_factory=dict)  # by length of a chunk
-
-    def begun(self, called_layers: int | None) -> StepContext:
-        """Return itself at the begin of a forward. called_layers: see the attribute."""
-        self.called_layers = called_layers
-        self.calls.clear()
-        return self
-
-    def of_layer(self, layer: int, chunk: int | None) -> LayerKV:
-        """Return a layer's KV of its next call. chunk: see `CHUNK`."""
-        place = layer - self.first_layer
-        if self.called_layers is not None:
-            place += self.calls[layer] * self.called_layers
-            self.calls[layer] += 1
-        keys, values = (caches[place] for caches in (self.key_caches, self.value_caches))
-        if chunk is None:
-            return LayerKV(keys, values, self.paged)
-        if chunk not in self._chunked:
-            self._chunked[chunk] = chunked_step(self.paged, chunk, keys.shape[1], len(self.slots))
-        paged, size = self._chunked[chunk]
-        return LayerKV(in_blocks(keys, size), in_blocks(values, size), paged)
-
-    def of_wanted(self) -> StepContext:
-        """Return the context of the wanted rows alone, each as a sequence of its own."""
-        assert self.wanted is not None
-        rows, starts = self.wanted.to(torch.int32), self.paged.query_start
-        owner = torch.searchsorted(starts, rows, right=True) - 1
-        later = starts[owner + 1] - 1 - rows  # rows of the sequence behind this one
-        paged = PagedStep(
-            block_tables=self.paged.block_tables[owner],
-            query_start=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
-            context_lens=self.paged.context_lens[owner] - later,
-        )
-        return replace(self, slots=self.slots[self.wanted], paged=paged, wanted=None, _chunked={})
-
-
-class KVWritten(Exception):
-    """The end of a forward of which only the KV is wanted: that of its last attention is in the cache."""
 
 
 _Choice = IndexChoice | PoolChoice | Entries | None  # of keys for rows, in place of all in the window

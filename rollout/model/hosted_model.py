@@ -22,7 +22,7 @@ from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
 from .adapters.folder import AdapterFolder, AdapterLayers, put_in, take_out
 from .adapters.layers import HostedAdapters
-from .attention import ATTENTION_NAMES, StepContext
+from .attention import ATTENTION_NAMES
 from .forward_numerics import ForwardNumerics
 from .given_module import device_of, given_module, present_device
 from .layer_probe import PROBING, LayerProbe
@@ -32,6 +32,7 @@ from .operations.functions import without_autocast
 from .operations.packed_rows import NO_MASK
 from .recurrent.states import StateShapes
 from .rollout_phase import RolloutPhase
+from .steps.context import StepContext
 from .supported import (
     DTYPES,
     context_length,

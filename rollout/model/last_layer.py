@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .attention import KVWritten, StepContext
 from .operations.carried import STEP_KEYWORD, carried, carrying, told
 from .operations.fused_layers import has_hooks
 from .operations.packed_rows import NO_MASK
-from .step_pools import Hosted as Steppable
-from .step_pools import has_bits_of, trial_step
+from .steps.context import KVWritten, StepContext
+from .steps.pools import Hosted as Steppable
+from .steps.pools import has_bits_of, trial_step
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..model.attention import StepContext
 from ..model.hosted_model import HostedModel
 from ..model.operations.fused_layers import has_hooks
-from ..model.step_pools import TRIAL_ROWS, has_bits_of, trial_step
+from ..model.steps.context import StepContext
+from ..model.steps.pools import TRIAL_ROWS, has_bits_of, trial_step
 
 
 class HeadInParts:

@@ -20,7 +20,7 @@ from ...kernels.sampling.draws import KEEP_ALL, RowSettings, draw_tokens
 from ..control.driver import Driver
 from ..kv.tensors import KVCache, KVPlan, bytes_per_token, usable_bytes
 from ..loop.parts import Parts
-from ..model.attention import KVWritten, StepContext
+from ..model.steps.context import KVWritten, StepContext
 from .claim import Drawn, Verdict
 from .head import HeadInParts
 from .layout import Batch, Rows, Task, batches, forwards, plan

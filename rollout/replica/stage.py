@@ -17,8 +17,8 @@ from torch import Tensor
 from ...kernels.sampling.draws import RowSettings
 from ...kernels.sampling.parts import DrawnRows, draw_parts, keeps_all, serves_parts
 from ..kv.tensors import KVCache
-from ..model.attention import StepContext
 from ..model.hosted_model import HostedModel
+from ..model.steps.context import StepContext
 from ..ranks.channel import RankChannel
 from ..ranks.remote_errors import is_of_a_group
 from ..reports.trace import Trace

@@ -22,8 +22,8 @@ from ...kernels.attention.paged import PagedStep, attention_path
 from ...kernels.machine.tensor_addresses import TensorAddresses
 from ...kernels.sampling.draws import RowSettings, draw_tokens
 from ..kv.tensors import KVCache
-from ..model.attention import StepContext
 from ..model.hosted_model import HostedModel
+from ..model.steps.context import StepContext
 from ..states.tensors import StatePool
 from .cpu_graphs import CPUGraphs
 from .decode_buffers import Buffers, DecodedStep, DecodeInputs, DecodeRows, Drawn, HostViews, Staging

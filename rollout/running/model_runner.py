@@ -15,8 +15,8 @@ import torch
 
 from ..kv.tensors import KVCache
 from ..media.encoder import NO_FEATURES
-from ..model.attention import StepContext
 from ..model.hosted_model import HostedModel
+from ..model.steps.context import StepContext
 from ..reports.trace import Trace
 from ..sequences.request import Request
 from ..sequences.step import ScheduleOutput, SequenceResult

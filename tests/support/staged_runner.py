@@ -10,9 +10,9 @@ from concurrent.futures import Future
 import torch
 
 from lockstep.rollout.loop.parts import RunnerParts
-from lockstep.rollout.model.attention import StepContext
 from lockstep.rollout.model.operations.carried import STEP_KEYWORD
 from lockstep.rollout.model.operations.packed_rows import NO_MASK
+from lockstep.rollout.model.steps.context import StepContext
 from lockstep.rollout.running.batch import Batch, build_batch
 from lockstep.rollout.running.results import results_of
 from lockstep.rollout.running.sampler import Sampler

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..attention import StepContext
+from ..steps.context import StepContext
 from .carried import PACKING, STEP_KEYWORD, told
 from .copied_code import innermost
 from .packed_rows import NO_MASK, refuse_packed_positions

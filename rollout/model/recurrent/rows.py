@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ....kernels.recurrent.slots import Slots
-from ..attention import StepContext
 from ..layer_probe import LayerProbe
 from ..operations.carried import STEP_KEYWORD, told
+from ..steps.context import StepContext
 from .states import StateShape
 
 

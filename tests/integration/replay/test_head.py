@@ -8,7 +8,7 @@ import torch
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.model.step_pools import trial_step
+from lockstep.rollout.model.steps.pools import trial_step
 from lockstep.rollout.proving import prover
 from lockstep.rollout.proving.head import HeadInParts
 from lockstep.rollout.request_options import RequestOptions

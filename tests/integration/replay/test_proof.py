@@ -10,7 +10,7 @@ import torch
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.model.step_pools import TRIAL_ROWS
+from lockstep.rollout.model.steps.pools import TRIAL_ROWS
 from lockstep.rollout.proving import prover
 from lockstep.rollout.receipt import digest_of, sealed
 from lockstep.rollout.request_options import RequestOptions

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from lockstep.kernels.attention.paged import PagedStep
-from lockstep.rollout.model.attention import StepContext
 from lockstep.rollout.model.hosted_model import HostedModel
-from lockstep.rollout.model.step_pools import step_pools
+from lockstep.rollout.model.steps.context import StepContext
+from lockstep.rollout.model.steps.pools import step_pools
 from lockstep.tests.support.random_models import spread_weights
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "qwen3_moe"]

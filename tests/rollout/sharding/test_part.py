@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.kernels.attention.paged import PagedStep
-from lockstep.rollout.model.attention import StepContext
 from lockstep.rollout.model.hosted_model import HostedModel
+from lockstep.rollout.model.steps.context import StepContext
 from lockstep.rollout.ranks.mesh import Mesh
 from lockstep.rollout.sharding.part import skeleton_of
 

@@ -8,11 +8,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.attention.paged import PagedStep
-from .attention import StepContext
-from .layer_probe import KVShape
-from .memory import is_out_of_memory
-from .recurrent.states import StateShapes, StepStates
+from ....kernels.attention.paged import PagedStep
+from ..layer_probe import KVShape
+from ..memory import is_out_of_memory
+from ..recurrent.states import StateShapes, StepStates
+from .context import StepContext
 
 TRIAL_ROWS = 8
 # Errors that code of another form than a short way expects raises in a trial.
