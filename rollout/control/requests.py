@@ -68,10 +68,23 @@ class RequestDesk:
             with model.rollout_phase(), refused_if_it_fails(model.module, "images"):
                 return encoder.count(inputs)
 
+        def types(ids: Tensor, given: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+            with model.rollout_phase(), refused_if_it_fails(model.module, "images"):
+                blocks = encoder.blocks(found := encoder.types(ids, given))
+            if blocks and model.has_states:
+                name = type(model.module).__name__
+                raise ValueError(
+                    f"tokens of images that see each other, beside recurrent layers ({name}): not supported"
+                )
+            return found, blocks
+
+        limits = self._parts.limits
         return ImageReader(
             model.module,
             lambda inputs: command("count_features", lambda: count(inputs)),
+            lambda ids, given: command("types_of_tokens", lambda: types(ids, given)),
             lambda ids, images: command("check_images", lambda: check_images(model, ids, images)),
+            min(limits.chunked_prefill_size, limits.max_num_batched_tokens),
         )
 
     # -- without waiting --------------------------------------------------------------------------------------------

@@ -60,7 +60,8 @@ class FailedSteps:
         A request whose sequence finds none for a few rows alone is aborted.
         """
         text, why = f"{type(error).__name__}: {error}".splitlines()[0][:500], ""
-        if len(output.scheduled) > 1 or output.num_rows > _FEW_ROWS:
+        # More rows than the limit are those of one image, which do not become fewer.
+        if len(output.scheduled) > 1 or _FEW_ROWS < output.num_rows <= self._limit.now:
             self._limit.halve(output.num_rows)
         elif self._limit.now > _FEW_ROWS:  # try once more
             self._limit.halve(2 * _FEW_ROWS)

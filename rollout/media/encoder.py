@@ -4,29 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .images import ImagePart, ImageRows
-from .reader import image_token, why_no_images
+from .reader import image_token
 
 NO_FEATURES: Mapping[str, object] = MappingProxyType({})  # of a step without images
+
+
+class Blocks(Protocol):
+    """The blocks of tokens in a module's masks (`model/encoders/both_ways.py`)."""
+
+    name: str
+
+    @property
+    def inside(self) -> int | None: ...
+    def blocks(self, types: Tensor) -> list[tuple[int, int]]: ...
+    def types(self, rows: list[int], num_rows: int) -> Tensor: ...
+
+
+def have_blocks(features: Mapping[str, object]) -> bool:
+    """Return whether keywords of a step are of one whose rows see others behind them."""
+    return "attention_mask" in features
 
 
 class ImageEncoder:
     """The encoder of one hosted model. It keeps nothing: features follow from the weights of their step."""
 
-    def __init__(self, module: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Encode for a module of images and text. around: puts the numerics around a function."""
-        self._model, self._token = module.base_model, image_token(module) or 0
+    def __init__(
+        self, module: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]], both_ways: Blocks | None
+    ) -> None:
+        """Encode for a module of images and text. around: puts the numerics around a function; both_ways: None for a
+        module whose tokens of images see no later ones."""
+        self._model, self._token, self._both_ways = module.base_model, image_token(module) or 0, both_ways
         self._encode = around(self._model.get_image_features)
 
-    @classmethod
-    def of(cls, module: Any, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> ImageEncoder | None:
-        """Return the encoder of a module; None for one that is not hosted with images."""
-        return cls(module, around) if why_no_images(module) is None else None
+    def types(self, ids: Tensor, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the types of a prompt's tokens [1, P] by the name that the masks have for them, as given or as the
+        processor makes them; none where no token sees later ones."""
+        both_ways = self._both_ways
+        if both_ways is None or both_ways.inside is None:
+            return {}
+        of_images = torch.eq(ids, self._token).long() if both_ways.inside else torch.zeros_like(ids)
+        return {both_ways.name: given.get(both_ways.name, of_images)}
+
+    def blocks(self, types: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+        """Return the tokens [begin, end) of a prompt that see each other both ways. types: see above."""
+        return [block for one in types.values() if self._both_ways for block in self._both_ways.blocks(one)]
 
     def keywords(self, images: ImageRows, token_ids: Tensor) -> dict[str, object]:
         """Return the keywords of the module's forward for a step with these rows; none for one without images.
@@ -51,7 +78,11 @@ class ImageEncoder:
                 [_scattered(torch.cat([own[level] for _, own in found]), taken, len(rows))]  # type: ignore[index]
                 for level in range(len(levels))
             ]
-        return {"mm_encoder_outputs": {"image": _Output(output, outputs[0])}}
+        keywords: dict[str, object] = {"mm_encoder_outputs": {"image": _Output(output, outputs[0])}}
+        if images.in_blocks and self._both_ways is not None:  # the module makes its masks
+            types = self._both_ways.types(images.in_blocks, len(token_ids))
+            keywords |= {self._both_ways.name: types, "attention_mask": None}
+        return keywords
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
         """Return the number of features of one image."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,10 +18,11 @@ class Images:
     inputs: Sequence[Mapping[str, Tensor]]  # of each image, by the names of the encoder's parameters
     tokens: Sequence[int]  # ascending indices of the prompt's tokens that stand for images
     ends: Sequence[int]  # of each image, in `tokens`
-    digest: str  # SHA-256 of the tensors: two prompts share KV only where it is the same
+    digest: str  # SHA-256 of the tensors and of what is in `blocks`: two prompts share KV only where it is the same
     prompt_positions: Tensor | None = None  # int64 [S, P], of each part of the rotary; None: those of the tokens
     offset: int = 0  # of the rotary positions behind the prompt, to those of the tokens
     beside: Mapping[str, Tensor] = field(default_factory=dict)  # [1, P]: what else of the tokens a processor has given
+    blocks: Sequence[tuple[int, int]] = ()  # tokens [begin, end) that see each other both ways; ascending
 
     def parts(self, start: int, end: int) -> Iterator[ImagePart]:
         """Yield the parts of images whose tokens are among the prompt's tokens from `start` to `end` - 1."""
@@ -31,6 +32,19 @@ class Images:
             if max(first, begin) < min(last, image_end):
                 yield ImagePart(self, index, max(first, begin) - begin, min(last, image_end) - begin)
             begin = image_end
+
+    def whole_blocks(self, start: int, end: int) -> int:
+        """Return the end of a chunk from token `start` to about `end` that ends in no block: the keys of its rows are
+        computed together. It is before `end` where a block begins behind `start`, else behind the block."""
+        for first, last in self.blocks:
+            if first < end < last:
+                return first if first > start else last
+        return end
+
+    def in_blocks(self, start: int, end: int) -> Iterator[int]:
+        """Yield the tokens from `start` to `end` - 1 that are in blocks, counted from `start`."""
+        for first, last in self.blocks:
+            yield from range(max(first, start) - start, min(last, end) - start)
 
     def num_tokens_of(self, index: int) -> int:
         """Return the number of tokens of one image."""
@@ -69,14 +83,16 @@ class ImageRows:
     rows: list[int] = field(default_factory=list)  # of the step, ascending
     parts: list[ImagePart] = field(default_factory=list)
     positions: Tensor | None = None  # int64 [S, N] or [N]
+    in_blocks: list[int] = field(default_factory=list)  # rows that see each other both ways, block by block
 
     def add(self, images: Images, start: int, num_tokens: int, first_row: int) -> None:
         """Add the rows of a sequence: `num_tokens` tokens from number `start`, the first at row `first_row`."""
         self.rows += [first_row + row for row in images.rows(start, start + num_tokens)]
         self.parts += images.parts(start, start + num_tokens)
+        self.in_blocks += [first_row + row for row in images.in_blocks(start, start + num_tokens)]
 
     def to(self, device: torch.device) -> ImageRows:
         """Copy the positions to a device."""
         if self.positions is None:
             return self
-        return ImageRows(self.rows, self.parts, self.positions.to(device, non_blocking=True))
+        return replace(self, positions=self.positions.to(device, non_blocking=True))

@@ -28,14 +28,19 @@ class ImageReader:
         self,
         module: PreTrainedModel,
         count: Callable[[Mapping[str, Tensor]], int],
+        types: Callable[[Tensor, Mapping[str, Tensor]], tuple[dict[str, Tensor], list[tuple[int, int]]]],
         check: Callable[[Sequence[int], Images], None],
+        most_rows: int,
     ) -> None:
         """Read for a module that is hosted with images (`why_no_images`).
 
-        count: returns the number of features of one image. check: raises ValueError for a prompt with which the engine
-        computes otherwise than the module; called until one prompt has passed.
+        count: returns the number of features of one image. types: returns the types of a prompt's tokens [1, P] and the
+        blocks of those that see each other both ways, which one chunk of at most `most_rows` rows has to hold. check:
+        raises ValueError for a prompt with which the engine computes otherwise than the module; called until one prompt
+        has passed.
         """
-        self._count, self._check, self._is_checked = count, check, False
+        self._count, self._types, self._check, self._is_checked = count, types, check, False
+        self._most_rows = most_rows
         self._counts: dict[tuple[object, ...], int] = {}  # by the shapes of an image's tensors, and numbers of sizes
         self._model = module.base_model
         self._encode: Callable[..., Any] = self._model.get_image_features  # type: ignore[assignment]
@@ -74,7 +79,17 @@ class ImageReader:
             )
         positions, offset = self._positions(ids, tensors)
         beside = {name: _as_tensor(name, prompt[name]).view(1, -1) for name in _TYPES if prompt.get(name) is not None}
-        images = Images(inputs, tokens, np.cumsum(counts).tolist(), _digest(tensors), positions, offset, beside)
+        types, blocks = self._types(torch.tensor([ids]), beside)
+        if (most := max((end - begin for begin, end in blocks), default=0)) > self._most_rows:
+            raise ValueError(
+                f"{most} tokens of images see each other both ways and are prefilled in one step, which has at most "
+                f"{self._most_rows} rows of a prompt: raise chunked_prefill_size and max_num_batched_tokens"
+            )
+        ends, digest = np.cumsum(counts).tolist(), _digest(tensors)
+        if blocks:  # the KV of a token depends on the whole block
+            known = [(begin, end, ids[begin:end]) for begin, end in blocks]
+            digest = hashlib.sha256(f"{digest} {known}".encode()).hexdigest()
+        images = Images(inputs, tokens, ends, digest, positions, offset, beside | types, blocks)
         if not self._is_checked:
             self._check(ids, images)
             self._is_checked = True

@@ -30,7 +30,7 @@ from .operations.distance_bias import DISTANCE_BIAS
 from .operations.entries import Entries, attend_in_step, attend_packed, beside_tokens, take, write_entries, write_rows
 from .operations.functions import outside_modes
 from .operations.indexer import IndexChoice
-from .operations.packed_rows import hosted_mask, query_start
+from .operations.packed_rows import ends_of_blocks, has_blocks, hosted_mask, query_start
 from .operations.pool_choice import PoolChoice
 from .operations.shared_attention import LAYER
 from .steps.context import KVWritten, LayerKV, StepContext
@@ -119,25 +119,42 @@ def hosted_attention(
     }
     chunk = cast(int | None, vars(module).get(CHUNK))
     _refuse_choice(module, indices, batch * num_rows, sliding_window or chunk, position_bias)
+    blocks = _blocks_of(module, attention_mask, chunk, choice)
     if rotation is not None and isinstance(step, StepContext):
-        out = _with_rotation(rotation, value, step.of_layer(layer, chunk), step.slots, options)
+        out = _with_rotation(rotation, value, _with_blocks(step.of_layer(layer, chunk), blocks), step.slots, options)
         return out.view(batch, num_rows, num_heads, value.shape[3]), None
     rows = [_by_row(t) for t in (query, key, value)]
     if isinstance(step, StepContext):
-        out = _in_step(rows, step, layer, chunk, options, choice)
+        out = _in_step(rows, step, layer, chunk, options, choice, blocks)
     else:
         if isinstance(step, LayerProbe):
             _tell(step, module, rows, layer, chunk, attention_mask, options, choice)
         mask = choice.mask if isinstance(choice, PoolChoice) else attention_mask
         starts = query_start(mask, cu_seq_lens_q, others.get("position_ids"), batch, num_rows, query)
-        starts = starts if chunk is None else chunked_starts(starts, chunk, batch * num_rows)
-        out = _packed(rows, starts, options, choice)
+        out = _packed(rows, starts, chunk, options, choice, blocks)
     return out.view(batch, num_rows, num_heads, value.shape[3]), None
 
 
 def _choice_of(module: nn.Module, mask: object, indices: IndexChoice | None) -> _Choice:
     """Return what an indexer or a compressor has found for the rows: it comes as the mask, as indices or by the way."""
     return mask if isinstance(mask, PoolChoice) else take(module) or indices
+
+
+def _blocks_of(module: nn.Module, mask: object, chunk: int | None, choice: _Choice) -> Tensor | None:
+    """Return a mask that `has_blocks`; None for any other. Raises ValueError for an attention that cannot take it."""
+    if not isinstance(mask, Tensor) or not has_blocks(mask):
+        return None
+    if chunk is not None or choice is not None:
+        raise ValueError(f"{type(module).__name__} sees images both ways in chunks, or of selected keys: not supported")
+    return mask
+
+
+def _with_blocks(kv: LayerKV, blocks: Tensor | None) -> LayerKV:
+    """Return the KV of a step's rows with the keys that they see by a mask of blocks."""
+    if blocks is None:
+        return kv
+    paged = kv.paged
+    return kv._replace(paged=replace(paged, row_ends=ends_of_blocks(blocks, paged.query_start, paged.context_lens)))
 
 
 def _refuse_other_keys(module: nn.Module, num_keys: int, num_rows: int) -> None:
@@ -207,14 +224,20 @@ def _tell(
     probe.attention_called(module, layer, shape, options["window"], chunk, mask)
 
 
-def _packed(rows: list[Tensor], query_start: Tensor, options: _KernelOptions, choice: _Choice) -> Tensor:
+def _packed(
+    rows: list[Tensor], query_start: Tensor, chunk: int | None, options: _KernelOptions, choice: _Choice,
+    blocks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Attend with query, key and value rows [N, heads, D] of packed sequences -> [N, H, D]."""
     path = options["path"]
+    if chunk is not None:
+        query_start = chunked_starts(query_start, chunk, len(rows[0]))
     if isinstance(choice, Entries):
         return attend_packed(rows[0], rows[1], rows[2], query_start, choice, _windowed(options))
     selected = None if choice is None else _selected(choice, RowLayout(query_start, None, None), path)
     if selected is None:
-        return varlen_attention(rows[0], rows[1], rows[2], query_start, **options)
+        ends = None if blocks is None else ends_of_blocks(blocks, query_start, None)
+        return varlen_attention(rows[0], rows[1], rows[2], query_start, row_ends=ends, **options)
     rule = {name: value for name, value in options.items() if name not in ("window", "bias")}
     return selected_attention(rows[0], rows[1], rows[2], selected, **rule)  # type: ignore[arg-type]
 
@@ -227,10 +250,11 @@ def _unrotated(step: object, query: Tensor, key: Tensor) -> tuple[Rotation | Non
 
 
 def _in_step(
-    rows: list[Tensor], step: StepContext, layer: int, chunk: int | None, options: _KernelOptions, choice: _Choice
-) -> Tensor:
+    rows: list[Tensor], step: StepContext, layer: int, chunk: int | None, options: _KernelOptions, choice: _Choice,
+    blocks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Attend with query, key and value rows [N, heads, D] -> [N, H, D]. Raises KVWritten where the forward ends."""
-    keys, values, paged = step.of_layer(layer, chunk)
+    keys, values, paged = _with_blocks(step.of_layer(layer, chunk), blocks)
     if isinstance(choice, Entries):
         index = step.index_caches[layer - step.first_layer] if choice.keys is not None else None
         own, caches = (rows[1], rows[2]), (keys, values)

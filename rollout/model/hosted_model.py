@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ...kernels.machine.huge_pages import use_huge_pages
 from ..errors import MemoryReleased, PhaseError
-from ..media.encoder import NO_FEATURES, ImageEncoder
+from ..media.encoder import NO_FEATURES, have_blocks
 from ..ranks.mesh import Mesh
 from ..sharding.division import FullSpec, divide
 from ..sharding.part import Part, copy_part, load_part
@@ -23,6 +23,7 @@ from ..sharding.shards import Shard
 from .adapters.folder import AdapterFolder, AdapterLayers, put_in, take_out
 from .adapters.layers import HostedAdapters
 from .attention import ATTENTION_NAMES
+from .encoders.both_ways import image_encoder
 from .forward_numerics import ForwardNumerics
 from .given_module import device_of, given_module, present_device
 from .layer_probe import PROBING, LayerProbe
@@ -77,7 +78,7 @@ class HostedModel:
         warn_of_rounded_frequencies(self.trained_module)
         refuse_different_choices(self.numerics.guarantee, self.mesh)
         self.phase = RolloutPhase(hosted, owned=owned)
-        self.images = ImageEncoder.of(self.module, self.numerics.around) if self.mesh.num_ranks == 1 else None
+        self.images = image_encoder(self.module, self.numerics.around, self.mesh.num_ranks)
         use_huge_pages((parameter for _, parameter in self._tensors.parameters()), now=True)
         probe = self._probe()
         self._called_layers = probe.called_layers(self.division.layers)
@@ -100,8 +101,7 @@ class HostedModel:
             refuse_to_divide(config)
             part = load_part(path, config, kept, torch.device(device), mesh, k_blocks)
         else:
-            module = load_whole(Path(path), config, kept, device)
-            part = _whole(module.eval().requires_grad_(False), k_blocks)
+            part = _whole(load_whole(Path(path), config, kept, device).eval().requires_grad_(False), k_blocks)
         return cls(replace(part, folder=Path(path)), owned=True, invariant=invariant)
 
     @classmethod
@@ -325,7 +325,7 @@ class HostedModel:
         if self.config._attn_implementation not in ATTENTION_NAMES.values():
             raise PhaseError("the module's attention was replaced inside the rollout phase: set it outside")
         step.first_layer = self.division.layers.start
-        last = self.numerics.last_layer if step.ends_at is None else None
+        last = self.numerics.last_layer if step.ends_at is None and not have_blocks(features) else None
         step.wanted = logit_rows if last and last.leaves_out(self, logit_rows, positions.shape[-1]) else None
         divided = self.numerics.divided_logits
         with without_autocast(), nullcontext() if whole_logits or divided is None else divided.left_out():

@@ -224,6 +224,7 @@ class Scheduler:
         if num_left != 1:
             num_rows = min(num_left, self._limits.chunked_prefill_size, budget)
             num_rows = self._ledger.num_rows_to_snapshot(request, request.num_processed_ahead, num_rows)
+            num_rows = request.num_rows_of_whole_blocks(request.num_processed_ahead, num_rows)
         if self._has_one_stage or self._pipelining.may_run(request, is_last_chunk=num_rows == num_left):
             return num_rows
         return 0
@@ -307,6 +308,7 @@ class Scheduler:
             num_known, num_cached = request.sequence.num_tokens, len(nodes) * self._ledger.block_size
             num_tokens = min(num_known - num_cached, self._limits.chunked_prefill_size, draft.budget)
             num_tokens = self._ledger.num_rows_to_snapshot(request, num_cached, num_tokens)
+            num_tokens = request.num_rows_of_whole_blocks(num_cached, num_tokens)
             blocks = self._ledger.grow(request, num_cached + num_tokens)
             assert blocks is not None
             reserve += self._admission.num_blocks_reserved((request,))

@@ -131,6 +131,12 @@ class Request:
                 limit = min(limit, max(done - 1, 0))
         return limit
 
+    def num_rows_of_whole_blocks(self, start: int, num_rows: int) -> int:
+        """Return the number of rows of a chunk from row `start`: at most `num_rows`, unless it begins with an image
+        whose tokens see each other both ways, for such are computed together."""
+        images = self.images
+        return num_rows if images is None else images.whole_blocks(start, start + num_rows) - start
+
     @property
     def rest_of_earlier(self) -> tuple[int, ...]:
         """The tokens of the earlier answer that come next; none where the output has left it."""

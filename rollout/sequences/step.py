@@ -114,9 +114,9 @@ class ScheduleDraft:
     exhausted: list[tuple[str, str]] = field(default_factory=list)
 
     def put(self, item: ScheduledSequence) -> None:
-        """Add a sequence to the step."""
+        """Add a sequence to the step. It may have more rows than the budget has left: those of one image."""
         self.scheduled.append(item)
-        self.budget -= item.num_tokens
+        self.budget = max(self.budget - item.num_tokens, 0)
 
     def output(self, step: int) -> ScheduleOutput:
         return ScheduleOutput(

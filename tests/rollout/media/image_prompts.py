@@ -41,9 +41,12 @@ class ImagePrompts:
     def _of_one_size(self, num: int, words: Any) -> dict[str, torch.Tensor]:
         vision = self.config.vision_config
         size, num_tokens = vision.image_size, (vision.image_size // vision.patch_size) ** 2
+        num_tokens = getattr(self.config, "mm_tokens_per_image", num_tokens)
         ids = [id for _, said in zip(range(num), words, strict=False) for id in (*[IMAGE] * num_tokens, *said)]
         pixels = torch.randn(num, 3, size, size, generator=self.generator, dtype=torch.float32)
-        return {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, len(ids)), "pixel_values": pixels}
+        token_ids = torch.tensor([ids])
+        types = {"token_type_ids": (token_ids == IMAGE).long()} if hasattr(self.config, "mm_tokens_per_image") else {}
+        return {"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids), "pixel_values": pixels, **types}
 
     def _with_types(self, ids: list[int], **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         token_ids = torch.tensor([ids])
@@ -74,6 +77,8 @@ def as_trained(
         given["pixel_values"] = given["pixel_values"].to(model.dtype)
     if "image_grid_thw" in given:
         given["mm_token_type_ids"] = ((ids == IMAGE) & mask.bool()).int()
+    if hasattr(model.config, "mm_tokens_per_image"):
+        given["token_type_ids"] = ((ids == IMAGE) & mask.bool()).int()
     return {"input_ids": ids, "attention_mask": mask, **given}, sequences
 
 

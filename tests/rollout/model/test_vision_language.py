@@ -40,6 +40,8 @@ CONFIGS = {
         vision_config=CLIP,
         mm_tokens_per_image=4,
         image_token_index=250,
+        boi_token_index=252,
+        eoi_token_index=253,
     ),
 }
 PROMPTS = [list(range(3, 40)), [9, 8, 7]]
@@ -53,6 +55,8 @@ def make(name, dtype=torch.float32):
         for path, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 1.0 if "embed" in path else parameter.shape[-1] ** -0.5)
+        if name == "gemma3":
+            model.model.language_model.norm.weight.fill_(-0.9)  # else one token has all of the probability
     return model
 
 
