@@ -63,8 +63,8 @@ def _with_small_images(config: PretrainedConfig) -> PretrainedConfig:
     parts = {name: _with_small_images(one) for name, one in vars(config).items() if isinstance(one, PretrainedConfig)}
     known = {field.name for field in dataclasses.fields(config)}
     values = {name: vars(config)[name] for name in known if name in vars(config)}
-    is_vision = "patch_size" in known
-    small = {name: one for name, one in SMALL.items() if name in known and (is_vision or name != "window_size")}
+    is_in_pixels = "fullatt_block_indexes" in known  # other windows are in patches, or of text
+    small = {name: one for name, one in SMALL.items() if name in known and (is_in_pixels or name != "window_size")}
     return type(config)(**{**values, **parts, **small}) if small or parts else config
 
 

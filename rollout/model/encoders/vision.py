@@ -73,7 +73,8 @@ def _images_of(mask: Tensor | None, num_rows: int) -> list[int] | None:
 
 
 def patch_convolution(linear: Linear, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a convolution that is a product where its windows are patches that do not overlap, else torch's own.
+    """Return a convolution that is a product where its windows are patches that do not overlap, else torch's own of one
+    image after the other: the library's bits depend on how many there are.
 
     linear: x [..., K], weight [N, K], bias [N] or None -> [..., N]. own: F.conv2d or F.conv3d.
     """
@@ -91,7 +92,10 @@ def patch_convolution(linear: Linear, own: Callable[..., Tensor]) -> Callable[..
         are_patches = _each(stride, size) == size and _each(dilation, size) == (1,) * len(size) and groups == 1
         is_cut = padding == "valid" or (not isinstance(padding, str) and not any(_each(padding, size)))
         if not are_patches or not is_cut or x.dim() != weight.dim():
-            return own(x, weight, bias, stride, padding, dilation, groups)
+            others = (weight, bias, stride, padding, dilation, groups)
+            if x.dim() != weight.dim() or len(x) < 2:
+                return own(x, *others)
+            return torch.cat([own(one, *others) for one in x.split(1)])
         counts = [length // window for length, window in zip(x.shape[2:], size, strict=True)]
         for axis, (count, window) in enumerate(zip(counts, size, strict=True), start=2):
             x = x.narrow(axis, 0, count * window)  # as a convolution leaves out what fills no window

@@ -15,7 +15,9 @@ from torch.nn import functional as F
 Linear = Callable[..., Tensor]  # x [...,K], weight [N,K], bias [N] or None -> [...,N]
 
 _DTYPES = (torch.float32, torch.bfloat16)
-_NARROW = 16  # products over so few numbers are added one after the other, for any number of batches at once
+# Products over few numbers are added one after the other, for any number of batches at once: over so many for any
+# number of columns, and for few columns over more. Each number reads and writes the result, which columns make large.
+_NARROW, _FEW_COLUMNS = 8, 16
 
 
 def replaced_products(linear: Linear) -> dict[Callable[..., object], Callable[..., object]]:
@@ -72,15 +74,15 @@ def invariant_matmul(left: Tensor, right: Tensor, linear: Linear) -> Tensor:
         return linear(right.mT, left).mT
     if _is_weight(left) and not _is_weight(right):  # one for each head (Zamba)
         return invariant_matmul(right.mT, left.mT, linear).mT
-    if left.shape[-1] <= _NARROW:
+    if left.shape[-1] <= (_NARROW if right.shape[-1] > _FEW_COLUMNS else _FEW_COLUMNS):
         total = left[..., :1] * right[..., :1, :]
         for k in range(1, left.shape[-1]):
             total = total + left[..., k : k + 1] * right[..., k : k + 1, :]
         return total
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     lefts = left.expand(*batch, *left.shape[-2:]).flatten(0, -3).unbind()
-    rights = right.expand(*batch, *right.shape[-2:]).flatten(0, -3).unbind()
-    products = [linear(rows, weight.t()) for rows, weight in zip(lefts, rights, strict=True)]
+    weights = right.expand(*batch, *right.shape[-2:]).flatten(0, -3).mT.contiguous().unbind()
+    products = [linear(rows, weight) for rows, weight in zip(lefts, weights, strict=True)]
     return torch.stack(products).view(*batch, left.shape[-2], right.shape[-1])
 
 

@@ -42,13 +42,17 @@ def test_convolution_is_torchs(own, x, weight, options):
     assert found.shape == expected.shape and torch.allclose(found, expected, atol=1e-3)
 
 
-def test_patches_of_an_image_have_the_same_bits_beside_others():
+@pytest.mark.parametrize(
+    ("channels", "window", "options"),
+    [(3, 8, {"stride": 8}), (64, 3, {"padding": 1}), (64, 1, {}), (3, 3, {"stride": 2})],
+)
+def test_an_image_has_the_same_bits_beside_others(channels, window, options):
     convolution = patch_convolution(partial(invariant_linear, method="rows"), F.conv2d)
-    pixels, kernel, bias = noise(9, 3, 32, 32), noise(16, 3, 8, 8), noise(16)
-    together = convolution(pixels, kernel, bias, stride=8)
+    pixels, kernel, bias = noise(9, channels, 32, 32), noise(16, channels, window, window), noise(16)
+    together = convolution(pixels, kernel, bias, **options)
     for index in range(9):
         one = slice(index, index + 1)
-        assert torch.equal(together[one], convolution(pixels[one], kernel, bias, stride=8))
+        assert torch.equal(together[one], convolution(pixels[one], kernel, bias, **options))
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])

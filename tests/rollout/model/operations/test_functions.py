@@ -42,6 +42,11 @@ BY_ROW = {  # computed for each row of [9, 48] alone
     "baddbmm": lambda x: torch.baddbmm(BIAS, x[None], WEIGHT[None])[0],
     "einsum": lambda x: torch.einsum("nk,kd->nd", x, WEIGHT),
     "einsum of heads": lambda x: torch.einsum("nhk,hkd->ndh", x.view(-1, 2, 24), WEIGHT.view(2, 24, 40)),
+    "few numbers, many columns": lambda x: (
+        torch.bmm(x[:, :32].unflatten(1, (2, 16)).transpose(0, 1), WEIGHT[:32].view(2, 16, 40))
+        .transpose(0, 1)
+        .flatten(1)
+    ),
     "sigmoid": lambda x: torch.sigmoid(x[:, :5].contiguous()),
     "expit": lambda x: torch.special.expit(x[:, :5].contiguous()),
     "softplus": lambda x: F.softplus(x[:, :5].contiguous()),
@@ -128,6 +133,21 @@ def test_a_parameter_before_columns_is_the_weight_of_the_invariant_product():
     with invariant_functions(linear):
         assert (PARAMETER @ columns).shape == (2, 40, 9)
     assert len(weights) == 1 and weights[0] is PARAMETER
+
+
+@pytest.mark.parametrize(("width", "num_columns", "num_calls"), [(16, 40, 3), (16, 16, 0), (8, 40, 0), (17, 16, 3)])
+def test_many_columns_are_not_added_number_by_number_but_for_few_numbers(width, num_columns, num_calls):
+    calls = []
+
+    def linear(x, weight, bias=None):
+        calls.append(weight)
+        return F.linear(x, weight, bias)
+
+    left, right = torch.randn(3, 5, width), torch.randn(3, width, num_columns)
+    with invariant_functions(linear):
+        found = torch.matmul(left, right)
+    torch.testing.assert_close(found, torch.matmul(left, right), atol=1e-5, rtol=1e-5)
+    assert len(calls) == num_calls and all(weight.is_contiguous() for weight in calls)
 
 
 SOFTMAXES = {
