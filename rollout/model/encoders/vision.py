@@ -34,42 +34,69 @@ def whole_attention_parts(root: nn.Module) -> Iterator[nn.Module]:
 def whole_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
 ) -> tuple[Tensor, None]:
-    """Attend among all rows of each image -> ([B, T, H, D], None). query [B, H, T, D], key and value [B, K, T, D].
+    """Attend among all rows of each image -> ([B, Q, H, D], None). query [B, H, Q, D], key and value [B, K, T, D].
 
     Each batch row is a call of its own, so that its bits do not depend on the others, and so is each image that a mask
-    [1, 1, T, T] separates from the others of a row. Raises ValueError for any other mask.
+    [1, 1, T, T] separates from the others of a row. Where a mask [B, 1, 1 or Q, T] hides keys that pad an image, rows
+    of the image are a call without these, so that their bits do not depend on how many they are. Raises ValueError for
+    any other mask.
     """
     is_shared = query.shape[1] != key.shape[1]  # queries of several heads have one head of keys
-    sizes = _images_of(mask, query.shape[2])
-    if sizes is None:
-        raise ValueError(
-            f"{type(module).__name__} of an encoder of images has a mask that does not separate images: not supported"
-        )
     found = []
-    for one in zip(query.split(1), key.split(1), value.split(1), strict=True):
-        images = zip(*(tensor.split(sizes, dim=2) for tensor in one), strict=True)
-        rows = [F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=is_shared) for q, k, v in images]
-        found.append(torch.cat(rows, dim=2))
+    for index, one in enumerate(zip(query.split(1), key.split(1), value.split(1), strict=True)):
+        calls = _calls_of(mask, index, query.shape[2], key.shape[2], query.device)
+        if calls is None:
+            raise ValueError(
+                f"{type(module).__name__} of an encoder of images has a mask that neither separates images nor hides "
+                "what pads them: not supported"
+            )
+        out = query.new_zeros(1, *query.shape[1:3], value.shape[-1])
+        for rows, keys in calls:
+            q, k, v = one[0][:, :, rows], one[1][:, :, keys], one[2][:, :, keys]
+            out[:, :, rows] = F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=is_shared)
+        found.append(out)
     return torch.cat(found).transpose(1, 2).contiguous(), None
 
 
-def _images_of(mask: Tensor | None, num_rows: int) -> list[int] | None:
-    """Return the numbers of rows of the images that a mask [1, 1, T, T] separates; None where it does something else.
-    A mask is true, or 0, where a row sees another one."""
+_Rows = slice | Tensor
+_ALL = slice(None)
+
+
+def _calls_of(
+    mask: Tensor | None, index: int, num_rows: int, num_keys: int, device: torch.device
+) -> list[tuple[_Rows, _Rows]] | None:
+    """Return the rows, and the keys that they see, of each call for one batch row; None for a mask of another kind than
+    `whole_attention` takes. A mask is true, or 0, where a row sees a key."""
     if mask is None:
-        return [num_rows]
-    seen = mask if mask.dtype is torch.bool else mask == 0
-    if seen.numel() and seen.all():
-        return [num_rows]
-    if seen.shape != (1, 1, num_rows, num_rows):
+        return [(_ALL, _ALL)]
+    if mask.dim() != 4 or mask.shape[1] != 1:
         return None
-    seen = seen[0, 0]
-    begins = torch.ones(num_rows, dtype=torch.bool, device=seen.device)
+    own = mask[index if len(mask) > 1 else 0, 0]
+    seen = own if own.dtype is torch.bool else own == 0
+    if seen.numel() and seen.all():
+        return [(_ALL, _ALL)]
+    if seen.numel() and seen.shape[1] == num_keys and bool((seen == seen[:1]).all()):
+        real, padding = _rows_of(seen[0]), _rows_of(~seen[0])
+        if not seen.any():
+            return []
+        return [(_ALL, real)] if num_rows != num_keys else [(real, real), (padding, real)]
+    if seen.shape != (num_rows, num_rows) or num_keys != num_rows:
+        return None
+    begins = torch.ones(num_rows, dtype=torch.bool, device=device)
     begins[1:] = ~seen.diagonal(-1)
     number = begins.cumsum(0)
     if not torch.equal(seen, number[:, None] == number):
         return None
-    return torch.bincount(number)[1:].tolist()
+    ends = torch.bincount(number)[1:].cumsum(0).tolist()
+    return [(rows, rows) for rows in map(slice, [0, *ends[:-1]], ends)]
+
+
+def _rows_of(is_its: Tensor) -> _Rows:
+    """Return the rows where a tensor is true, as a slice if they stand side by side."""
+    rows = is_its.nonzero()[:, 0].tolist()
+    if rows and rows[-1] - rows[0] + 1 == len(rows):
+        return slice(rows[0], rows[-1] + 1)
+    return torch.tensor(rows, dtype=torch.int64, device=is_its.device)
 
 
 def patch_convolution(linear: Linear, own: Callable[..., Tensor]) -> Callable[..., Tensor]:

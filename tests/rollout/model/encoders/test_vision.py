@@ -76,15 +76,43 @@ def test_a_mask_that_separates_images_is_attention_within_each(kind):
     [
         torch.ones(17, 17).tril().bool()[None, None],
         torch.block_diag(torch.ones(9, 9), torch.ones(8, 8)).bool().roll(1, 1)[None, None],
-        torch.arange(17)[None, None, None] < 12,
+        torch.arange(17)[None, None, None, :9] < 5,
         torch.zeros(1, 1, 1, 0),
     ],
-    ids=["causal", "odd", "padding", "packed rows"],
+    ids=["causal", "odd", "of fewer keys", "packed rows"],
 )
 def test_any_other_mask_is_refused_by_name(mask):
     rows = [noise(1, 4, 17, 16)] * 3
-    with pytest.raises(ValueError, match="Attention of an encoder of images has a mask that does not separate images"):
+    with pytest.raises(ValueError, match="Attention of an encoder of images has a mask that neither separates images"):
         whole_attention(Attention(), *rows, mask, None)
+
+
+@pytest.mark.parametrize("real", [[0, 1, 2, 3, 4, 5], [2, 3, 4, 8]], ids=["behind", "around"])
+@pytest.mark.parametrize("kind", ["keys", "rows", "float"])
+def test_what_pads_an_image_is_left_out_of_its_attention_with_the_bits_of_the_image_alone(real, kind):
+    query, key, value = noise(2, 4, 9, 16), noise(2, 2, 9, 16), noise(2, 2, 9, 16)
+    mask = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    mask[1] = False
+    mask[1, ..., real] = True
+    mask = mask if kind == "keys" else mask.expand(2, 1, 9, 9)
+    given = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if kind == "float" else mask
+    found, _ = whole_attention(Attention(), query, key, value, given, 0.25)
+    expected = F.scaled_dot_product_attention(query, key, value, mask, scale=0.25, enable_gqa=True)
+    assert torch.allclose(found, expected.transpose(1, 2), atol=1e-5)
+    whole, _ = whole_attention(Attention(), query[:1], key[:1], value[:1], None, 0.25)
+    assert torch.equal(found[:1], whole)
+    rows = (t[1:, :, real].contiguous() for t in (query, key, value))
+    assert torch.equal(found[1:, real], whole_attention(Attention(), *rows, None, 0.25)[0])
+
+
+def test_rows_that_attend_to_others_see_those_that_are_no_padding():
+    query, key, value = noise(1, 4, 5, 16), noise(1, 4, 12, 16), noise(1, 4, 12, 16)
+    mask = torch.arange(12)[None, None, None] < 10
+    found, _ = whole_attention(Attention(), query, key, value, mask, None)
+    alone, _ = whole_attention(Attention(), query, key[:, :, :10], value[:, :, :10], None, None)
+    assert torch.equal(found, alone)
+    nothing, _ = whole_attention(Attention(), query, key, value, mask & False, None)
+    assert not nothing.any()
 
 
 def test_padding_inside_an_image_reaches_its_attention_and_none_does_not():
@@ -92,6 +120,4 @@ def test_padding_inside_an_image_reaches_its_attention_and_none_does_not():
     assert hosted_mask(attention_mask=mask, mask_function=bidirectional_mask_function) is None
     mask[1, 6:] = False
     made = hosted_mask(attention_mask=mask, mask_function=bidirectional_mask_function)
-    assert made is not None
-    with pytest.raises(ValueError, match="does not separate images"):
-        whole_attention(Attention(), *[noise(2, 4, 9, 16)] * 3, made, None)
+    assert made is not None and torch.equal(made[:, 0, 0], mask)
