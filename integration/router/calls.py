@@ -49,7 +49,7 @@ def _without_address(location: bytes, url: str) -> bytes:
     """Return a URL at the address of `url` as a path, any other one as it is."""
     try:
         parts = urlsplit(location.decode("latin-1"))
-        if _address_of(parts) != _address_of(urlsplit(url)):
+        if not _is_at(parts, urlsplit(url)):
             return location
     except ValueError:
         return location
@@ -57,5 +57,13 @@ def _without_address(location: bytes, url: str) -> bytes:
     return urlunsplit(("", "", path, parts.query, parts.fragment)).encode("latin-1")
 
 
-def _address_of(parts: SplitResult) -> tuple[str | None, int]:
-    return parts.hostname, parts.port or (443 if parts.scheme == "https" else 80)
+def _is_at(location: SplitResult, worker: SplitResult) -> bool:
+    """Return whether a URL is the worker's own. A worker behind something that ends its TLS does not know of it: it
+    writes http:// and the port of the request, of which there is none where it is that of https."""
+    if location.scheme == "http" and worker.scheme == "https" and location.port is None:
+        location = location._replace(scheme="https")
+    return location.hostname == worker.hostname and _port_of(location) == _port_of(worker)
+
+
+def _port_of(parts: SplitResult) -> int:
+    return parts.port or (443 if parts.scheme == "https" else 80)

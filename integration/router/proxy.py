@@ -208,7 +208,8 @@ class Proxy:
         started = time.monotonic()
         deadline = min(course.deadline, started + max(0.0, self._config.queue_timeout_s - course.waited_s))
         try:
-            async with self.held.abortable(generation.call):
+            rids = generation.progress.open_rids if generation.progress is not None else ()
+            async with self.held.abortable(generation.call, rids):
                 return await self._wait_for_worker(generation, course, deadline)
         finally:
             course.waited_s += time.monotonic() - started
@@ -227,23 +228,24 @@ class Proxy:
                 lambda: self._choosing.why_none_like(progress),
             )  # fmt: skip
         if generation.session is not None:
-            session = generation.session
-            return await self.held.its_worker(lambda: self._home(session, course), deadline)
+            return await self.held.its_worker(lambda: self._home(generation, course), deadline)
         return await self.held.worker(lambda: self._choosing.best(generation, course), deadline)
 
-    def _home(self, session: str, course: Course) -> Worker | None:
+    def _home(self, generation: Generation, course: Course) -> Worker | None:
         """Return the worker of a session; None while it takes no requests. Raises HttpError 404 where it is lost, 502
         where it failed this request: another one cannot answer it, and this one may have done so."""
-        worker = home_of(self._registry, session)
+        assert generation.session is not None
+        worker = home_of(self._registry, generation.session, generation.call.path)
         if course.failures:
             why = "; ".join(f"{url}: {why}" for url, why in course.failures)
             raise HttpError(502, f"the worker of the session failed: {why}", code="workers_failed")
-        return worker if worker.can_take_requests else None
+        return worker if worker.can_take_requests or worker.is_draining else None
 
     def _all_full(self, generation: Generation, course: Course) -> tuple[float, str] | None:
         """Return when the first worker may be asked again, and why all refuse now; None where one may be asked."""
         session, progress = generation.session, generation.progress
-        workers = list(self._registry) if session is None else [home_of(self._registry, session)]
+        path = generation.call.path
+        workers = list(self._registry) if session is None else [home_of(self._registry, session, path)]
         if progress is not None and course.has_begun:
             workers = [worker for worker in workers if progress.why_not(worker) is None]
         able = [worker for worker in workers if worker.can_take_requests]

@@ -21,6 +21,7 @@ from .fleet.worker import Health, Worker
 from .fleet.workers import WorkerRegistry
 
 OPEN = "/open_session"
+_AT_THE_END = ("/session_info", "/close_session")  # that a worker answers while it drains
 _MARK = "."  # between the worker's id and the rest
 _MAX_ID = 200  # characters of the rest: a worker takes 256 in all
 _FIELD = b'"session_params"'
@@ -64,8 +65,9 @@ async def opening(call: WorkerCall, max_lists: int) -> Opening:
     return Opening(values, own)
 
 
-def home_of(registry: WorkerRegistry, session: str) -> Worker:
-    """Return the worker of a session. Raises HttpError 404 where it cannot be any more, or was never here."""
+def home_of(registry: WorkerRegistry, session: str, path: str) -> Worker:
+    """Return the worker of a session for a call of this path. Raises HttpError 404 where it cannot be any more, or was
+    never here: a worker that drains takes no request that goes on with its sessions, and does not become well again."""
     worker_id, mark, _ = session.partition(_MARK)
     worker = next((one for one in registry if one.id == worker_id), None)
     if worker is None and not (mark and _is_worker_id(worker_id)):
@@ -77,6 +79,8 @@ def home_of(registry: WorkerRegistry, session: str) -> Worker:
         why = "its worker is none of this router's"
     elif worker.health is Health.DEAD:
         why = f"its worker {worker.url} has ended ({worker.last_error})"
+    elif worker.is_draining and path not in _AT_THE_END:
+        why = f"its worker {worker.url} drains; until it ends GET /session_info returns the conversation"
     else:
         return worker
     raise HttpError(404, f"the session {session[:300]!r} is lost: {why}", code="session_lost")

@@ -113,7 +113,7 @@ class Updates:
         at them then: it has begun another session, or brought them other weights at once."""
         if known is None or known.failure is not None or not all(result.success for result in results):
             return False
-        if rule.journal == "opens":
+        if rule.journal == "opens" or (known.session and all(_is_explicit(result) is False for result in results)):
             return True
         if not (rule.is_whole and known.session):
             return False
@@ -145,6 +145,7 @@ class Updates:
         if rule.is_whole or not self.journal.is_unresolved:
             self._is_over = all(result.status is not None for result in left)
         if left and all(result.success for result in left):
+            await self._refuse_torn_session(verb, left)
             await self.read_versions(targets)
             goes_on = rule.journal == "opens" or (known is not None and rule.journal == "writes" and not rule.is_whole)
             if not goes_on:
@@ -188,10 +189,21 @@ class Updates:
             return
         named = "; ".join(f"{result.worker.url}: {result.worker.weight_digest}" for result in results)
         message = f"{verb} brought the workers different weights, by their digests: {named}"
+        await self._refuse_done(message, "mixed_weights", results)
+
+    async def _refuse_torn_session(self, verb: str, results: Sequence[Result]) -> None:
+        """Keep the entry of an update that some workers did in an open session and others, which have given it up,
+        outside of it. Raises HttpError 502."""
+        within, outside = ([r.worker.url for r in results if _is_explicit(r) is said] for said in (True, False))
+        if within and outside:
+            message = f"{verb} is in the open session at {', '.join(within)}, which is given up at {', '.join(outside)}"
+            await self._refuse_done(message, "torn_session", results)
+
+    async def _refuse_done(self, message: str, code: str, results: Sequence[Result]) -> None:
         self._is_over = True
         await self._keep(message)
         extra = {"results": [result.report() for result in results], "retryable": True}
-        raise HttpError(502, message, code="mixed_weights", extra=extra)
+        raise HttpError(502, message, code=code, extra=extra)
 
     async def _lost(self, results: Sequence[Result]) -> list[Result]:
         """Return the failures of workers whose process ended in the middle of the update. A worker that did not answer
@@ -284,6 +296,14 @@ def _entry(verb: str, targets: Sequence[Worker], session: bool = False) -> Journ
         TargetRecord(worker.url, worker.disabled, worker.weight_version, worker.process) for worker in targets
     )
     return JournalEntry(verb, time.time(), records, session)
+
+
+def _is_explicit(result: Result) -> bool | None:
+    """Return whether an update was written in a session that its client has begun, as Lockstep's workers report; None:
+    it is not reported."""
+    report = result.body.get("report") if isinstance(result.body, dict) else None
+    explicit = report.get("explicit") if isinstance(report, dict) else None
+    return explicit if isinstance(explicit, bool) else None
 
 
 def _digests(workers: Sequence[Worker]) -> set[str | None]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -57,12 +57,13 @@ class HeldRequests:
         self._wake_first()
 
     @asynccontextmanager
-    async def abortable(self, call: WorkerCall) -> AsyncIterator[None]:
-        """Let an abort end the block, which finds a worker for this call. Raises Aborted then."""
+    async def abortable(self, call: WorkerCall, rids: Collection[str] = ()) -> AsyncIterator[None]:
+        """Let an abort end the block, which finds a worker for this call. rids: the open ones at the worker before.
+        Raises Aborted then."""
         if call.path not in PATHS:
             yield
             return
-        one = _Abortable(Names(call), asyncio.timeout(None))
+        one = _Abortable(Names(call, set(rids) or None), asyncio.timeout(None))
         self._abortable.add(one)
         try:
             async with one.limit:

@@ -121,6 +121,14 @@ class Progress:
         return rids if isinstance(rids, list) and all(isinstance(one, str) for one in rids) else []
 
     @property
+    def open_rids(self) -> set[str]:
+        """The ids of the prompts whose answers have not ended; none where the first worker told none."""
+        rids = self.rids
+        num = max(1, len(self.parts) // max(1, len(rids)))  # samples of each
+        parts = {rid: self.parts[at * num : at * num + num] for at, rid in enumerate(rids)}
+        return {rid for rid, own in parts.items() if not own or any(one is None or not one.has_ended for one in own)}
+
+    @property
     def has_usage(self) -> bool:
         """Whether the client has the event with the usage of all sequences."""
         return self._has_usage

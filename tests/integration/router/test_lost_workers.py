@@ -288,6 +288,46 @@ def test_a_call_that_replaces_all_weights_after_a_trainer_has_died_reaches_all_a
     assert is_resolved(fleet) and all(fleet.report(worker)["routable"] for worker in fleet.workers)
 
 
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_an_update_outside_of_the_session_of_a_dead_trainer_reaches_all_and_ends_it(make_fleet, is_restarted):
+    named = {"weight_digest": "d1", "guarantee": {"invariant": True}}
+    fleet, verb = make_fleet([FakeWorker(**named), FakeWorker(**named)]), SESSION[1]
+    other = fleet.workers[1]
+
+    def writes(explicit: bool) -> tuple[int, object]:
+        return 200, {"success": True, "report": {"explicit": explicit}}
+
+    for worker in fleet.workers:
+        worker.answers[verb] = writes(True)
+    assert fleet.post(SESSION[0]).status_code == 200
+    assert fleet.post(verb).status_code == 200 and not is_resolved(fleet), "it is a part of the open session"
+    if is_restarted:
+        other.stop()
+        wait_until(lambda: fleet.report(other)["status"] == "dead", "it is dead")
+        come_back(fleet, other, "1")
+    for worker in fleet.workers:  # they have given the session up
+        worker.answers[verb] = writes(False)
+    answer = fleet.post(verb)
+    assert answer.status_code == 200 and len(answer.json()["results"]) == 2
+    assert is_resolved(fleet) and all(fleet.report(worker)["routable"] for worker in fleet.workers)
+
+
+def test_an_update_that_is_in_a_session_at_one_worker_only_is_unresolved_until_all_weights_are_replaced(make_fleet):
+    named = {"weight_digest": "d1", "guarantee": {"invariant": True}}
+    fleet, verb = make_fleet([FakeWorker(**named), FakeWorker(**named)]), SESSION[1]
+    assert fleet.post(SESSION[0]).status_code == 200
+    for worker, explicit in zip(fleet.workers, (True, False), strict=True):  # one has given it up a moment before
+        worker.answers[verb] = 200, {"success": True, "report": {"explicit": explicit}}
+    torn = fleet.post(verb)
+    assert torn.status_code == 502 and torn.json()["error"]["type"] == "torn_session"
+    assert all(worker.url in torn.json()["error"]["message"] for worker in fleet.workers)
+    assert not is_resolved(fleet) and fleet.stats()["num_routable"] == 0
+    for worker in fleet.workers:
+        worker.answers[ONE_CALL] = becomes(worker, "2", weight_digest="d2")
+    assert fleet.post(ONE_CALL).status_code == 200
+    assert is_resolved(fleet) and fleet.stats()["num_routable"] == 2
+
+
 def test_workers_that_have_different_weights_after_an_update_of_one_version_serve_none(make_fleet):
     fleet = make_fleet(2)
     for worker, digest in zip(fleet.workers, ("a", "b"), strict=True):

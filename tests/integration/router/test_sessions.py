@@ -90,6 +90,26 @@ def test_a_session_of_a_dead_worker_is_lost_and_says_so(fleet):
     assert fleet.post("/generate", {"input_ids": [1]}).status_code == 200, "others go on"
 
 
+@pytest.mark.parametrize("is_seen", [True, False])  # by a probe, before the request
+def test_a_session_of_a_worker_that_drains_is_lost_at_once_and_can_be_read_until_its_end(make_fleet, is_seen):
+    fleet = make_fleet([answering(), answering()], health_interval_s=0.05 if is_seen else 60.0)
+    id = opened(fleet)
+    worker = home(fleet, id)
+    worker.is_draining = True
+    if is_seen:
+        wait_until(lambda: fleet.report(worker)["status"] == "draining", "it drains")
+    else:
+        refused = {"success": False, "error": {"message": "no", "code": "draining"}}
+        worker.generate = lambda handler, body: handler.reply(503, refused)
+    for path, body in (("/generate", {"input_ids": [1]}), ("/v1/chat/completions", {"input_ids": [1]})):
+        status, code, message = error(fleet.post(path, {**body, "session_params": {"id": id}}))
+        assert (status, code) == (404, "session_lost")
+        assert worker.url in message and "drains" in message and "/session_info" in message
+    assert fleet.http.get("/session_info", params={"session_id": id}).json() == {"at": worker.url}
+    assert fleet.post("/close_session", {"session_id": id}).status_code == 200
+    assert fleet.post("/generate", {"input_ids": [1]}).json()["text"] != worker.url
+
+
 def test_an_id_that_no_worker_gave_is_unknown(fleet):
     for id in ("mine", "x.mine", "", "00000000-0000-0000-0000-00000000000g.a"):
         status, code, message = error(fleet.post("/generate", {"input_ids": [1], "session_params": {"id": id}}))
@@ -154,5 +174,5 @@ def test_a_body_that_only_speaks_of_sessions_goes_anywhere(fleet):
 def test_a_worker_is_found_by_the_beginning_of_an_id_only():
     registry = WorkerRegistry()
     worker, _ = registry.add("http://127.0.0.1:1")
-    assert home_of(registry, f"{worker.id}.a") is worker
-    assert home_of(registry, f"{worker.id}.{worker.id}.b") is worker
+    assert home_of(registry, f"{worker.id}.a", "/generate") is worker
+    assert home_of(registry, f"{worker.id}.{worker.id}.b", "/generate") is worker

@@ -45,6 +45,33 @@ def aborted(make_fleet, url: str, path: str, body: dict, num_events: int, **sett
     return answer
 
 
+@pytest.mark.parametrize("what", ["generate", "completions", "chat", "tokens"])
+def test_a_stream_between_two_workers_is_aborted_by_the_id_that_a_worker_gave_it(make_fleet, url, what):  # noqa: F811
+    def cut() -> int:
+        worker.is_loading = True  # it is not well again: the stream waits for a worker
+        return 2
+
+    worker = CutWorker(url, cut)
+    fleet: Fleet = make_fleet([worker, CutWorker(url, lambda: None)])
+    fleet.post(f"/workers/{fleet.report(fleet.workers[1])['id']}/disable")  # it hears of aborts
+    generate = "/generate", {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": LENGTH}}
+    path, body = STREAMS.get(what, generate)
+    with httpx.stream("POST", f"{fleet.router.url}{path}", json=body, timeout=WAIT_S) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+        first = json.loads(next(lines).removeprefix("data: "))
+        given = first.get("id") or first.get("request_id") or first["meta_info"]["id"]
+        wait_until(lambda: fleet.stats()["num_held_requests"] == 1, "it waits")
+        wait_until(lambda: fleet.report(worker)["status"] == "dead", "its worker is lost")
+        assert fleet.post("/abort_request", {"rid": f"{given}-of another one"}).status_code == 200
+        assert fleet.stats()["num_held_requests"] == 1
+        assert fleet.post("/abort_request", {"rid": given}).status_code == 200
+        wait_until(lambda: fleet.stats()["num_held_requests"] == 0, "it waits no more")
+        ends = [json.loads(line.removeprefix("data: ")) for line in lines]
+    said = [end["choices"][0] if end.get("choices") else end.get("meta_info", {}) for end in ends]
+    assert any("abort" in json.dumps(one.get("finish_reason")) for one in said)
+    assert counted(fleet)["moved_streams_total", "aborted"] == 1
+
+
 @pytest.mark.parametrize("what", ["log-probabilities", "samples", "a list"])
 def test_an_aborted_stream_of_generate_ends_with_the_output_so_far(make_fleet, url, what):  # noqa: F811
     body = {"input_ids": PROMPT, "stream": True, **GENERATE.get(what, GENERATE["plain"])}

@@ -59,6 +59,21 @@ def test_a_redirect_of_a_worker_to_itself_leads_a_client_to_the_router(make_flee
     assert (answer.status_code, answer.headers["location"]) == (307, passed_on)
 
 
+@pytest.mark.parametrize(
+    ("worker", "told", "passed_on"),
+    [
+        ("https://w", b"http://w/a?b", b"/a?b"),  # what ends the TLS does not tell the worker of it
+        ("https://w:8443", b"http://w:8443/a", b"/a"),
+        ("https://w", b"https://w:443/a", b"/a"),
+        ("https://w", b"http://w:8080/a", b"http://w:8080/a"),
+        ("https://w:8443", b"http://w/a", b"http://w/a"),
+        ("http://w", b"https://w/a", b"https://w/a"),  # its own path leads back here
+    ],
+)
+def test_a_redirect_of_a_worker_behind_tls_leads_a_client_to_the_router(worker, told, passed_on):
+    assert returned([(b"Location", told)], worker) == [(b"location", passed_on)]
+
+
 def test_a_redirect_that_is_no_url_is_passed_on_as_it_is():
     for told in (b"http://w:port/a", b"http://[w/a", b"\xff\x00"):
         assert returned([(b"Location", told)], "http://w:1") == [(b"location", told)]
