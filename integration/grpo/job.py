@@ -46,6 +46,7 @@ from .results.run_folder import REMOVED, say
 from .results.run_log import RunLog, drop_lines_after
 from .results.samples import SampleFiles
 from .results.samples_page import samples_data
+from .results.settings_kept import changed_settings, describe, settings_of
 from .results.statistics import REWARD, step_statistics
 from .results.wandb_log import WandbLog
 from .results.weights_kept import WeightsKept
@@ -97,6 +98,8 @@ class GrpoJob:
             checkpoint = newest_checkpoint(config.folder / "checkpoints") if resume else None
             if checkpoint is not None:
                 refuse_other_draws(checkpoint)
+                if ranks.is_first and (changed := changed_settings(config, checkpoint)):
+                    logger.warning("settings are others than at %s: %s", checkpoint, describe(changed))
                 self.first_step, state = load_checkpoint(checkpoint)
                 self.backend.load_state(state)
                 if (drafts := self._drafts()) is not None:
@@ -288,7 +291,8 @@ class GrpoJob:
             if broken := [name for name, tensor in state.model.items() if not tensor.isfinite().all()]:
                 raise BrokenLogits(f"trained weights are not finite: {', '.join(broken[:5])}")
             folder, digest = self.config.folder / "checkpoints", self.engine.weight_digest()
-            path = save_checkpoint(folder, step, state, digest, self._drafts(), self.config.checkpoints.keep)
+            settings, num_kept = settings_of(self.config), self.config.checkpoints.keep
+            path = save_checkpoint(folder, step, state, digest, self._drafts(), num_kept, settings)
             self._keep_digest(path, step, digest)
 
     def _describe_engines(self) -> WeightsKept:

@@ -21,6 +21,7 @@ from .backends.lora import add_adapters, missing_package
 from .engines.schedule import read_schedule
 from .environments.player import job_environment
 from .results.checkpoint import num_steps_done
+from .results.settings_kept import other_seed
 from .rewards.scorer import make_scorer
 from .sampling_check import check_sampling, distortions
 from .settings.config import JobConfig
@@ -72,7 +73,7 @@ def _steps_already_done(config: JobConfig) -> list[str]:
 def check_job(config: JobConfig, num_ranks: int, *, resume: bool = False) -> None:
     """Check the config before a process group exists. resume: the run goes on in its folder. Raises ValueError with all
     faults in one line."""
-    wrong = _steps_already_done(config) if resume else _inputs_in_own_folder(config)
+    wrong = [*_steps_already_done(config), *other_seed(config)] if resume else _inputs_in_own_folder(config)
     if config.run.num_ranks and config.run.num_ranks != num_ranks:
         wrong.append(f"run.num_ranks is {config.run.num_ranks}, but torchrun started {num_ranks}")
     if config.rollout.prompts_per_step % num_ranks:

@@ -1,13 +1,13 @@
 """Checkpoints of the main job. A resumed run continues with the same results as a run without a stop.
 
 A checkpoint is a folder `step-000020` with the trained parameters (of adapters: only these), the optimizer's tensors,
-the step, the SHA-256 of its files, the digest of all weights, by which a resumed run finds out that its frozen base is
-another one, and the number of the definition of draws, under which its seeds mean the same tokens. The samples that the
-first rank's engine keeps for drafts are in it, too; they change the speed of a resumed run alone. Its tensors are
-whole, also when the trainer is sharded. It is written under another name, flushed to the disk and renamed, so it is
-complete or absent. An older one is removed after its successor stands, and loses its name first. No pickle: tensors are
-safetensors, the rest is JSON. Every random choice of the job is a pure function of (seed, step), so no generator state
-is kept.
+the step, the SHA-256 of its files, the settings of the run, the digest of all weights, by which a resumed run finds out
+that its frozen base is another one, and the number of the definition of draws, under which its seeds mean the same
+tokens. The samples that the first rank's engine keeps for drafts are in it, too; they change the speed of a resumed run
+alone. Its tensors are whole, also when the trainer is sharded. It is written under another name, flushed to the disk
+and renamed, so it is complete or absent. An older one is removed after its successor stands, and loses its name first.
+No pickle: tensors are safetensors, the rest is JSON. Every random choice of the job is a pure function of (seed, step),
+so no generator state is kept.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ def save_checkpoint(
     digest: str | None = None,
     drafts: EngineDrafts | None = None,
     num_kept: int = 2,
+    settings: Mapping[str, object] | None = None,
 ) -> Path:
     """Write the state after `step` finished steps, and delete all but the newest checkpoints. One rank calls it.
 
-    drafts: of its engine, if that is in this process. num_kept: number of checkpoints that stay; 0: all. Raises
-    FileFailed; then nothing is left of this checkpoint, and the older ones are all there.
+    drafts: of its engine, if that is in this process. num_kept: number of checkpoints that stay; 0: all. settings: of
+    the run, by their keys. Raises FileFailed; then nothing is left of this checkpoint, and the older ones are there.
     """
     path = folder / f"{_PREFIX}{step:06d}"
     with files_of(path), atomic_folder(path) as partial:
@@ -59,7 +60,7 @@ def save_checkpoint(
             drafts.save_history(partial / _HISTORY)
         files = {file.name: _sha256(file) for file in partial.iterdir()}
         described = {"step": step, "weight_digest": digest, "draw_definition": DRAW_DEFINITION, "sha256": files}
-        write_json(partial / _STATE, described)
+        write_json(partial / _STATE, described | {"settings": settings})
     for old in _checkpoints(folder)[:-num_kept] if num_kept else []:
         with files_of(old, "removed"):
             shutil.rmtree(old.rename(old.with_name(f".{old.name}.removed")))
@@ -101,6 +102,12 @@ def load_history(path: Path, drafts: EngineDrafts) -> None:
 def saved_digest(path: Path) -> str | None:
     """Read the digest of all weights at a checkpoint. None: it has none. Raises FileFailed."""
     return _saved(path).get("weight_digest")
+
+
+def saved_settings(path: Path) -> Mapping[str, object] | None:
+    """Read the settings of the run that wrote a checkpoint. None: it does not tell. Raises FileFailed."""
+    settings = _saved(path).get("settings")
+    return settings if isinstance(settings, dict) else None
 
 
 def refuse_other_draws(path: Path) -> None:

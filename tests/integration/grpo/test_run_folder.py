@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,10 @@ from lockstep.integration.grpo.results.checkpoint import (
 )
 from lockstep.integration.grpo.results.run_folder import SOCKETS, owned_folder
 from lockstep.integration.grpo.results.run_log import RunLog, read_metrics
+from lockstep.integration.grpo.results.settings_kept import changed_settings, describe, other_seed, settings_of
 from lockstep.integration.grpo.settings.config import JobConfig
-from lockstep.integration.grpo.settings.sections import RunSettings
+from lockstep.integration.grpo.settings.sections import DataSettings, RunSettings
+from lockstep.integration.grpo.settings.training import TrainSettings
 from lockstep.tests.support.full_disks import no_file_above, small_disk
 from lockstep.weight_sync.disk.claims import SUFFIX
 
@@ -81,6 +84,24 @@ def test_a_run_is_not_resumed_for_fewer_steps_than_it_has_done(tmp_path):
     with pytest.raises(ValueError, match=r"run\.num_steps=2, but the newest checkpoint in .* is of step 3: raise"):
         check_job(settings, 1, resume=True)
     check_job(settings, 1)  # a run from the start
+
+
+def test_a_run_is_not_resumed_with_the_seed_of_another_and_names_the_settings_that_have_changed(tmp_path):
+    begun = JobConfig(RunSettings("r", str(tmp_path), seed=3), data=DataSettings(reasoning_gym="chain_sum"))
+    path = save_checkpoint(begun.folder / "checkpoints", 2, state(), settings=settings_of(begun))
+    check_job(replace(begun, data=DataSettings(), run=replace(begun.run, num_steps=9)), 1, resume=True)
+    with pytest.raises(ValueError, match=r"run\.seed=4, but .*step-000002 is of a run with run\.seed=3: .*Resume it"):
+        check_job(replace(begun, data=DataSettings(), run=replace(begun.run, seed=4)), 1, resume=True)
+    now = replace(begun, reward=["a:b"], run=replace(begun.run, timeout_s=5), train=TrainSettings(learning_rate=0.5))
+    said = describe(changed_settings(now, path))
+    assert said == "reward was 'exact_answer' and is ['a:b'], train.learning_rate was 5e-05 and is 0.5"
+    lines = TrainSettings(schedule="linear")
+    longer = replace(begun, train=lines, run=replace(begun.run, num_steps=9))  # its learning rates fall otherwise
+    assert list(changed_settings(longer, path)) == ["run.num_steps", "train.schedule"]
+    of_before = save_checkpoint(begun.folder / "checkpoints", 3, state())  # by a version that kept no settings
+    assert changed_settings(now, of_before) == {}
+    (of_before / "state.json").write_text("no JSON")
+    assert other_seed(now) == []  # the load of the checkpoint says it
 
 
 def test_the_leftovers_of_killed_runs_go_at_the_next_start(tmp_path, monkeypatch):
