@@ -168,7 +168,9 @@ PLACES = {
     "integration.router.fleet": "http.edge router.calls router.config router.wire",
     "integration.service": "replay service_config weights",
     "integration.grpo.training": "grpo.backends grpo.settings ranks",
-    "integration.grpo.results": "failures grpo.backends grpo.environments grpo.rewards grpo.settings grpo.tasks pages replay",
+    "integration.grpo.results": (
+        "failures grpo.backends grpo.environments grpo.rewards grpo.settings grpo.tasks pages replay"
+    ),
     "integration.pages": "",
     "integration.grpo.tasks": "failures grpo.settings",
     "integration.grpo.backends": "grpo.settings push.adapters ranks",
