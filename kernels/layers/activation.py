@@ -3,7 +3,7 @@
 In fp32, PyTorch's own silu, sigmoid and gelu compute the last few elements of a tensor (those that do not fill a
 vector, in each thread) with another routine than the rest, and so do softplus, mish, elu, celu, selu and glu;
 measurements found no such difference in exp, expm1, log, log1p, tanh, erf, cos, powers 2, 3, 0.5 and -1, and the basic
-operations. In half precisions silu and sigmoid showed no
+operations; for other powers see `powers.py`. In half precisions silu and sigmoid showed no
 difference either, so PyTorch's own are used there; both gelus and rsqrt did, so they are computed in fp32 and rounded.
 """
 

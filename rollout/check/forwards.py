@@ -29,8 +29,9 @@ from ..model.rollout_phase import evaluated
 from ..model.steps.context import StepContext
 from ..model.steps.pools import step_pools
 
-PIECES = (13, 1, 4)  # tokens of the sequence in each step, and ...
-BESIDE = (3, 4, 4)  # ... of its neighbour in the same step: in the second, the last layer leaves rows out
+PIECES = (13, 1, 1, 3)  # tokens of the sequence in each step, and ...
+BESIDE = (3, 4, 0, 4)  # ... of its neighbour in the same step. In the second, the last layer leaves rows out; the
+# third is one row alone
 NUM_TOKENS = sum(PIECES)
 _BLOCK_SIZE = 16
 _BLOCKS = ((3, 1), (2, 0))  # of the sequence and of its neighbour
@@ -143,19 +144,25 @@ def in_pieces(
             mine = torch.arange(first, first + size, device=device)
             other = torch.arange(other_end - beside, other_end, device=device)
             slots = torch.cat([_slots(_BLOCKS[0], mine), _slots(_BLOCKS[1], other)])
+            num = 2 if beside else 1  # sequences
             paged = PagedStep(
-                torch.tensor(_BLOCKS, dtype=torch.int32, device=device),
-                torch.tensor([0, size, size + beside], dtype=torch.int32, device=device),
-                torch.tensor([first + size, other_end], dtype=torch.int32, device=device),
+                torch.tensor(_BLOCKS[:num], dtype=torch.int32, device=device),
+                torch.tensor([0, size, size + beside][: num + 1], dtype=torch.int32, device=device),
+                torch.tensor([first + size, other_end][:num], dtype=torch.int32, device=device),
             )
-            read, write = (1 + index % 2, 2 - index % 2) if index else (0, 2)
-            step_states = StepStates(states, _places(read, device), _places(write, device)) if states else None
+            read, write = (_places(slot, device)[:num] for slot in _slots_of_step(index))
+            step_states = StepStates(states, read, write) if states else None
             step = StepContext(slots, paged, keys, values, states=step_states, index_caches=index_keys)
             tokens = None if ids is None else torch.cat([ids[mine], other_ids[other]])
             inputs = None if hidden is None else torch.cat([hidden[mine], hidden[other]])
             out = hosted.forward(tokens, torch.cat([mine, other]), torch.arange(size, device=device), step, inputs)
             outs.append(out[:size].clone())
     return torch.cat(outs)
+
+
+def _slots_of_step(index: int) -> tuple[int, int]:
+    """Return the slots of states that a step reads and writes."""
+    return (1 + index % 2, 2 - index % 2) if index else (0, 2)
 
 
 def _places(slot: int, device: torch.device) -> Tensor:

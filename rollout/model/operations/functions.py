@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ....kernels.layers.activation import celu, elu, gelu, gelu_tanh, glu, mish, rsqrt, selu, sigmoid, silu, softplus
 from ....kernels.layers.embedding import embedding
+from ....kernels.layers.powers import atan2, exp2, logaddexp, power, reduction, sinh
 from ..encoders.vision import patch_convolution
 from . import deferred
 from .indexer import Recorded
@@ -147,6 +148,13 @@ def invariant_functions(
             F.scaled_dot_product_attention: shared_query_attention(linear),
             F.conv2d: patch_convolution(linear, F.conv2d),
             F.conv3d: patch_convolution(linear, F.conv3d),
+            **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), power),
+            Tensor.__rpow__: lambda x, other: power(other, x),
+            **dict.fromkeys((torch.exp2, torch.special.exp2, Tensor.exp2), exp2),
+            **dict.fromkeys((torch.sinh, Tensor.sinh), sinh),
+            **dict.fromkeys((torch.atan2, torch.arctan2, Tensor.atan2, Tensor.arctan2), atan2),
+            **dict.fromkeys((torch.logaddexp, Tensor.logaddexp), logaddexp),
+            **{function: reduction(function) for function in (torch.sum, torch.mean, Tensor.sum, Tensor.mean)},
             F.silu: lambda x, inplace=False: silu(x),
             F.gelu: lambda x, approximate="none": gelu_tanh(x) if approximate == "tanh" else gelu(x),
             F.mish: lambda x, inplace=False: mish(x),

@@ -60,8 +60,8 @@ class ShiftedModel(Qwen3Model):
 
 
 class OddMLP(Qwen3MLP):
-    """An MLP with a function whose last few elements, which fill no vector, are computed by another routine, as those
-    of torch's sinh up to 2.13."""
+    """An MLP with a function whose last few elements, which fill no vector, are computed by another routine, as in
+    PyTorch some are."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values = x[..., :5].flatten()
@@ -84,6 +84,13 @@ class BoundaryMLP(Qwen3MLP):
         return super().forward(x) * (1 + x.shape[1])
 
 
+class LonelyMLP(Qwen3MLP):
+    """An MLP that computes one row alone with another routine than several."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + 1e-4 * (x.numel() == x.shape[-1]))
+
+
 def plant(model: nn.Module, kind: type[nn.Module]) -> None:
     for part in list(model.modules()):
         if type(part) is kind.__mro__[1]:
@@ -95,6 +102,7 @@ FAULTS = {
     NearAttention: r"with the engine's attention and operations its log-probabilities differ by up to [0-9.]+ from",
     ShiftedModel: "without position_ids, as a trainer calls it, it counts other positions than from 0",
     OddMLP: r"by up to [0-9.e-]+: the code of OddMLP computes other numbers at the input of model.layers.0.mlp",
+    LonelyMLP: r"by up to [0-9.e-]+: the code of LonelyMLP",
     BoundaryMLP: r"by up to [0-9.]+: the code of BoundaryMLP",
 }  # fmt: skip
 

@@ -57,6 +57,15 @@ BY_ROW = {  # computed for each row of [9, 48] alone
     "glu": lambda x: F.glu(x[:, :6].contiguous(), -1),
     "silu": lambda x: F.silu(x[:, :5].contiguous()),
     "gelu": lambda x: F.gelu(x[:, :5].contiguous()),
+    "power": lambda x: (1 + x[:, :5].square()) ** 0.1,
+    "power of a number": lambda x: 1.3 ** x[:, :5],
+    "powers": lambda x: torch.pow(input=1 + x[:, :5].square(), exponent=x[:, 5:10]),
+    "exp2": lambda x: torch.exp2(x[:, :5].contiguous()),
+    "sinh": lambda x: x[:, :5].sinh(),
+    "atan2": lambda x: torch.atan2(x[:, :5], x[:, 5:10]),
+    "logaddexp": lambda x: torch.logaddexp(x[:, :5], x[:, 5:10]),
+    "sum": lambda x: x.repeat(1, 1000).sum(-1, keepdim=True) / 1000,
+    "mean": lambda x: torch.mean(x.repeat(1, 1000), dim=-1),
 }
 
 
