@@ -20,6 +20,7 @@ from ..ranks import Ranks
 from .backends.lora import add_adapters, missing_package
 from .engines.schedule import read_schedule
 from .environments.player import job_environment
+from .model_sizes import kv_bytes_per_token, layer_configs, mlp_width
 from .results.checkpoint import num_steps_done
 from .results.settings_kept import other_seed
 from .rewards.scorer import make_scorer
@@ -165,11 +166,9 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
         adapters = f", and {num_trained / 1e6:.2f} M in adapters of rank {lora}, which alone are trained"
     itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
     text = model.config.get_text_config(decoder=True)
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     mesh = mesh_plan(config, num_ranks)
-    # The largest share of one rank: the first stages may have one more layer, and several ranks may have one KV head.
-    layers, kv_heads = -(-text.num_hidden_layers // mesh.pp), -(-text.num_key_value_heads // mesh.tp)
-    kv_per_token = 2 * layers * kv_heads * head_dim * itemsize
+    kv_per_token = kv_bytes_per_token(model, mesh, itemsize)
+    per_token = "" if kv_per_token is None else f" at about {kv_per_token} bytes a token"
     prompts, group = config.rollout.prompts_per_step, config.rollout.group_size
     lines = [
         f"model      {config.model.path or 'built'}: {num_parameters / 1e6:.2f} M parameters, {config.model.dtype}"
@@ -183,7 +182,7 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
         *_ahead(config),
         f"steps      {config.run.num_steps}, {config.train.epochs_per_step} optimizer step(s) on each",
         f"memory     per rank: {_weight_memory(config, model, num_ranks)}; {_activations(config, text, num_ranks)}; "
-        f"KV pool {config.engine.kv_cache} at {kv_per_token} bytes a token, released while training",
+        f"KV pool {config.engine.kv_cache}{per_token}, released while training",
         f"results    {config.folder}",
     ]
     return "\n".join(lines)
@@ -201,10 +200,10 @@ def _activations(config: JobConfig, text: PretrainedConfig, num_ranks: int) -> s
         of_what = "rows of new tokens"
     itemsize = {"float32": 4, "bfloat16": 2}[config.model.dtype]
     # The backward pass keeps residual stream, attention and MLP of each layer, and the logits in float32.
-    per_layer = (10 * text.hidden_size + 3 * text.intermediate_size) * itemsize
-    layers = text.num_hidden_layers * per_layer
+    per_layer = [(10 * text.hidden_size + 3 * mlp_width(one)) * itemsize for one in layer_configs(text)]
+    layers = sum(per_layer)
     if train.gradient_checkpointing:
-        layers = text.num_hidden_layers * text.hidden_size * itemsize + per_layer
+        layers = len(per_layer) * text.hidden_size * itemsize + max(per_layer)
     size = min(rows, 10**9) * (layers + 3 * text.vocab_size * 4)
     return f"activations about {size / 2**20:.0f} MiB for {rows} {of_what}"
 

@@ -158,9 +158,10 @@ PLACES = {
     ),
     "integration.router.sessions": "http.edge router.calls router.fleet",
     "integration.grpo.plan": (
-        "grpo.backends grpo.engines grpo.environments grpo.results grpo.rewards grpo.sampling_check grpo.settings "
-        "grpo.tasks grpo.training ranks"
+        "grpo.backends grpo.engines grpo.environments grpo.model_sizes grpo.results grpo.rewards grpo.sampling_check "
+        "grpo.settings grpo.tasks grpo.training ranks"
     ),
+    "integration.grpo.model_sizes": "",
     "integration.grpo.sampling_check": "grpo.settings",
     "integration.push.local_target": "plain_values service",
     "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",

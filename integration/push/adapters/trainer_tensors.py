@@ -6,11 +6,12 @@ import sys
 from typing import TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from ....rollout.model.given_module import class_of_memory, listed
 from ....weight_sync.manifest import NamedTensors, TensorSpec
 from .ddp import ddp_tensors
 from .deepspeed import ZeroEngine, zero_tensors
@@ -23,7 +24,8 @@ def trainer_tensors(model: nn.Module, dtype: torch.dtype | None = None, *, buffe
     iterate.
 
     Takes a transformers model that is plain, in DistributedDataParallel, compiled, sharded by `fully_shard` or another
-    DTensor plan, or in a DeepSpeed engine. Raises ValueError, at once, naming the type of anything else.
+    DTensor plan, or in a DeepSpeed engine. Raises ValueError, at once, naming the type of anything else, and quantised
+    weights.
     """
     if _is_deepspeed_engine(model):
         _refuse_foreign(unwrapped(model.module))
@@ -58,3 +60,19 @@ def _refuse_foreign(model: nn.Module) -> None:
             f"{kind} is neither a transformers model nor a known wrapper of one: DistributedDataParallel, "
             "torch.compile, fully_shard, DeepSpeedEngine"
         )
+    wrong = [
+        f"{name} ({kind or str(parameter.dtype)})"
+        for name, parameter in model.named_parameters()
+        if (kind := class_of_memory(_local(parameter))) or parameter.element_size() == 1
+    ]
+    if wrong:
+        raise ValueError(
+            f"{type(model).__name__} has quantised weights, or others whose bytes are not their numbers: "
+            f"{listed(wrong)}. Engines take plain tensors: train plain weights, or send dequantised ones with "
+            "WeightPusher.push_tensors"
+        )
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Return the shard of a parameter on this rank, or the parameter where it is whole."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

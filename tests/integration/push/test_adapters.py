@@ -152,6 +152,30 @@ def test_models_that_no_adapter_knows_are_refused_by_name():
         trainer_tensors(nn.DataParallel(tiny_qwen3()))
 
 
+class Halves(torch.Tensor):
+    """A quantised tensor, as torchao makes them."""
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(cls, whole.shape, dtype=whole.dtype, device=whole.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0])
+        raise NotImplementedError(f"Halves: {function}")  # as torchao's own message
+
+
+def test_quantised_weights_are_refused_by_name():
+    model, packed = tiny_qwen3(), tiny_qwen3()
+    for one, kind in ((model, Halves), (packed, lambda whole: whole.to(torch.int8))):
+        layer = one.model.layers[0].mlp.up_proj
+        layer.weight = nn.Parameter(kind(layer.weight.detach()), requires_grad=False)
+    for one, kind in ((model, "Halves"), (packed, "torch.int8")):
+        with pytest.raises(ValueError, match=rf"bytes are not their numbers: .*up_proj\.weight \({kind}\)\. Engines"):
+            trainer_tensors(one)
+
+
 def test_groups_of_parameters_keep_to_their_budget_and_their_order():
     assert list(_groups([], 10)) == []
     assert list(_groups([4, 6, 1, 30, 2, 2], 10)) == [(0, 2), (2, 3), (3, 4), (4, 6)]
