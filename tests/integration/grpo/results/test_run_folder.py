@@ -36,7 +36,7 @@ from lockstep.integration.grpo.settings.training import TrainSettings
 from lockstep.tests.support.full_disks import no_file_above, small_disk
 from lockstep.weight_sync.disk.claims import SUFFIX
 
-CONFIG = Path(__file__).parents[3] / "configs" / "arithmetic_cpu.toml"
+CONFIG = Path(__file__).parents[4] / "configs" / "arithmetic_cpu.toml"
 OWNER = """
 import os, sys
 from pathlib import Path
