@@ -35,7 +35,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "integration/grpo/rewards/test_packages.py": ("math_verify", "reasoning_gym"),
     "integration/grpo/test_job.py": JOB,
     "integration/grpo/test_probe.py": JOB,
-    "integration/grpo/test_run_folder.py": JOB,
+    "integration/grpo/results/test_run_folder.py": JOB,
     "integration/grpo/test_samples.py": JOB,
     "integration/grpo/test_sampling.py": JOB,
     "integration/grpo/training/test_microbatches.py": HYPOTHESIS,
