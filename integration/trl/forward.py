@@ -8,7 +8,7 @@ engine's numerics, and the log-probabilities are computed by the engine's own fu
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -19,12 +19,16 @@ from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
 from ...kernels.sampling.logprobs import selected_logprobs
+from ...rollout.media.reader import image_token
 from ...rollout.model.hosted_model import HostedModel
+from ..image_inputs import TYPES, image_keywords
 from .entropy import row_entropy
 from .packed_rows import PackedRows, pack_rows
 
-OnScored = Callable[[PackedRows, Tensor], None]  # the rows, and the log-probability float32 [M] of each scored token
-Recall = Callable[[PackedRows], Tensor | None]  # of the rows, the same if it is known
+Images = Mapping[str, Tensor]  # of a batch, in the order of its sequences; {}: it has none
+# The rows, the log-probability float32 [M] of each scored token, and the images.
+OnScored = Callable[[PackedRows, Tensor, Images], None]
+Recall = Callable[[PackedRows, Images], Tensor | None]  # of the rows, the same if it is known
 
 
 @dataclass
@@ -85,21 +89,42 @@ class PackedForward:
         output_router_logits: bool | None = None,
         **others: object,
     ) -> ScoredOutput:
-        """Answer a scoring forward. input_ids, attention_mask, labels: [B, T]."""
-        unknown = sorted(name for name, value in others.items() if value is not None)
+        """Answer a scoring forward. input_ids, attention_mask, labels: [B, T]; others: of images."""
+        others = {name: value for name, value in others.items() if value is not None and name not in TYPES}
+        unknown = sorted(name for name, value in others.items() if not isinstance(value, Tensor))
+        if "pixel_values" not in others:
+            unknown = sorted(others)
         if unknown or input_ids is None or attention_mask is None or labels is None:
             asked = f"passes {', '.join(unknown)}" if unknown else "lacks input_ids, attention_mask or labels"
-            raise ValueError(f"TRL's forward {asked}: only text is supported, as trl 1.16 passes it")
+            raise ValueError(f"TRL's forward {asked}: only text and images are supported, as trl 1.16 passes them")
         rows = pack_rows(input_ids, attention_mask, labels)
+        images: dict[str, Tensor] = others  # type: ignore[assignment]
+        self._refuse_stray_tokens(rows, images)
         if self._recall is not None and self._module.training and not torch.is_grad_enabled():
-            known = self._recall(rows)
+            known = self._recall(rows, images)
             if known is not None:
                 return ScoredOutput(log_probs=rows.padded(known), label_mask=rows.is_scored)
-        return self._computed(rows, asks_router=bool(output_router_logits))
+        keywords = image_keywords(self._module, input_ids, attention_mask, images) if images else {}
+        return self._computed(rows, images, keywords, asks_router=bool(output_router_logits))
 
-    def _computed(self, rows: PackedRows, *, asks_router: bool) -> ScoredOutput:
+    def _refuse_stray_tokens(self, rows: PackedRows, images: Images) -> None:
+        """Raise ValueError for tokens of images in a completion, and in prompts without images."""
+        token = image_token(self._module)
+        if token is None:
+            return
+        if bool(torch.eq(rows.targets, token).any()):
+            raise ValueError(f"a completion has the token of images, {token}: ban it where the completions are drawn")
+        if not images and bool(torch.eq(rows.input_ids, token).any()):
+            raise ValueError(
+                "TRL scores prompts with images without the images: with a rollout_func it takes those of the "
+                "dataset's column `images` or `image` alone, not those inside of messages"
+            )
+
+    def _computed(
+        self, rows: PackedRows, images: Images, keywords: Mapping[str, Any], *, asks_router: bool
+    ) -> ScoredOutput:
         assert self.hosted is not None
-        inputs = rows.model_inputs()
+        inputs = {**rows.model_inputs(), **keywords}
         if asks_router:
             inputs["output_router_logits"] = True
         with self.hosted.training_numerics():
@@ -114,7 +139,7 @@ class PackedForward:
             entropy = row_entropy(logits, self._temperature)
         self.num_scored += 1
         if self._on_scored is not None and len(rows.targets):
-            self._on_scored(rows, logprobs.detach())
+            self._on_scored(rows, logprobs.detach(), images)
         log_probs = rows.padded(logprobs)
         return ScoredOutput(
             loss=-log_probs.sum() / max(len(rows.targets), 1),

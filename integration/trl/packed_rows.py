@@ -5,7 +5,7 @@ Letters: B sequences, T tokens with padding, N tokens without, M scored tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,19 +44,37 @@ class PackedRows:
         """
         return values.new_zeros(self.is_scored.shape).masked_scatter(self.is_scored, values)
 
-    def sequences(self) -> Iterator[tuple[bytes, slice]]:
-        """Yield the key of each sequence with scored tokens, see `sequence_key`, and their places among the M."""
+    def sequences(self) -> Iterator[SequenceRows]:
+        """Yield the sequences of the batch."""
         token_ids = self.input_ids[0].tolist()
         bounds = self.cu_seq_lens.tolist()
         first = 0
         for number, num_scored in enumerate(self.is_scored.sum(1).tolist()):
-            if num_scored:
-                ids = token_ids[bounds[number] : bounds[number + 1]]
-                yield sequence_key(ids, num_scored), slice(first, first + num_scored)
+            ids = token_ids[bounds[number] : bounds[number + 1]]
+            yield SequenceRows(ids, num_scored, slice(first, first + num_scored))
             first += num_scored
 
 
-def sequence_key(token_ids: list[int], num_scored: int) -> bytes:
+@dataclass(frozen=True)
+class SequenceRows:
+    """One sequence of a batch."""
+
+    token_ids: list[int]
+    num_scored: int  # of its last tokens
+    places: slice  # of these, among the scored tokens of the batch
+
+    @property
+    def prompt(self) -> bytes:
+        """A key of the tokens that are not scored."""
+        return sequence_key(self.token_ids[: len(self.token_ids) - self.num_scored], 0)
+
+    @property
+    def key(self) -> bytes:
+        """See `sequence_key`."""
+        return sequence_key(self.token_ids, self.num_scored)
+
+
+def sequence_key(token_ids: Sequence[int], num_scored: int) -> bytes:
     """Return a key of a sequence's tokens and of the number of last ones that are scored."""
     return torch.tensor([num_scored, *token_ids]).numpy().tobytes()
 

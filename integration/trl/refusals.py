@@ -30,8 +30,6 @@ def _of_generation(trainer: Any) -> list[str]:
         wrong.append("environment_factory: TRL continues such rollouts with transformers' own generation")
     elif trainer.tools:
         wrong.append("tools: TRL continues such rollouts with transformers' own generation")
-    if trainer._is_vlm:
-        wrong.append("processing_class is a processor with images: pass a tokenizer, for it runs on text")
     return wrong
 
 

@@ -27,10 +27,12 @@ from ...rollout.engine import Engine
 from ...rollout.model.adapters.layers import without_peft_model
 from ...rollout.model.hosted_model import HostedModel
 from ...rollout.sampling_params import SamplingParams
+from ..image_inputs import banned_tokens
 from ..service import RolloutService
 from .callback import RolloutCallback
 from .drawn import DrawnLogprobs
-from .forward import PackedForward
+from .forward import Images, PackedForward
+from .images import images_of, model_prompts
 from .packed_rows import PackedRows
 from .refusals import refuse_unsupported
 from .settings import SampleSeeds, sampling_params
@@ -82,10 +84,11 @@ class LockstepRollouts:
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Return one sample for each of this process's prompts, as TRL's `rollout_func`.
 
-        TRL lists a prompt once for each of its generations. Prompts are texts or conversations; TRL's own code turns
-        them into tokens. Beside what TRL asks for, reward functions get `rollout_version`, `rollout_digest`,
-        `rollout_seed` and `rollout_finish` of each sample. Raises ValueError naming the settings of a trainer that is
-        not supported, RuntimeError for a sample that the engine did not finish.
+        TRL lists a prompt once for each of its generations. Prompts are texts or conversations, with images among their
+        messages where the dataset has some; TRL's own code and processor turn them into tokens and tensors. Beside what
+        TRL asks for, reward functions get `rollout_version`, `rollout_digest`, `rollout_seed` and `rollout_finish` of
+        each sample. Raises ValueError naming the settings of a trainer that is not supported, RuntimeError for a sample
+        that the engine did not finish.
         """
         if self._is_closed:
             raise RuntimeError("these rollouts are closed: make a LockstepRollouts for the next GRPOTrainer")
@@ -94,9 +97,7 @@ class LockstepRollouts:
         if trainer is not self._trainer:
             raise ValueError("these rollouts are another trainer's: make a LockstepRollouts for each GRPOTrainer")
         mode = "train" if trainer.model.training else "eval"
-        token_ids, images, _ = trainer._tokenize_prompts(prompts)
-        if images is not None:
-            raise ValueError("prompts have images: it runs on text")
+        given = model_prompts(trainer, prompts)
         first = trainer.accelerator.process_index * len(prompts)
         places = range(first, first + len(prompts))
         seeds = self._seeds.next(trainer.args.seed, mode, trainer.state.global_step, places)
@@ -104,10 +105,10 @@ class LockstepRollouts:
         params = [replace(self._params, sampling_seed=seed) for seed in seeds]
         began = time.perf_counter()
         with self.service.rollout(release_kv=True):
-            completions = self.service.engine.generate([list(ids) for ids in token_ids], params)
+            completions = self.service.engine.generate(given, params)
         trainer._metrics[mode][SECONDS].append(time.perf_counter() - began)
         _refuse_unfinished(completions)
-        self._drawn.remember(mode, self._weights(), completions)
+        self._drawn.remember(mode, self._weights(), completions, [images_of(prompt) for prompt in given])
         return {
             "prompt_ids": [list(c.prompt_ids) for c in completions],
             "completion_ids": [list(c.token_ids) for c in completions],
@@ -200,10 +201,10 @@ class LockstepRollouts:
             # Before the engine runs the module: nothing of TRL's or of accelerate's forward is in its numbers.
             recall = self._recall if self._reuse_logprobs else None
             self._forwards.append(PackedForward(module, trainer.temperature, self._compare, recall))
-            engine = Engine(trainer.model, self._config, tokenizer=trainer.processing_class)
+            engine = Engine(trainer.model, self._config, tokenizer=trainer._tokenizer)
             self._trainer, self._service = trainer, RolloutService(engine)
             self._forwards[0].hosted = engine.model
-            self._params = sampling_params(trainer, engine.max_model_len)
+            self._params = sampling_params(trainer, engine.max_model_len, banned_tokens(module))
             if trainer.ref_model is not None:
                 self._adopt_reference(trainer.accelerator.unwrap_model(trainer.ref_model))
             self._commit(trainer.state.global_step)
@@ -226,12 +227,12 @@ class LockstepRollouts:
         """Return a name of the present weights, and of the state of their adapters."""
         return self.service.engine.epoch, self.service.engine.model.adapters.state()
 
-    def _recall(self, rows: PackedRows) -> Tensor | None:
-        return self._drawn.recall(rows, self._weights())
+    def _recall(self, rows: PackedRows, images: Images) -> Tensor | None:
+        return self._drawn.recall(rows, self._weights(), images)
 
-    def _compare(self, rows: PackedRows, logprobs: Tensor) -> None:
+    def _compare(self, rows: PackedRows, logprobs: Tensor, images: Images) -> None:
         """Compare what was scored; log it at once in an evaluation, in which no step ends."""
-        self._drawn.compare(rows, logprobs, self._weights())
+        self._drawn.compare(rows, logprobs, self._weights(), images)
         if not self._trainer.model.training:
             gap, num_tokens = self._drawn.take()
             if num_tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ...kernels.sampling.definition import GREEDY_BELOW
@@ -25,10 +26,11 @@ _GENERATION_KWARGS = {
 _MODES = {"train": 0, "eval": 1}
 
 
-def sampling_params(trainer: Any, max_model_len: int) -> SamplingParams:
+def sampling_params(trainer: Any, max_model_len: int, banned: Mapping[int, float] | None = None) -> SamplingParams:
     """Return the settings that a GRPOTrainer's configuration asks for, without a seed.
 
-    max_model_len: the limit of completions that have none. Raises ValueError naming every setting that the engine does
+    max_model_len: the limit of completions that have none. banned: the `logit_bias` of tokens that are never drawn, as
+    TRL's own generation draws none that stands for images. Raises ValueError naming every setting that the engine does
     not have, or that would make its log-probabilities another policy's.
     """
     given = {name: value for name, value in (trainer.args.generation_kwargs or {}).items() if value is not None}
@@ -55,6 +57,7 @@ def sampling_params(trainer: Any, max_model_len: int) -> SamplingParams:
         "min_p": trainer.min_p,
         "repetition_penalty": trainer.repetition_penalty,
         "stop_token_ids": list(trainer.eos_token_ids),
+        "logit_bias": dict(banned) if banned else None,
     }
     for name, value in given.items():
         if _GENERATION_KWARGS[name] == "stop_token_ids":

@@ -129,7 +129,8 @@ def test_other_calls_run_the_module_as_it_is(hosted):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pixel_values": torch.zeros(1)}, "passes pixel_values"),
+        ({"pixel_values": torch.zeros(1)}, "a batch has images: Qwen3ForCausalLM takes no images"),
+        ({"image_sizes": torch.zeros(1, 2)}, "passes image_sizes: only text and images"),
         ({"labels": None}, "lacks input_ids, attention_mask or labels"),
     ],
 )
@@ -151,7 +152,7 @@ def test_rows_are_packed_in_order_and_found_again():
     assert rows.logit_rows.tolist() == [0, 1, 3]
     assert rows.targets.tolist() == [6, 7, 9]
     assert rows.padded(torch.tensor([1.0, 2.0, 3.0])).tolist() == [[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]]
-    assert [places for _, places in rows.sequences()] == [slice(0, 2), slice(2, 3)]
+    assert [one.places for one in rows.sequences()] == [slice(0, 2), slice(2, 3)]
 
 
 @pytest.mark.parametrize(

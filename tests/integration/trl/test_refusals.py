@@ -12,7 +12,7 @@ from lockstep.rollout.config import EngineConfig
 
 SUPPORTED = {
     "use_vllm": False, "use_transformers_continuous_batching": False, "environment_factories": None, "tools": [],
-    "_is_vlm": False, "is_fsdp_enabled": False, "is_deepspeed_enabled": False,
+    "is_fsdp_enabled": False, "is_deepspeed_enabled": False,
     "fp16": False, "bf16": False, "cast_lm_head_to_fp32": False, "use_liger_kernel": False, "torch_compile": False,
     "parallelism_config": None,
 }  # fmt: skip
@@ -41,7 +41,6 @@ def test_what_is_supported_passes():
         ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True"),
         ({"tools": [len]}, "tools: TRL continues"),
         ({"tools": [len], "environment_factories": {}}, "environment_factory: TRL continues"),
-        ({"_is_vlm": True}, "processing_class is a processor with images"),
         ({"is_fsdp_enabled": True}, "FSDP: "),
         ({"is_deepspeed_enabled": True}, "DeepSpeed: "),
         ({"fp16": True}, "fp16=True"),
