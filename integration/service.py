@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -176,18 +176,21 @@ class RolloutService(MemoryVerbs, LoraVerbs, PauseVerbs, OfOneProcess):
         receipts: Sequence[Mapping[str, Any]],
         *,
         weights: WeightSource | None = None,
+        prompts: Iterable[Mapping[str, Any]] = (),
         anyway: bool = False,
         on_progress: OnProgress = lambda num: None,
     ) -> ReplayReport:
         """Prove samples by their receipts: every token is drawn again in prefills, and compared bit by bit.
 
         weights: where to find weights by digest; None: only the present ones are at hand, whose digest is computed
-        anew. The engine keeps those that were proven with last. anyway: also where this machine's guarantee is another
+        anew. The engine keeps those that were proven with last. prompts: those that have images, as a processor gives
+        them: a receipt has the SHA-256 of its images alone. anyway: also where this machine's guarantee is another
         one than the receipts'. on_progress: called with numbers of samples that are done. The report has a verdict on
         each receipt, in their order.
         """
         return replay(
-            self.engine, receipts, weights or PresentWeights(self), anyway=anyway, on_progress=on_progress
+            self.engine, receipts, weights or PresentWeights(self), prompts=prompts, anyway=anyway,
+            on_progress=on_progress,
         )  # fmt: skip
 
     # -- weights in place -------------------------------------------------------------------------------------------

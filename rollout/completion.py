@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from .kept_kv import KVStart
 
 if TYPE_CHECKING:
+    from .media.images import Images
     from .request_options import RequestOptions
     from .sampling_params import SamplingParams
 
@@ -68,11 +69,12 @@ class DraftCounts:
 
 @dataclass(frozen=True)
 class DrawnWith:
-    """All that an answer follows from besides its prompt, its number and the weights."""
+    """All that an answer follows from besides its prompt's tokens, its number and the weights."""
 
     params: SamplingParams
     options: RequestOptions
     seed: int  # of the counter-based noise of this sample
+    images: Images | None = field(default=None, compare=False)  # of the prompt; they go to no other process
 
 
 @dataclass(frozen=True)

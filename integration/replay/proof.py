@@ -7,7 +7,7 @@ by jumps, layers are recurrent or ranks share the model, by the engine itself, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +32,7 @@ from ...rollout.receipt import (
 )
 from ...rollout.request_options import RequestOptions
 from ...rollout.sampling_params import SamplingParams
+from .claimed_images import ClaimedImages
 from .cut_answers import first_replaced
 from .report import ReplayReport, ids_of
 
@@ -67,11 +68,14 @@ def replay(
     receipts: Sequence[Receipt],
     source: WeightSource,
     *,
+    prompts: Iterable[Mapping[str, Any]] = (),
     anyway: bool = False,
     on_progress: OnProgress = lambda num: None,
 ) -> ReplayReport:
-    """Prove receipts; returns a verdict on each, in order. anyway: also where the guarantee is another one here."""
-    run = _Replay(engine, source, guarantee(engine.model), anyway, on_progress)
+    """Prove receipts; returns a verdict on each, in order. prompts: with the images of the receipts'; anyway: also
+    where the guarantee is another one here."""
+    images = ClaimedImages(engine, prompts)
+    run = _Replay(engine, source, guarantee(engine.model), images, anyway, on_progress)
     verdicts = run.verdicts(receipts)
     sealed = [receipt for receipt in receipts if not wrong_fields(receipt) and isinstance(receipt.get(HASH), str)]
     return ReplayReport(
@@ -89,10 +93,11 @@ class _Replay:
     """One call of `replay`."""
 
     def __init__(
-        self, engine: Engine, source: WeightSource, here: Guarantee, anyway: bool, on_progress: OnProgress
-    ) -> None:
+        self, engine: Engine, source: WeightSource, here: Guarantee, images: ClaimedImages, anyway: bool,
+        on_progress: OnProgress,
+    ) -> None:  # fmt: skip
         self._engine, self._source, self._here, self._anyway = engine, source, here, anyway
-        self._on_progress = on_progress
+        self._on_progress, self._images = on_progress, images
         self._has_prover = engine.ranks.mesh.num_ranks == 1 and not engine.model.has_states
         self.differing: dict[str, None] = {}  # in the order in which they were found
         self.versions: dict[str, None] = {}
@@ -108,10 +113,14 @@ class _Replay:
             if isinstance(claim, Claim):
                 claims[number] = claim
         self._on_progress(len(receipts) - len(claims))
-        by_prefill = {n: claim for n, claim in claims.items() if self._has_prover and not _has_jumps(claim)}
+        by_prefill = {n: claim for n, claim in claims.items() if self._is_prefilled(claim) and not _has_jumps(claim)}
         by_engine = {n: claim for n, claim in claims.items() if n not in by_prefill}
         proven = self._prefilled(by_prefill) | self._renewed(by_engine)
         return [proven[number] if verdict is None else verdict for number, verdict in enumerate(found)]
+
+    def _is_prefilled(self, claim: Claim) -> bool:
+        """Return whether draws of this claim are proven by prefills, and not by the engine's own steps."""
+        return self._has_prover and claim.images is None
 
     # -- without the model ----------------------------------------------------------------------------------------
 
@@ -128,6 +137,8 @@ class _Replay:
         if (position := claim.wrong_end) is not None:
             return Verdict("differs", "end", position)
         if why := claim.unproven_end or self._other_ends(claim):
+            return unproven(why)
+        if why := self._images.absent(claim):
             return unproven(why)
         return self._without_weights(claim) or self._without_grammar(claim) or self._without_settings(claim) or claim
 
@@ -186,10 +197,10 @@ class _Replay:
 
     def _without_settings(self, claim: Claim) -> Verdict | None:
         """Return a verdict on a sample whose settings no request to this model could have."""
-        if self._has_prover and not needs_own(claim):
+        if self._is_prefilled(claim) and not needs_own(claim):
             return None  # tokens, log-probabilities and numbers were checked as they were read
         try:
-            self._engine.requests.check(list(claim.prompt_ids), _params(claim, self._engine), RequestOptions())
+            self._engine.requests.check(self._images.prompt(claim), _params(claim, self._engine), RequestOptions())
         except ValueError as error:
             return unproven(f"its settings are none for this model: {error}")
         return None
@@ -215,8 +226,8 @@ class _Replay:
         for number, claim in claims.items():
             if len({span.digest for span in claim.spans}) > 1 or any(span.kept for span in claim.spans):
                 found[number] = unproven(
-                    "it was drawn from several weights, and draws that jumps replace, recurrent layers, or a model "
-                    "that ranks share are proven for one"
+                    "it was drawn from several weights, and draws that jumps replace, recurrent layers, prompts with "
+                    "images, or a model that ranks share are proven for one"
                 )
             elif claim.spans:
                 by_digest.setdefault(str(claim.spans[0].digest), []).append(number)
@@ -225,16 +236,15 @@ class _Replay:
         self._on_progress(len(found))
         for digest, numbers in by_digest.items():
             self._source.switch(digest)
-            answers = self._engine.renew([_answer(claims[number], self._engine) for number in numbers])
+            answers = self._engine.renew([self._answer(claims[number]) for number in numbers])
             cut: dict[int, int] = {}
             for number, answer in zip(numbers, answers, strict=True):
                 found[number] = _compared(claims[number], answer)
                 if found[number].status == "differs" and (first := first_replaced(claims[number], answer)) is not None:
                     cut[number] = first
-            if self._has_prover:
-                found |= self._drawn_from(cut, claims)
-            else:
-                found |= self._ended_at_the_abort({number: claims[number] for number in cut})
+            by_prefill = {number: first for number, first in cut.items() if self._is_prefilled(claims[number])}
+            found |= self._drawn_from(by_prefill, claims)
+            found |= self._ended_at_the_abort({number: claims[number] for number in cut.keys() - by_prefill.keys()})
             self._on_progress(len(numbers))
         return found
 
@@ -257,7 +267,7 @@ class _Replay:
         """Prove aborted answers whose last draws the next jump would have replaced, by requests of their length."""
         if not claims:
             return {}
-        given = [_answer(claim, self._engine) for claim in claims.values()]
+        given = [self._answer(claim) for claim in claims.values()]
         for number, claim in enumerate(claims.values()):
             drawn = given[number].drawn_with
             assert drawn is not None
@@ -272,6 +282,17 @@ class _Replay:
                 )
             found[number] = verdict
         return found
+
+    def _answer(self, claim: Claim) -> Completion:
+        """Return a claim as an answer that can be renewed."""
+        drawn = DrawnWith(
+            _params(claim, self._engine), RequestOptions(return_receipt=True), claim.seed, self._images.of(claim)
+        )
+        span, token_ids = claim.spans[-1], tuple(claim.token_ids.tolist())
+        return Completion(
+            claim.id, claim.index, claim.prompt_ids, token_ids, "", (), None, 0, 0, span.version, span.digest, (),
+            drawn_with=drawn,
+        )  # fmt: skip
 
 
 def _has_jumps(claim: Claim) -> bool:
@@ -311,16 +332,6 @@ def _params(claim: Claim, engine: Engine) -> SamplingParams:
     if engine.tokenizer is None:
         params = replace(params, stop=(), stop_regex=())
     return params
-
-
-def _answer(claim: Claim, engine: Engine) -> Completion:
-    """Return a claim as an answer that can be renewed."""
-    params = _params(claim, engine)
-    span, options = claim.spans[-1], RequestOptions(return_receipt=True)
-    return Completion(
-        claim.id, claim.index, claim.prompt_ids, tuple(claim.token_ids.tolist()), "", (), None, 0, 0, span.version,
-        span.digest, (), drawn_with=DrawnWith(params, options, claim.seed),
-    )  # fmt: skip
 
 
 def _cut_here(answer: Completion) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ...kernels.sampling.draws import derive_seed
 from ..completion import Completion, StreamChunk
+from ..control.intake import CheckedPrompt
 from ..control.requests import renewal_of
 from ..engine import Engine
 from ..errors import EngineStopped
@@ -26,7 +27,7 @@ class Group:
     """The samples of one prompt. Its methods are called under the engine's lock."""
 
     engine: Engine
-    prompt: list[int]
+    prompt: CheckedPrompt
     params: SamplingParams
     options: RequestOptions
     on_answer: Callable[[], None]
@@ -90,7 +91,7 @@ class Group:
         return answer.index if self.params.n > 1 else 0
 
     def _queue(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], options: Sequence[RequestOptions]
+        self, prompts: Sequence[CheckedPrompt], params: Sequence[SamplingParams], options: Sequence[RequestOptions]
     ) -> None:
         self.engine.requests.submit(prompts, params, self, options=options, streamed=False)
 
@@ -110,9 +111,7 @@ class ReplayedGroup(Group):
             if self.begun_in is not None and index not in self.answers and index not in self.running:
                 num_drawn = self.parts[index].num_completion_tokens if index in self.parts else 0
                 version, _ = _next_span(spans, num_drawn)
-                return (
-                    f"sample {index} of a prompt of {len(self.prompt)} tokens: its token {num_drawn} is of {version!r}"
-                )
+                return f"sample {index} of a prompt of {len(self.prompt.token_ids)} tokens: its token {num_drawn} is of {version!r}"
         return None
 
     def submit(self) -> None:
@@ -152,7 +151,8 @@ class ReplayedGroup(Group):
         num_before = 0 if (part := self.parts.get(index)) is None else part.num_completion_tokens
         _, end = _next_span(spans, num_before)
         if answer.num_completion_tokens != end:
-            found = f"sample {index} of a prompt of {len(self.prompt)} tokens has {answer.num_completion_tokens} tokens"
+            num = len(self.prompt.token_ids)
+            found = f"sample {index} of a prompt of {num} tokens has {answer.num_completion_tokens} tokens"
             why = f"after version {answer.weight_version}, and {end} in the schedule: that is of another run"
             self.on_error(ReplayDiverged(f"{found} {why}"))
         elif end == sum(num for _, num in spans):

@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Literal
 
 from ..completion import Completion
-from ..control.intake import Params, Prompt, as_params, prompt_ids
+from ..control.intake import Params, Prompt, as_params
 from ..engine import Engine
 from ..errors import EngineStopped
 from ..request_options import RequestOptions
@@ -173,14 +173,13 @@ class RolloutsAhead:
 
     def _group(self, prompt: Prompt, params: Params, options: RequestOptions, spans: Sequence[Spans] | None) -> Group:
         engine, checked = self._engine, as_params(params)
-        ids = prompt_ids(prompt, engine.tokenizer, engine.model.vocab_size)
-        engine.requests.check(ids, checked, options)  # later it is submitted by a thread that must not fail
+        read = engine.requests.check(prompt, checked, options)  # later it is submitted by a thread that must not fail
         if spans is None:
-            return Group(engine, ids, checked, options, self._feed, self._fail)
+            return Group(engine, read, checked, options, self._feed, self._fail)
         if checked.sampling_seed is None or len(spans) != checked.n:
             raise ValueError(f"a schedule is of samples with a seed: {len(spans)} for n={checked.n}, "
                              f"sampling_seed={checked.sampling_seed}")  # fmt: skip
-        return ReplayedGroup(engine, ids, checked, options, self._feed, self._fail, spans=spans)
+        return ReplayedGroup(engine, read, checked, options, self._feed, self._fail, spans=spans)
 
     def _take(self, key: int, first: int, end: int, *, and_ready: bool = False) -> list[Completion]:
         """Wait for the prompts `first` to `end` - 1 of a batch. and_ready: take those behind them too that need no

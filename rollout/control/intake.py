@@ -29,17 +29,19 @@ _INSTEAD_OF_MAPPINGS = {  # by a key that tells what was given
     "role": "write messages with the tokenizer's chat template first (apply_chat_template)",
 }
 
-# A text, token ids, or what a processor makes of one text and its images: input_ids, pixel_values and so on.
-Prompt = str | Sequence[int] | Mapping[str, object]
-Params = SamplingParams | Mapping[str, object] | None
-Settings = tuple[SamplingParams, CompiledGrammar | None]  # parameters and the grammar that they ask for
-
 
 class CheckedPrompt(NamedTuple):
     """A prompt that can run."""
 
     token_ids: list[int]
     images: Images | None = None
+
+
+# A text, token ids, what a processor makes of one text and its images (input_ids, pixel_values and so on), or a prompt
+# that an engine of the same model has checked.
+Prompt = str | Sequence[int] | Mapping[str, object] | CheckedPrompt
+Params = SamplingParams | Mapping[str, object] | None
+Settings = tuple[SamplingParams, CompiledGrammar | None]  # parameters and the grammar that they ask for
 
 
 class Intake:
@@ -54,13 +56,12 @@ class Intake:
         media_tokens: Mapping[int, str] | None = None,
         *,
         image_reader: ImageReader | None = None,
-        gives_receipts: bool = False,
         max_model_len: int,
         eos_token_ids: frozenset[int],
     ) -> None:
         """Create an intake. media_tokens: the kind of media that a token stands for; image_reader: None for a model
-        that runs on text only; gives_receipts: whether answers get receipts where a request does not say."""
-        self._images, self._gives_receipts = image_reader, gives_receipts
+        that runs on text only."""
+        self._images = image_reader
         self._max_model_len, self._eos_token_ids = max_model_len, eos_token_ids
         self._media_tokens = dict(media_tokens or {})
         self._tokenizer = tokenizer
@@ -83,7 +84,7 @@ class Intake:
         give_way()
         if not isinstance(options, RequestOptions):
             raise ValueError(f"options are RequestOptions, not {_SHORT.repr(options)}")
-        its_ids, images = self._read(prompt, options)
+        its_ids, images = self._read(prompt)
         if self._tokenizer is None and params.needs_text:
             raise ValueError("stop strings need a tokenizer, and this engine has none")
         if options.logprob_start_len > len(its_ids):
@@ -105,11 +106,15 @@ class Intake:
             self._check_begun(options.begun, params, options)
         return CheckedPrompt(its_ids, images)
 
-    def _read(self, prompt: Prompt, options: RequestOptions) -> CheckedPrompt:
+    def _read(self, prompt: Prompt) -> CheckedPrompt:
         """Return a prompt's token ids and images. Raises ValueError, also for other media, and for tokens of images
         without any."""
         images: Images | None = None
-        if isinstance(prompt, Mapping) and "pixel_values" in prompt and IDS in prompt and self._images is not None:
+        if isinstance(prompt, CheckedPrompt):
+            prompt, images = prompt
+            if images is not None and self._images is None:
+                raise ValueError("the prompt has images, which is not supported: the model runs on text")
+        elif isinstance(prompt, Mapping) and "pixel_values" in prompt and IDS in prompt and self._images is not None:
             prompt, images = self._images.read(prompt)
         its_ids = prompt_ids(prompt, self._tokenizer, self._vocab_size)
         media = {kind for id, kind in self._media_tokens.items() if id in its_ids}
@@ -118,9 +123,6 @@ class Intake:
             raise ValueError(
                 f"the prompt has placeholders of {' and '.join(sorted(found))} input, which is not supported: {remedy}"
             )
-        asked = options.return_receipt
-        if images is not None and (self._gives_receipts if asked is None else asked):
-            raise ValueError("receipts do not hold images: ask for none (return_receipt=False)")
         return CheckedPrompt(its_ids, images)
 
     def _check_bias(self, bias: Mapping[int, float], params: SamplingParams) -> None:

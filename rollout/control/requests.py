@@ -28,7 +28,7 @@ from ..sampling_params import SamplingParams
 from ..sequences.request import Request, fresh_ids
 from .driver import SLICE, Driver
 from .inbox import Inbox
-from .intake import Intake, Params, Prompt, Settings, as_prompts
+from .intake import CheckedPrompt, Intake, Params, Prompt, Settings, as_prompts
 from .mailboxes import Listener, Mailbox, Mailboxes
 
 Prompts = Prompt | Sequence[Prompt]
@@ -55,7 +55,6 @@ class RequestDesk:
             media_tokens(parts.model.module.config), max_model_len=parts.max_model_len,
             eos_token_ids=parts.eos_token_ids,
             image_reader=self._image_reader(),
-            gives_receipts=parts.config.receipts != "off",
         )  # fmt: skip
 
     def _image_reader(self) -> ImageReader | None:
@@ -129,12 +128,13 @@ class RequestDesk:
 
         return self._post(prompts, settings, options, rids, connect)
 
-    def check(self, prompt: Prompt, params: Params, options: RequestOptions) -> None:
-        """Raise the ValueError that `submit` would raise for this prompt. Compiles its grammar: a later `submit` of it
-        does not wait."""
+    def check(self, prompt: Prompt, params: Params, options: RequestOptions) -> CheckedPrompt:
+        """Return a prompt as `submit` reads it, which may be submitted in its place. Raises the ValueError that
+        `submit` would raise for it. Compiles its grammar: a later `submit` of it does not wait."""
         [settings] = self._intake.settings([params])
         checked = self._intake.checked(prompt, settings[0], options)
         self._intake.requests(checked, settings, options, ["checked"], 0)  # a grammar, or begun tokens, may not fit
+        return checked
 
     def ask_grammars(self, params: Iterable[SamplingParams]) -> list[Promise]:
         """Start to compile the grammars of these parameters; returns the unfinished ones at once.
@@ -389,10 +389,10 @@ async def _to_its_end(function: Callable[[], None]) -> None:
     await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, run))
 
 
-def renewal_of(completion: Completion) -> tuple[tuple[int, ...], SamplingParams, RequestOptions]:
+def renewal_of(completion: Completion) -> tuple[CheckedPrompt, SamplingParams, RequestOptions]:
     """Return the request that draws an answer again: prompt, parameters, options. It must say what it was drawn
     with."""
     drawn = completion.drawn_with
     assert drawn is not None
     options = replace(drawn.options, renewal=Renewal.of(completion), begun=None)
-    return completion.prompt_ids, replace(drawn.params, n=1), options
+    return CheckedPrompt(list(completion.prompt_ids), drawn.images), replace(drawn.params, n=1), options

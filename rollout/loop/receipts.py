@@ -64,6 +64,7 @@ class Receipts:
                 "index": completion.index,
                 "seed": request.seed,
                 **listed(completion.prompt_ids, completion.token_ids, completion.logprobs, in_full=in_full),
+                **({} if request.images is None else {"images": request.images.digest}),
                 "settings": settings_json(params),
                 "finish": _finish(reason),
                 "eos": sorted(parts.eos_token_ids),

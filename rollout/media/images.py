@@ -18,7 +18,8 @@ class Images:
     inputs: Sequence[Mapping[str, Tensor]]  # of each image, by the names of the encoder's parameters
     tokens: Sequence[int]  # ascending indices of the prompt's tokens that stand for images
     ends: Sequence[int]  # of each image, in `tokens`
-    digest: str  # SHA-256 of the tensors and of what is in `blocks`: two prompts share KV only where it is the same
+    digest: str  # SHA-256 of the tensors
+    kv_key: str  # SHA-256 of the tensors and of what is in `blocks`: two prompts share KV only where it is the same
     prompt_positions: Tensor | None = None  # int64 [S, P], of each part of the rotary; None: those of the tokens
     offset: int = 0  # of the rotary positions behind the prompt, to those of the tokens
     beside: Mapping[str, Tensor] = field(default_factory=dict)  # [1, P]: what else of the tokens a processor has given

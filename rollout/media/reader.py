@@ -56,13 +56,12 @@ class ImageReader:
         model's encoder takes. Raises ValueError that names what does not fit.
         """
         ids = _ids_of(prompt)
-        given = {name: value for name, value in prompt.items() if name not in _OF_TEXT and value is not None}
-        if unknown := sorted(given.keys() - self._names):
+        if unknown := sorted(_of_images(prompt).keys() - self._names):
             raise ValueError(
                 f"a prompt with images has {IDS} and what {type(self._model).__name__}.get_image_features takes, not "
                 f"{', '.join(unknown)}: videos and audio are not supported"
             )
-        tensors = {name: _as_tensor(name, value) for name, value in given.items()}
+        tensors = image_tensors(prompt)
         tokens = [index for index, id in enumerate(ids) if id == self._token]
         if not tensors:
             if tokens:
@@ -85,11 +84,10 @@ class ImageReader:
                 f"{most} tokens of images see each other both ways and are prefilled in one step, which has at most "
                 f"{self._most_rows} rows of a prompt: raise chunked_prefill_size and max_num_batched_tokens"
             )
-        ends, digest = np.cumsum(counts).tolist(), _digest(tensors)
-        if blocks:  # the KV of a token depends on the whole block
-            known = [(begin, end, ids[begin:end]) for begin, end in blocks]
-            digest = hashlib.sha256(f"{digest} {known}".encode()).hexdigest()
-        images = Images(inputs, tokens, ends, digest, positions, offset, beside | types, blocks)
+        ends, digest = np.cumsum(counts).tolist(), images_digest(tensors)
+        known = [(begin, end, ids[begin:end]) for begin, end in blocks]  # a token's KV depends on its whole block
+        kv_key = hashlib.sha256(f"{digest} {known}".encode()).hexdigest() if known else digest
+        images = Images(inputs, tokens, ends, digest, kv_key, positions, offset, beside | types, blocks)
         if not self._is_checked:
             self._check(ids, images)
             self._is_checked = True
@@ -143,6 +141,10 @@ def why_no_images(module: PreTrainedModel) -> str | None:
     return None
 
 
+def _of_images(prompt: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in prompt.items() if name not in _OF_TEXT and value is not None}
+
+
 def _ids_of(prompt: Mapping[str, object]) -> list[int]:
     """Return the token ids of one text. Raises ValueError for several, and for padding."""
     ids = _as_tensor(IDS, prompt[IDS])
@@ -184,8 +186,14 @@ def _of_each_image(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
     return [{name: parts[index] for name, parts in cut.items()} for index in range(num)]
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of tensors with their names, dtypes and shapes."""
+def image_tensors(prompt: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return the tensors of a prompt's images, by the names of the encoder's parameters. Raises ValueError for what is
+    none."""
+    return {name: _as_tensor(name, value) for name, value in _of_images(prompt).items()}
+
+
+def images_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of the tensors of a prompt's images with their names, dtypes and shapes."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())

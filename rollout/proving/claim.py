@@ -49,6 +49,7 @@ class Claim:
     eos: frozenset[int]
     max_model_len: int
     grammar: Mapping[str, Any] | None = None
+    images: str | None = None  # SHA-256 of the prompt's, if it has some
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -153,7 +154,7 @@ def claim_of(receipt: Mapping[str, Any], vocab_size: int) -> Claim:
     claim = Claim(
         receipt["id"], tuple(receipt["prompt"]), np.array(output, np.int64), np.array(bits, np.uint32), receipt["seed"],
         receipt["index"], params, tuple(map(_span, receipt["spans"])), receipt["finish"], frozenset(receipt["eos"]),
-        receipt["max_model_len"], receipt.get("grammar"),
+        receipt["max_model_len"], receipt.get("grammar"), receipt.get("images"),
     )  # fmt: skip
     _check_spans(claim)
     return claim

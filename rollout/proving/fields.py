@@ -19,6 +19,8 @@ def wrong_fields(receipt: Mapping[str, Any]) -> list[str]:
     grammar = receipt.get("grammar")
     if grammar is not None and not _is_grammar(grammar):
         wrong.append("grammar is no object with a mode, the engine's settings and its jumps")
+    if not _is_digest(receipt.get("images")):
+        wrong.append("images is no SHA-256")
     return wrong
 
 

@@ -76,7 +76,7 @@ class Request:
     def cache_key(self) -> str:
         """The key that separates prefix caches, and samples for drafts, of equal tokens."""
         key = self.options.extra_key
-        return key if self.images is None else f"{key}\n{self.images.digest}"
+        return key if self.images is None else f"{key}\n{self.images.kv_key}"
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -236,6 +236,6 @@ class Request:
             num_jump_forward_tokens=record.num_jump_forward_tokens,
             drafts=tuple(record.drafts.values()),
             num_kept_tokens=self.num_kept_tokens,
-            drawn_with=DrawnWith(self.params, self.options, self.seed),
+            drawn_with=DrawnWith(self.params, self.options, self.seed, self.images),
             kv_starts=tuple(record.kv_starts),
         )

@@ -52,7 +52,7 @@ PLACES = {
     "rollout.sharding": "ranks",
     "rollout.grammars": "errors giving_way sampling_params",
     "rollout.ranks": "errors",
-    "rollout.completion": "kept_kv request_options sampling_params",
+    "rollout.completion": "kept_kv media request_options sampling_params",
     "rollout.receipt": "model sampling_params",
     "rollout.request_options": "kept_kv",
     "rollout.kept_kv": "",
