@@ -111,7 +111,8 @@ class ReplayedGroup(Group):
             if self.begun_in is not None and index not in self.answers and index not in self.running:
                 num_drawn = self.parts[index].num_completion_tokens if index in self.parts else 0
                 version, _ = _next_span(spans, num_drawn)
-                return f"sample {index} of a prompt of {len(self.prompt.token_ids)} tokens: its token {num_drawn} is of {version!r}"
+                whose = f"sample {index} of a prompt of {len(self.prompt.token_ids)} tokens"
+                return f"{whose}: its token {num_drawn} is of {version!r}"
         return None
 
     def submit(self) -> None:

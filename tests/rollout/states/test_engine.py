@@ -30,7 +30,7 @@ FAMILIES += [*ALL_ATTEND, "minimax"]
 # The stand-in for stages in one process cannot run their layers.
 NOT_LIKE_LLAMA = {"kimi_linear", "minimax", *MAMBA, *ALL_ATTEND}
 # Granite's and Bamba's layers are Nemotron-H's and Falcon-H1's, Falcon-Mamba's are Mamba's with norms, and those of the
-# MoE models LFM2's and Qwen3.5's, beside experts or MLPs that other families have. Of the others each has one dtype here.
+# MoE models LFM2's and Qwen3.5's, beside experts or MLPs that other families have. Of the others each has one dtype.
 EXHAUSTIVE = {"granitemoehybrid", "bamba", "falcon_mamba", "lfm2_moe", "qwen3_5_moe"}
 EXHAUSTIVE |= {
     *((name, torch.float32) for name in ("falcon_h1", "inkling", "qwen3_next", "kimi_linear", "minimax")),
