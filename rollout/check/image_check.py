@@ -34,7 +34,7 @@ def check_images(model: HostedModel, ids: Sequence[int], images: Images) -> None
     if images.prompt_positions is not None:
         rotary = images.prompt_positions.to(model.device)
     assert model.images is not None
-    with model.rollout_phase(), torch.inference_mode(), refused_if_it_fails(model.module, "images"):
+    with model.rollout_phase(admits=False), torch.inference_mode(), refused_if_it_fails(model.module, "images"):
         given = _as_a_trainer(model, token_ids, images)
         own = model.module(**given, use_cache=False, logits_to_keep=1).logits[0, -1]
         features = model.images.keywords(rows, token_ids)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import reprlib
 import time
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +14,7 @@ from ...kernels.sampling.draws import derive_seed
 from ..giving_way import give_way, others_compute
 from ..grammars.catalog import Grammars
 from ..grammars.matcher import CompiledGrammar
-from ..media.images import Images
+from ..media.images import Images, PromptWithImages
 from ..media.reader import IDS, ImageReader
 from ..request_options import Begun, Renewal, RequestOptions
 from ..sampling_params import LEAST_BIAS, SamplingParams
@@ -106,16 +107,28 @@ class Intake:
             self._check_begun(options.begun, params, options)
         return CheckedPrompt(its_ids, images)
 
+    def read(
+        self, prompt: Mapping[str, object], computing: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> list[int]:
+        """Return the token ids of a processor's output, with its images: a prompt that is not read again. computing:
+        see `ImageReader.read`. Raises ValueError."""
+        if self._images is None:
+            raise ValueError("this engine takes no images: it runs on text")
+        ids, images = self._images.read(prompt, computing)
+        return ids if images is None else PromptWithImages(ids, images)
+
     def _read(self, prompt: Prompt) -> CheckedPrompt:
         """Return a prompt's token ids and images. Raises ValueError, also for other media, and for tokens of images
         without any."""
         images: Images | None = None
+        if isinstance(prompt, Mapping) and "pixel_values" in prompt and IDS in prompt and self._images is not None:
+            prompt = self.read(prompt)
         if isinstance(prompt, CheckedPrompt):
             prompt, images = prompt
-            if images is not None and self._images is None:
-                raise ValueError("the prompt has images, which is not supported: the model runs on text")
-        elif isinstance(prompt, Mapping) and "pixel_values" in prompt and IDS in prompt and self._images is not None:
-            prompt, images = self._images.read(prompt)
+        elif isinstance(prompt, PromptWithImages):
+            images = prompt.images
+        if images is not None and self._images is None:
+            raise ValueError("the prompt has images, which is not supported: the model runs on text")
         its_ids = prompt_ids(prompt, self._tokenizer, self._vocab_size)
         media = {kind for id, kind in self._media_tokens.items() if id in its_ids}
         if found := media - ({"image"} if images is not None else set()):

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
@@ -64,7 +65,7 @@ class RequestDesk:
             return None
 
         def count(inputs: Mapping[str, Tensor]) -> int:
-            with model.rollout_phase(), refused_if_it_fails(model.module, "images"):
+            with model.rollout_phase(admits=False), refused_if_it_fails(model.module, "images"):
                 return encoder.count(inputs)
 
         def types(ids: Tensor, given: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
@@ -85,6 +86,14 @@ class RequestDesk:
             lambda ids, images: command("check_images", lambda: check_images(model, ids, images)),
             min(limits.chunked_prefill_size, limits.max_num_batched_tokens),
         )
+
+    def read_images(
+        self, prompt: Mapping[str, object], computing: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> list[int]:
+        """Return what a processor makes of a text and its images as a prompt for `submit`. computing: makes the context
+        in which the model runs, as it does for sizes of images that are new to it. Raises ValueError."""
+        self._driver.check_open()
+        return self._intake.read(prompt, computing)
 
     # -- without waiting --------------------------------------------------------------------------------------------
 

@@ -66,6 +66,14 @@ class Images:
         return np.where(positions < num_prompt, of_prompt[:, np.minimum(positions, num_prompt - 1)], behind)
 
 
+class PromptWithImages(list[int]):
+    """The token ids of a prompt whose images are read. Copies of the list have no images."""
+
+    def __init__(self, token_ids: Sequence[int], images: Images) -> None:
+        super().__init__(token_ids)
+        self.images = images
+
+
 @dataclass(frozen=True)
 class ImagePart:
     """The features of one image, from number `first` to `end` - 1, which rows of a step take."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -49,11 +50,14 @@ class ImageReader:
             name for name, one in inspect.signature(self._encode).parameters.items() if one.kind is not one.VAR_KEYWORD
         }
 
-    def read(self, prompt: Mapping[str, object]) -> tuple[list[int], Images | None]:
+    def read(
+        self, prompt: Mapping[str, object], computing: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> tuple[list[int], Images | None]:
         """Return the token ids and the images of a prompt.
 
         prompt: the output of a processor for one text: input_ids [P] or [1, P], pixel_values, and what else the
-        model's encoder takes. Raises ValueError that names what does not fit.
+        model's encoder takes. computing: makes the context in which the model runs, where it has to. Raises ValueError
+        that names what does not fit, and the errors of the context.
         """
         ids = _ids_of(prompt)
         if unknown := sorted(_of_images(prompt).keys() - self._names):
@@ -70,7 +74,7 @@ class ImageReader:
         if "pixel_values" not in tensors:
             raise ValueError(f"the prompt has {', '.join(sorted(tensors))}, but no pixel_values")
         inputs = _of_each_image(tensors)
-        counts = [self._count_of(one) for one in inputs]
+        counts = [self._count_of(one, computing) for one in inputs]
         if sum(counts) != len(tokens):
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens of images (id {self._token}) for {len(inputs)} images, which "
@@ -89,18 +93,20 @@ class ImageReader:
         kv_key = hashlib.sha256(f"{digest} {known}".encode()).hexdigest() if known else digest
         images = Images(inputs, tokens, ends, digest, kv_key, positions, offset, beside | types, blocks)
         if not self._is_checked:
-            self._check(ids, images)
+            with computing():
+                self._check(ids, images)
             self._is_checked = True
         return ids, images
 
-    def _count_of(self, inputs: Mapping[str, Tensor]) -> int:
+    def _count_of(self, inputs: Mapping[str, Tensor], computing: Callable[[], AbstractContextManager[object]]) -> int:
         """Return the number of features of one image, which follows from the shapes of its tensors and its sizes."""
         key = tuple(
             (name, *tensor.shape, *([] if tensor.is_floating_point() else tensor.flatten().tolist()))
             for name, tensor in sorted(inputs.items())
         )
         if key not in self._counts:
-            self._counts[key] = self._count(inputs)
+            with computing():
+                self._counts[key] = self._count(inputs)
         return self._counts[key]
 
     def _positions(self, ids: Sequence[int], tensors: Mapping[str, Tensor]) -> tuple[Tensor | None, int]:

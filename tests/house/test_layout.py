@@ -124,7 +124,9 @@ PLACES = {
     "integration.bench.speculation": "bench.parts",
     "integration.bench.startup": "bench.parts",
     "integration.bench.sync": "bench.parts push.adapters service",
-    "integration.http.openai": "chat_tail http.chat http.conversations http.edge http.generation http.observe",
+    "integration.http.openai": (
+        "chat_tail http.chat http.conversations http.edge http.generation http.images http.observe"
+    ),
     "integration.http.vllm": (
         "http.admin http.chat http.edge http.generation http.observe http.openai service service_config"
     ),
@@ -175,9 +177,10 @@ PLACES = {
     "integration.pages": "",
     "integration.grpo.tasks": "failures grpo.settings",
     "integration.grpo.backends": "grpo.settings push.adapters ranks",
-    "integration.http.chat": "http.edge http.generation",
-    "integration.http.generation": "http.conversations http.edge",
+    "integration.http.chat": "http.edge http.generation http.images",
+    "integration.http.generation": "http.conversations http.edge http.images",
     "integration.http.conversations": "chat_tail http.edge",
+    "integration.http.images": "http.edge",
     "integration.push.vllm_wire": "",
     "integration.push.pusher": "push.adapters",
     "integration.router.config": "http.edge",

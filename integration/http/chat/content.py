@@ -1,19 +1,42 @@
-"""The messages of a chat, and a predicted answer."""
+"""The messages of a chat, with texts and images, and a predicted answer."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from ..edge.errors import BadField
+from ..images.pictures import SentPicture
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _WITH_CONTENT = ("system", "developer", "user", "tool")  # roles whose messages are nothing without content
 
 
-def read_message(message: dict[str, Any], field: str) -> dict[str, Any]:
+IMAGE_URL = "image_url"
+
+
+class Images:
+    """The images of a chat, in order."""
+
+    def __init__(self, read: Callable[[object, str], SentPicture]) -> None:
+        """Begin with none. read: reads an address, at its place in the request; raises BadField."""
+        self._read = read
+        self.pictures: list[SentPicture] = []
+
+    def add(self, part: dict[str, Any], field: str) -> None:
+        """Add the image of a part of a message. Its `detail` changes nothing: the processor's settings say how large an
+        image is. Raises BadField."""
+        given, place = part.get(IMAGE_URL), f"{field}.{IMAGE_URL}"
+        if isinstance(given, dict):
+            given, place = given.get("url"), f"{place}.url"
+        self.pictures.append(self._read(given, place))
+
+
+def read_message(message: dict[str, Any], field: str, images: Images | None = None) -> dict[str, Any]:
     """Return the message with one text as content, an empty one for null, and with objects as arguments of its calls.
-    field: the message's place in the request. Raises BadField for content or calls that are none."""
+    Content with images stays a list of parts, as chat templates read it. field: the message's place in the request;
+    images: takes them, None: there may be none. Raises BadField for content or calls that are none."""
     role = message.get("role")
     if not isinstance(role, str):
         raise BadField(f"{field}.role", "each message needs a role")
@@ -21,7 +44,7 @@ def read_message(message: dict[str, Any], field: str) -> dict[str, Any]:
     if message.get("content") is None and role in _WITH_CONTENT:
         raise BadField(f"{field}.content", f"a message of the role {role} needs content")
     if "content" in message:
-        found["content"] = _text(message["content"], f"{field}.content") or ""  # templates add to a text
+        found["content"] = _content(message["content"], f"{field}.content", images) or ""  # templates add to a text
     reasoning = message.get("reasoning_content")
     if reasoning is None:
         found.pop("reasoning_content", None)  # templates add to a text
@@ -77,18 +100,38 @@ def read_prediction(prediction: dict[str, Any] | None) -> str | None:
         return None
     if prediction.get("type") != "content" or prediction.get("content") is None:
         raise BadField("prediction", 'needs the type "content", and content')
-    return _text(prediction["content"], "prediction")
+    text = _content(prediction["content"], "prediction", None)
+    assert not isinstance(text, list), "there are no images"
+    return text
 
 
-def _text(content: Any, field: str) -> str | None:
-    """Return content, a text or parts that are texts, as one text. Raises BadField."""
+def _content(content: Any, field: str, images: Images | None) -> str | list[dict[str, str]] | None:
+    """Return content, a text or parts, as one text where it has no images. Raises BadField."""
     if content is None or isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
+    known = ("text",) if images is None else ("text", IMAGE_URL)
     kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in parts]
-    if other := sorted({str(kind) for kind in kinds if kind != "text"}):
-        raise BadField(field, f"content of the type {', '.join(other)}: only the type text is supported")
-    texts = [text for part in parts if isinstance(text := part.get("text"), str)]
-    if len(texts) < len(parts):
-        raise BadField(field, "content of the type text without a text")
-    return "".join(texts)
+    if other := sorted({str(kind) for kind in kinds if kind not in known}):
+        named = f"only the type text{' or image_url' * (images is not None)} is supported"
+        raise BadField(field, f"content of the type {', '.join(other)[:200]}: {named}")
+    found: list[dict[str, str]] = []
+    for index, part in enumerate(parts):
+        if part["type"] == IMAGE_URL:
+            assert images is not None
+            images.add(part, f"{field}.{index}")
+            found.append({"type": "image"})
+        elif isinstance(part.get("text"), str):
+            found.append({"type": "text", "text": part["text"]})
+        else:
+            raise BadField(field, "content of the type text without a text")
+    if any(part["type"] == "image" for part in found):
+        return found
+    return "".join(part["text"] for part in found)
+
+
+def texts_of(message: dict[str, Any]) -> list[str]:
+    """Return the texts of a message that was read: of its content, and of its reasoning."""
+    content = message.get("content")
+    parts = [part.get("text") for part in content] if isinstance(content, list) else [content]
+    return [text for text in (*parts, message.get("reasoning_content")) if isinstance(text, str)]

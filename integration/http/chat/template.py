@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
@@ -11,8 +11,12 @@ from jinja2 import TemplateError
 from ....rollout.engine import Engine
 from ..edge.errors import BadField
 from ..generation.limits import RequestLimits
-from .content import ROLES, read_message, with_texts_as_arguments
+from .content import ROLES, Images, read_message, texts_of, with_texts_as_arguments
 from .form import chat_template_text
+
+# A template may fail in any of these ways on a message that its author did not expect.
+_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_MARK = "as a text"
 
 
 class TemplateFields(Protocol):
@@ -24,12 +28,15 @@ class TemplateFields(Protocol):
     continue_final_message: bool
 
 
-def read_messages(given: list[dict[str, Any]], limits: RequestLimits) -> list[dict[str, Any]]:
-    """Return messages with one text each. Raises BadField, also where they are too long together, and for a role that
-    is neither a common one nor in the chat template."""
-    messages = [read_message(message, f"messages.{index}") for index, message in enumerate(given)]
+def read_messages(
+    given: list[dict[str, Any]], limits: RequestLimits, images: Images | None = None
+) -> list[dict[str, Any]]:
+    """Return messages with one text each, or with parts where they have images. images: takes those; None: there may be
+    none. Raises BadField, also where they are too long together, and for a role that is neither a common one nor in the
+    chat template."""
+    messages = [read_message(message, f"messages.{index}", images) for index, message in enumerate(given)]
     _refuse_unknown_roles(messages, limits)
-    texts = [message.get(name) for message in messages for name in ("content", "reasoning_content")]
+    texts: list[object] = [text for message in messages for text in texts_of(message)]
     calls = [call for message in given for call in message.get("tool_calls") or ()]
     texts += [call["function"].get("arguments") for call in calls]
     limits.characters(sum(len(text) for text in texts if isinstance(text, str)), "messages")
@@ -51,11 +58,12 @@ def apply_template(
     messages: list[dict[str, Any]],
     asked: TemplateFields,
     tools: Sequence[dict[str, Any]] = (),
+    template: str | None = None,
 ) -> str:
-    """Convert a conversation to text by the tokenizer's chat template. tools: those that it shows to the model. Raises
-    BadField."""
+    """Convert a conversation to text by the tokenizer's chat template, or by another one. tools: those that it shows to
+    the model. Raises BadField."""
     tokenizer = engine.tokenizer
-    if tokenizer is None or not tokenizer.chat_template:
+    if tokenizer is None or not (template or tokenizer.chat_template):
         raise BadField("messages", "this model has no chat template: send input_ids")
     extra = dict(asked.chat_template_kwargs or {})
     if reserved := sorted(set(extra) & set(inspect.signature(tokenizer.apply_chat_template).parameters)):
@@ -67,8 +75,10 @@ def apply_template(
         asks_for_answer = not asked.continue_final_message
     extra |= {"tools": list(tools) or None, "add_generation_prompt": asks_for_answer, "tokenize": False}
     extra["continue_final_message"] = asked.continue_final_message
+    if template is not None:
+        extra["chat_template"] = template
 
-    shown = str(tokenizer.chat_template)
+    shown = str(template or tokenizer.chat_template)
     if "reasoning_content" not in shown and ".thinking" in shown:  # another name of it, as in gpt-oss's template
         messages = [
             {**message, "thinking": message["reasoning_content"]} if "reasoning_content" in message else message
@@ -79,6 +89,8 @@ def apply_template(
         found: Any = tokenizer.apply_chat_template(messages, **extra)
         return str(found)
 
+    if engine.model.images is not None and _wants_parts(text):
+        messages = [_in_parts(message) for message in messages]
     try:
         try:
             return text(messages)
@@ -86,6 +98,24 @@ def apply_template(
             if not any("tool_calls" in message for message in messages):
                 raise
             return text(with_texts_as_arguments(messages))
-    # A template may fail in any of these ways on a message that its author did not expect.
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except _FAILURES as error:
         raise BadField("messages", f"the chat template refuses them: {error}") from None
+
+
+def _wants_parts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
+    """Return whether a template, as of some models of images, writes content that is a list of parts and no text."""
+    message = {"role": "user", "content": _MARK}
+    return not _writes(render, message) and _writes(render, _in_parts(message))
+
+
+def _writes(render: Callable[[list[dict[str, Any]]], str], message: dict[str, Any]) -> bool:
+    try:
+        return _MARK in render([message])
+    except _FAILURES:
+        return False
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message whose content is a list of parts."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message

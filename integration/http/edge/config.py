@@ -28,6 +28,7 @@ _POSITIVE = (
     "max_tokenising_chars", "max_admin_calls", "max_connections", "head_timeout_s",
     "idle_timeout_s", "write_timeout_s", "refusal_timeout_s", "update_idle_s", "stall_timeout_s", "drain_timeout_s",
     "shutdown_timeout_s", "max_tools", "max_tools_bytes",
+    "max_images", "max_image_bytes", "max_image_pixels", "max_open_image_bytes",
     "max_grammar_bytes", "max_grammar_nesting", "max_pattern_bytes", "max_grammar_repeats", "max_grammar_alternatives",
 )  # fmt: skip
 
@@ -43,6 +44,7 @@ class HttpConfig:
     admin_api_key: str | None = field(default=None, repr=False)  # else LOCKSTEP_ADMIN_KEY or SGLANG_OMNI_ADMIN_KEY
     model_name: str | None = None  # the name in /v1/models; None: the model's path, or its class
     model_path: str | None = None  # source of the weights; None: the module's `name_or_path`
+    processor_path: str | None = None  # folder of the processor of images; None: the model's
     stage: str = "rollout"  # the name by which `stages` in an admin body selects this engine
     extra_server_args: Mapping[str, object] = field(default_factory=dict, repr=False)  # echoed in /server_info
     max_body_bytes: int = 32 << 20  # of a request; pickled payloads have the service's own limit
@@ -66,6 +68,10 @@ class HttpConfig:
     max_session_bytes: int = 1 << 30  # of all sessions, without outputs under way; beyond: 503 for requests on them
     session_idle_s: float = 3600.0  # a session that nothing uses for so long ends, or sooner where it asks for that
     max_tokenising_chars: int = 4 << 20  # of texts that are tokenised at a time, at about 150 bytes of memory each
+    max_images: int = 64  # of a request
+    max_image_bytes: int = 16 << 20  # of an image as it is sent, out of its base64
+    max_image_pixels: int = 1 << 25  # of all images of a request together; checked before any is decoded
+    max_open_image_bytes: int = 8 << 30  # of images of all requests until their answers are sent; beyond: 503
     max_tools: int = 512  # of a request
     max_tools_bytes: int = 2**18  # of their JSON together
     tool_call_parser: str | None = None  # form of tool calls in answers; None: by the chat template, "none": no form

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, repeat
 
 from ....rollout.engine import Engine
@@ -11,6 +11,7 @@ from ....rollout.errors import Overloaded
 from ..conversations.next_turn import NextTurn
 from ..edge.config import HttpConfig
 from ..edge.errors import HttpError
+from ..images.pictures import SentPicture
 
 _CHARS_PER_TOKEN = 4  # of a text that is not tokenised yet, about
 
@@ -21,6 +22,7 @@ class Size:
 
     num_sequences: int
     num_tokens: int  # of prompts and drafts, for each sample of a prompt, because each sequence has its own copy
+    num_image_bytes: int = 0  # as they came; 0: it has no images
 
     @classmethod
     def of(
@@ -39,7 +41,11 @@ class Size:
 
     def after(self, turn: NextTurn | None) -> Size:
         """Return the size with the tokens of the conversation that the prompt goes on from."""
-        return self if turn is None else Size(self.num_sequences, self.num_tokens + turn.num_tokens_before)
+        return self if turn is None else replace(self, num_tokens=self.num_tokens + turn.num_tokens_before)
+
+    def with_images(self, pictures: Iterable[SentPicture]) -> Size:
+        """Return the size with these images."""
+        return replace(self, num_image_bytes=sum(picture.num_bytes for picture in pictures))
 
 
 def _num_tokens(prompt: str | Sequence[int]) -> int:

@@ -20,6 +20,8 @@ from ..conversations.next_turn import NextTurn
 from ..conversations.params import SessionParams, read_session_params, refuse_samples
 from ..edge.bodies import Positive, ReceiptKind, fields_of
 from ..edge.errors import BadField
+from ..images.image_data import read_image_data
+from ..images.pictures import SentPicture
 from .asked import Asked
 from .going_on import MovingBody
 from .limits import RequestLimits
@@ -33,7 +35,7 @@ PER_PROMPT = (
 )  # fmt: skip
 # Fields of SGLang's that we do not support and cannot ignore: without them the answer would be a different one.
 REFUSED = (
-    "input_embeds", "image_data", "video_data", "audio_data", "multi_modal_data", "images", "videos", "audios",
+    "input_embeds", "video_data", "audio_data", "multi_modal_data", "images", "videos", "audios",
     "lora_id", "custom_logit_processor",
     "return_hidden_states", "return_routed_experts", "return_indexer_topk", "return_sampling_mask",
     "return_entropy", "bootstrap_host", "bootstrap_port", "bootstrap_room",
@@ -47,6 +49,9 @@ class GenerateBody(MovingBody):
 
     text: StrictStr | list[StrictStr] | None = None
     input_ids: list[Any] | None = Field(None, description="token ids, or a list of such lists")
+    image_data: StrictStr | list[Any] | None = Field(
+        None, description="images of the prompt, data:image/...;base64,... or base64 alone; lists for several"
+    )
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     rid: str | list[str] | None = None
     return_logprob: bool | list[bool] = False
@@ -99,6 +104,7 @@ class GenerateRequest:
     return_prompt_token_ids: bool
     limits: RequestLimits
     session: SessionParams | None = None
+    pictures: Sequence[list[SentPicture]] = ()  # of each prompt; empty: there are none
 
     @property
     def answers_list(self) -> bool:
@@ -108,12 +114,32 @@ class GenerateRequest:
     def asked(self, engine: Engine, turn: NextTurn | None = None) -> Asked:
         """Tokenise the prompts and return the engine's part of the request. turn: of the session. Slow for long texts.
         Raises BadField."""
-        token_ids = self.limits.tokenising.token_ids(self.prompts, self.field, self.params, turn=turn)
+        token_ids: list[list[int]]
+        if self.pictures:
+            prompts = cast("list[str | list[int]]", self.prompts)
+            token_ids = list(map(self._with_images, prompts, self.pictures, self.params))
+        else:
+            token_ids = self.limits.tokenising.token_ids(self.prompts, self.field, self.params, turn=turn)
         self.limits.entries(
             token_ids, self.params, self.options, "top_logprobs_num", repeats=self.stream,
             has_logprobs=[wanted.logprobs for wanted in self.wanted],
         )  # fmt: skip
         return Asked(token_ids, self.params, self.options, self.rids)
+
+    def _with_images(self, prompt: str | list[int], pictures: list[SentPicture], params: SamplingParams) -> list[int]:
+        """Return the token ids of a prompt with its images, if it has any. Slow. Raises BadField."""
+        tokenising, images, field = self.limits.tokenising, self.limits.images, self.field
+        if not pictures:
+            [found] = tokenising.token_ids([prompt], field, [params])
+            return found
+        if isinstance(prompt, str):
+            tokenising.refuse_long(prompt, field, params)
+            processed = images.of_text(prompt, pictures, field, adds_special=True)
+        else:
+            [ids] = tokenising.token_ids([prompt], field, [params])
+            processed = images.of_ids(ids, pictures, field)
+        tokenising.fits(len(processed), field, params)
+        return processed
 
 
 def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimits) -> GenerateRequest:
@@ -133,11 +159,14 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
     limits.sequences(sum(p.n for p in params))
     options, wanted = _options(body, params, is_batch, limits, text_of_token(engine))
     rids = _rids(body.rid, count, is_batch)
+    pictures = read_image_data(body.image_data, count, is_batch, limits.images)
     if (session := read_session_params(body.session_params)) is not None:
         refuse_samples(count if is_batch else 1, params[0].n)
+        if pictures:
+            raise BadField("image_data", "is not supported in a session: send the prompt whole")
     return GenerateRequest(
         prompts, field, is_batch, params, options, wanted, rids, body.stream, body.return_prompt_token_ids, limits,
-        session,
+        session, pictures,
     )  # fmt: skip
 
 

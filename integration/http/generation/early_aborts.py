@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ....rollout.completion import FinishReason
+from ....rollout.grammars.cache import Promise
 from ....rollout.sampling_params import GRAMMARS
 from .asked import Asked
 
@@ -52,6 +54,24 @@ class EarlyAborts:
         for preparing in self._preparing:
             preparing.aborts.append((rid, reason))
             preparing.was_noted.set()
+
+
+async def are_compiled(missing: Sequence[Promise], preparing: Preparing) -> bool:
+    """Wait for the grammars of a request, and return whether all are ready: one that is aborted waits no more. Raises
+    the first error that is not one in a grammar; those `submit` raises, all together."""
+    aborted = asyncio.ensure_future(preparing.until_all_are_aborted())
+    try:
+        waiting = [asyncio.shield(asyncio.wrap_future(grammar)) for grammar in missing]
+        compiled = asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.wait((compiled, aborted), return_when=asyncio.FIRST_COMPLETED)
+        if not compiled.done():
+            return False
+        for outcome in compiled.result():
+            if isinstance(outcome, BaseException) and not isinstance(outcome, ValueError):
+                raise outcome
+        return True
+    finally:
+        aborted.cancel()
 
 
 def without_grammars(asked: Asked) -> Asked:

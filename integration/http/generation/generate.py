@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import chain, count
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -85,7 +85,8 @@ class GenerateReply:
         renewals = [one.renewal for one in self.request.options]
         drafts = [one.draft_token_ids for one in self.request.options]
         known = [r.token_ids if r is not None else draft for r, draft in zip(renewals, drafts, strict=True)]
-        return Size.of(self.request.prompts, samples, known).after(self.turn)
+        pictures = chain.from_iterable(self.request.pictures)
+        return Size.of(self.request.prompts, samples, known).after(self.turn).with_images(pictures)
 
     def asked(self) -> Asked:
         """See `Reply.asked`."""

@@ -19,6 +19,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -36,10 +37,12 @@ from ..edge.config import HttpConfig
 from ..edge.disconnect import unless_gone
 from ..edge.errors import Draining, HttpError
 from ..edge.threads import run_giving_way, start_pool
+from ..images.pictures import SentPicture
+from ..images.reading import read_images
 from .admission import Admission, Size
 from .answers import Answer
 from .asked import Asked
-from .early_aborts import EarlyAborts, Preparing, without_grammars
+from .early_aborts import EarlyAborts, are_compiled, without_grammars
 from .encoding import Encoder, completion_cost, encode
 from .grammar_limits import check_grammars
 from .limits import OpenEntries, RequestLimits
@@ -49,6 +52,7 @@ from .sse import EventStream
 logger = logging.getLogger(__name__)
 
 _INTAKE_THREADS = 4
+_IMAGE_THREADS = 2  # of requests with images, which may wait for the model there, and others not for them
 CLIENT_GONE = Response(status_code=499)  # returned to the framework; the client has disconnected
 T = TypeVar("T")
 
@@ -57,8 +61,8 @@ class Subscription:
     """The sequences of one HTTP request and their output. Used by the event loop only, except for the `on_` methods,
     which the engine calls."""
 
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
+    def __init__(self, hub: Hub, *, has_images: bool = False) -> None:
+        self._hub, self.has_images = hub, has_images
         self._chunks: list[StreamChunk] = []
         self._waiter: asyncio.Future[None] | None = None
         self._failure: EngineStopped | HttpError | None = None
@@ -151,6 +155,7 @@ class Hub:
         self.limits = RequestLimits(engine, self.config)
         self.admission = Admission(engine, self.config)
         self.entries = OpenEntries(self.config.max_open_logprob_entries)
+        self.image_bytes = OpenEntries(self.config.max_open_image_bytes, "bytes of images", "max_open_image_bytes")
         self.loop = asyncio.get_running_loop()
         self.encoder = Encoder()
         self.is_draining = False  # new requests are refused: the server will end
@@ -159,6 +164,7 @@ class Hub:
         self._losses = LossWatch(loss, self.config.refusal_timeout_s, self.open)
         start_parsers()
         self._intake = start_pool(_INTAKE_THREADS, "lockstep-intake")
+        self._images = self._intake if self.limits.images.refusal else start_pool(_IMAGE_THREADS, "lockstep-images")
         self._leaving_thread = start_pool(1, "lockstep-leaving")
         self._leaving: deque[Subscription] = deque()
         self._news: deque[tuple[Subscription, StreamChunk | EngineStopped]] = deque()
@@ -185,7 +191,7 @@ class Hub:
         except BaseException:
             self._release_entries(subscription)
             raise
-        return Answer(content, on_end=partial(self.entries.release, subscription))
+        return Answer(content, on_end=partial(self._release, subscription))
 
     async def _whole(self, subscription: Subscription, reply: Reply) -> bytes:
         """Wait for the answers and return their JSON."""
@@ -204,10 +210,24 @@ class Hub:
         finally:
             self.leave(subscription)
 
+    async def with_images(self, make: Callable[[], T], pictures: Sequence[SentPicture]) -> T:
+        """Return `make()`, which decodes these images, from a thread for them. Raises Overloaded, and its errors."""
+        held = object()
+        self.image_bytes.take(held, sum(picture.num_bytes for picture in pictures))
+        try:
+            return await self.loop.run_in_executor(self._images, run_giving_way, self.loop, make)
+        finally:
+            self.image_bytes.release(held)
+
     def _admit(self, size: Size) -> Subscription:
         """Open a request, until `leave`. Raises the errors of `Admission.take`."""
-        subscription = Subscription(self)
-        self.admission.take(subscription, size)
+        subscription = Subscription(self, has_images=size.num_image_bytes > 0)
+        self.image_bytes.take(subscription, size.num_image_bytes)
+        try:
+            self.admission.take(subscription, size)
+        except BaseException:
+            self.image_bytes.release(subscription)
+            raise
         self.open.add(subscription)
         self._losses.start()
         return subscription
@@ -220,7 +240,11 @@ class Hub:
 
     def _release_entries(self, subscription: Subscription) -> None:
         if not subscription.has_left:
-            self.entries.release(subscription)
+            self._release(subscription)
+
+    def _release(self, subscription: Subscription) -> None:
+        self.entries.release(subscription)
+        self.image_bytes.release(subscription)
 
     async def subscribe(self, prepare: Callable[[], Asked], *, streamed: bool, size: Size) -> Subscription:
         """Run `prepare` in a thread and queue its requests. Call `leave` at the end. Raises the errors of `prepare`,
@@ -252,7 +276,12 @@ class Hub:
 
         def begin() -> list[list[str]]:
             subscription.check_here()
-            asked = subscription.asked = preparing.asked = prepare()
+            subscription.asked = preparing.asked = prepare()
+            if subscription.has_images:
+                take = partial(self.image_bytes.take, subscription)
+                read = read_images(self.engine, subscription.asked.prompts, take, subscription.check_here)
+                subscription.asked = replace(subscription.asked, prompts=read)
+            asked = subscription.asked
             check_grammars(asked.params, self.config, asked.grammar_field)
             self.entries.take(subscription, self.limits.num_open_entries(asked.prompts, asked.params, asked.options))
             if asked.names_weights or any(map(self._has_receipt, asked.options)):
@@ -263,8 +292,11 @@ class Hub:
         try:
             groups = await self._in_thread(begin, subscription, missing)
             if missing:  # a grammar may take long, and there are few intake threads: wait in the event loop
-                if not await self._compiled(missing, preparing):
-                    subscription.asked = without_grammars(subscription.asked)
+                try:
+                    if not await are_compiled(missing, preparing):
+                        subscription.asked = without_grammars(subscription.asked)
+                finally:
+                    self.engine.requests.leave_grammars(missing)
                 groups = await self._in_thread(submit, subscription)
         except GrammarError as error:
             raise HttpError(400, str(error), param=subscription.asked.grammar_field) from error
@@ -281,28 +313,9 @@ class Hub:
         asked: object = options.return_receipt
         return asked not in (None, False) or (asked is None and self.engine.config.receipts != "off")
 
-    async def _compiled(self, missing: Sequence[Promise], preparing: Preparing) -> bool:
-        """Wait for grammars. Raises the first error that is not one in a grammar: those `submit` raises, all together.
-
-        A client that leaves waits for them no more, nor does a request that is aborted. Returns whether all are ready.
-        """
-        aborted = asyncio.ensure_future(preparing.until_all_are_aborted())
-        try:
-            waiting = [asyncio.shield(asyncio.wrap_future(grammar)) for grammar in missing]
-            compiled = asyncio.gather(*waiting, return_exceptions=True)
-            await asyncio.wait((compiled, aborted), return_when=asyncio.FIRST_COMPLETED)
-            if not compiled.done():
-                return False
-            for outcome in compiled.result():
-                if isinstance(outcome, BaseException) and not isinstance(outcome, ValueError):
-                    raise outcome
-            return True
-        finally:
-            aborted.cancel()
-            self.engine.requests.leave_grammars(missing)
-
     async def _in_thread(self, run: Callable[[], T], subscription: Subscription, missing: Sequence[Promise] = ()) -> T:
-        running = self.loop.run_in_executor(self._intake, run_giving_way, self.loop, run)
+        threads = self._images if subscription.has_images else self._intake
+        running = self.loop.run_in_executor(threads, run_giving_way, self.loop, run)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:  # a thread cannot be stopped: withdraw the requests that it queues
@@ -365,7 +378,7 @@ class Hub:
         """Count requests no longer whose clients have left: the engine has no sequence of theirs."""
         for subscription in subscriptions:
             self.admission.release(subscription)
-            self.entries.release(subscription)
+            self._release(subscription)
 
 
 def stop_taking(app: Starlette) -> None:

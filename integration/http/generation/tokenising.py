@@ -103,6 +103,11 @@ class Tokenising:
         if num_tokens > (room := self._room(params)):
             raise _too_long(field, str(num_tokens), room)
 
+    def refuse_long(self, text: str, field: str, params: SamplingParams) -> None:
+        """Refuse a text that is far longer than the context, before it is tokenised elsewhere. Raises BadField."""
+        with self._turns.of(len(text)):
+            self._refuse_long(text, field, self._room(params))
+
     def _room(self, params: SamplingParams) -> int:
         return self._engine.max_model_len - min(params.max_new_tokens, 1)
 

@@ -12,9 +12,9 @@ from ....rollout.engine import Engine
 from ....rollout.grammars.token_text import bytes_of_token
 from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import GRAMMARS, SamplingParams
-from ..chat.content import read_prediction
+from ..chat.content import Images, read_prediction
 from ..chat.form import ChatForm, read_form
-from ..chat.template import apply_template, read_messages
+from ..chat.template import read_messages
 from ..conversations.next_turn import NextTurn
 from ..conversations.params import SessionParams
 from ..edge.bodies import fields_of
@@ -32,13 +32,14 @@ from ..generation.body import (
 )
 from ..generation.limits import RequestLimits
 from ..generation.meta import Wanted
+from .chat_prompt import ChatPrompt
 from .fields import NAMES, ChatBody, CommonBody, CompletionBody, StreamOptions, named_params
-from .sessions import read_chat_session, session_prompt, with_one_name
+from .sessions import read_chat_session, with_one_name
 from .vllm_fields import num_kept, num_prompt_top, refuse_vllm, shortened, structured_settings, token_name
 
 DEFAULT_MAX_TOKENS = 16  # of a completion; the default of a chat is the rest of the context
 REFUSED = (
-    *REFUSED_BY_GENERATE, "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice",
+    *REFUSED_BY_GENERATE, "image_data", "json_schema", "structural_tag", "guided_json", "guided_regex", "guided_choice",
     "guided_grammar", "use_beam_search", "return_input_ids_in_sglext", "return_output_ids_in_sglext",
     "return_spec_tokens_details",
 )  # fmt: skip
@@ -156,7 +157,8 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
     )  # fmt: skip
     kept = num_kept(body.truncate_prompt_tokens, params, engine.max_model_len)
     input_ids = body.input_ids if body.input_ids is None or kept is None else body.input_ids[-kept:]
-    messages = None if body.messages is None else read_messages(body.messages, limits)
+    images = Images(limits.images.one)
+    messages = None if body.messages is None else read_messages(body.messages, limits, images)
     contents = [content for message in messages or [] if isinstance(content := message.get("content"), str)]
     limits.lengths([input_ids or []], "input_ids")
     form = read_form(body, engine.tokenizer, limits)
@@ -165,19 +167,11 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
     id = body.rid or f"chatcmpl-{body.request_id or uuid.uuid4().hex}"
     session = read_chat_session(body, kept)
 
-    def render(told: list[dict[str, Any]]) -> str:
-        return apply_template(engine, told, body, shown)
+    prompt = ChatPrompt(engine, limits, body, shown, messages, images.pictures, input_ids, kept)
+    prompt.check()
 
     def asked(turn: NextTurn | None = None) -> Asked:
-        if input_ids is not None:
-            [token_ids] = limits.tokenising.token_ids([input_ids], "input_ids", [params], turn=turn)
-        elif turn is not None and messages is not None:
-            token_ids = session_prompt(turn, messages, render, limits, params)
-        else:
-            assert messages is not None  # one of the two is given: checked above
-            text = render(messages)
-            limits.characters(len(text), "messages")
-            token_ids = limits.tokenising.conversation(text, "messages", params, kept)
+        token_ids = prompt.token_ids(params, turn)
         room = max(engine.max_model_len - len(token_ids), 1)
         its_params = params if max_tokens is not None else named_params(lambda: replace(params, max_new_tokens=room))
         its_params = form.params(its_params, form.beginning(token_ids, begun))
@@ -191,8 +185,8 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
     return _request(
         body, id, model, asked, engine, is_chat=True, logprobs=body.logprobs, num_top=body.top_logprobs, echo=False,
         prompts=[], start=start, num_prompt_top=num_top,
-        size=Size.of([input_ids or "".join(contents)], [body.n], [predicted or draft]), form=form, begun=begun,
-        session=session, extra_key=key,
+        size=Size.of([input_ids or "".join(contents)], [body.n], [predicted or draft]).with_images(images.pictures),
+        form=form, begun=begun, session=session, extra_key=key,
     )  # fmt: skip
 
 

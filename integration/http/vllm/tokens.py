@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -9,7 +10,9 @@ from fastapi.responses import Response
 from pydantic import Field, StrictInt
 
 from ....rollout.engine import Engine
+from ....rollout.sampling_params import SamplingParams
 from ..admin.common import json_response
+from ..chat.content import Images
 from ..chat.template import apply_template, read_messages
 from ..chat.tools import read_tools
 from ..edge.bodies import Body, describe, fields_of, read_as
@@ -18,9 +21,12 @@ from ..generation.body import refuse_unsupported
 from ..generation.limits import RequestLimits
 from ..generation.subscriptions import hub_of
 from ..observe.model_info import refuse_unknown_model
+from ..openai.chat_prompt import ChatPrompt
 from ..openai.fields import ChatBody
 
 router = APIRouter()
+
+_NO_ANSWER = SamplingParams(max_new_tokens=0)  # a prompt may fill the context
 
 
 class TokenizeBody(Body):
@@ -49,14 +55,20 @@ async def tokenize(request: Request) -> Response:
     """Convert a text or a conversation to token ids."""
     hub = hub_of(request.app)
 
-    def read(values: dict[str, object]) -> dict[str, object]:
+    def read(values: dict[str, object]) -> tuple[TokenizeBody, list[int] | ChatPrompt]:
         refuse_unknown_model(request.app, values.get("model"), or_root=True)
         refuse_unsupported(values, ("chat_template",))
         hub.limits.long_lists(values, "prompt")
-        return _tokenized(fields_of(TokenizeBody, values), values, hub.engine, hub.limits)
+        body = fields_of(TokenizeBody, values)
+        return body, _token_ids(body, values, hub.engine, hub.limits)
 
     # On a thread, also where the body is short: a template may take long.
-    return json_response(await read_as(request, read, is_slow=lambda values: True))
+    body, ids = await read_as(request, read, is_slow=lambda values: True)
+    if isinstance(ids, ChatPrompt):
+        ids = await hub.with_images(partial(ids.token_ids, _NO_ANSWER, None), ids.pictures)
+    strings = _tokenizer(hub.engine).convert_ids_to_tokens(ids) if body.return_token_strs else None
+    found = {"count": len(ids), "max_model_len": hub.engine.max_model_len, "tokens": ids, "token_strs": strings}
+    return json_response(found)
 
 
 @router.post("/detokenize", openapi_extra=describe(DetokenizeBody))
@@ -77,24 +89,30 @@ async def detokenize(request: Request) -> Response:
     return json_response(await read_as(request, read, is_slow=lambda values: True))
 
 
-def _tokenized(
+def _token_ids(
     body: TokenizeBody, values: dict[str, object], engine: Engine, limits: RequestLimits
-) -> dict[str, object]:
-    tokenizer = _tokenizer(engine)
+) -> list[int] | ChatPrompt:
+    """Return the token ids of a text or a conversation; one with images comes back as its prompt, which is slow to
+    make. Raises BadField."""
+    _tokenizer(engine)
     if (body.prompt is None) == (body.messages is None):
         raise BadField("prompt", "exactly one of prompt and messages is needed")
     if body.messages is not None:
-        messages, fields = read_messages(body.messages, limits), fields_of(ChatBody, values)
+        images = Images(limits.images.one)
+        messages, fields = read_messages(body.messages, limits, images), fields_of(ChatBody, values)
         tools = read_tools(fields, limits)
-        text = apply_template(engine, messages, fields, () if tools is None else tools.shown)
+        shown = () if tools is None else tools.shown
+        if images.pictures:
+            chat = ChatPrompt(engine, limits, fields, shown, messages, images.pictures, None, None)
+            chat.check()
+            return chat
+        text = apply_template(engine, messages, fields, shown)
         adds_special = bool(body.add_special_tokens)
     else:
         assert body.prompt is not None
         text, adds_special = body.prompt, body.add_special_tokens is not False
     limits.characters(len(text), "prompt" if body.messages is None else "messages")
-    ids = limits.tokenising.whole(text, adds_special=adds_special)
-    strings = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-    return {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids, "token_strs": strings}
+    return limits.tokenising.whole(text, adds_special=adds_special)
 
 
 def _tokenizer(engine: Engine) -> Any:

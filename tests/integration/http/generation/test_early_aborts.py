@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from typing import Any
 
 import httpx
 import pytest
@@ -94,13 +95,13 @@ def test_a_request_whose_grammar_is_compiled_meanwhile_is_answered_at_once(url, 
     from lockstep.integration.http.generation import subscriptions
 
     waits = threading.Event()
-    compiled = subscriptions.Hub._compiled
+    compiled = subscriptions.are_compiled
 
-    def noted(self: subscriptions.Hub, *arguments: object) -> object:
+    def noted(*arguments: Any) -> object:
         waits.set()
-        return compiled(self, *arguments)
+        return compiled(*arguments)
 
-    monkeypatch.setattr(subscriptions.Hub, "_compiled", noted)
+    monkeypatch.setattr(subscriptions, "are_compiled", noted)
     params = {"max_new_tokens": 30, "regex": MANY_STATES}
     asked = asking(url, text="the", sampling_params=params)
     assert waits.wait(PATIENCE)

@@ -1,0 +1,115 @@
+"""The images of requests on their way to the engine: refused, decoded, and run through the model's processor."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ....rollout.engine import Engine
+from ....rollout.giving_way import others_compute
+from ....rollout.media.reader import IDS, why_no_images
+from ..edge.config import HttpConfig
+from ..edge.errors import BadField
+from .pictures import SentPicture, pixels_of, sent_picture
+
+if TYPE_CHECKING:
+    from .processor import FolderProcessor
+
+
+class ProcessedPrompt(list[int]):
+    """The token ids of a prompt, with the tensors of its images, which the engine has not read yet."""
+
+    def __init__(self, inputs: Mapping[str, Any], field: str) -> None:
+        """Take what a processor has made. field: of the request, that the images are in."""
+        ids = inputs[IDS]
+        super().__init__(ids.flatten().tolist() if isinstance(ids, Tensor) else ids)
+        self.inputs, self.field = inputs, field
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the tensors."""
+        return sum(value.nbytes for value in self.inputs.values() if isinstance(value, Tensor))
+
+
+class ImageIntake:
+    """The images of one server's requests. Any thread may call."""
+
+    def __init__(self, engine: Engine, config: HttpConfig) -> None:
+        self._engine, self._config = engine, config
+        self._lock = threading.Lock()  # of the loading, which one thread does
+        self._loaded: FolderProcessor | None = None
+        self._failure: str | None = None
+
+    @cached_property
+    def refusal(self) -> str | None:
+        """The reason why this server takes no images, as far as it is known without loading the processor; None: it
+        does."""
+        model = self._engine.model
+        if model.images is None:
+            return f"images are not supported: {why_no_images(model.module) or 'the model is on several ranks'}"
+        if importlib.util.find_spec("PIL") is None:
+            return "images are not supported: the server has no Pillow (extra `images`: pip install -e '.[images]')"
+        if self._folder is None:
+            return "images are not supported: no folder of the model's processor is known (processor_path)"
+        return None
+
+    @property
+    def _folder(self) -> Path | None:
+        model, config = self._engine.model, self._config
+        named = config.processor_path or model.folder or config.model_path or getattr(model.module, "name_or_path", "")
+        return Path(named) if named and Path(named).is_dir() else None
+
+    def sent(self, given: Sequence[object], field: str, *, is_bare: bool = False) -> list[SentPicture]:
+        """Return pictures of a list in a request, as they came. Raises BadField."""
+        return [self.one(one, f"{field}.{index}", is_bare=is_bare) for index, one in enumerate(given)]
+
+    def one(self, given: object, field: str, *, is_bare: bool = False) -> SentPicture:
+        """Return a picture as it came. Raises BadField, also where this server takes none."""
+        if self.refusal is not None:
+            raise BadField(field, self.refusal)
+        return sent_picture(given, field, self._config, is_bare=is_bare)
+
+    def count(self, num: int, field: str) -> None:
+        """Check the number of images of a request. Raises BadField."""
+        if num > (limit := self._config.max_images):
+            raise BadField(field, f"{num} images are more than the {limit} of a request (max_images)")
+
+    def processor(self, field: str) -> FolderProcessor:
+        """Return the processor, which the first call loads. Raises BadField where there is none."""
+        with others_compute(), self._lock:
+            if self._loaded is None and self._failure is None:
+                from .processor import FolderProcessor  # heavy, and few servers need it
+
+                assert self._folder is not None, "images have been refused"
+                try:
+                    self._loaded = FolderProcessor(self._folder)
+                except ValueError as error:
+                    self._failure = f"images are not supported: {error}"
+        if self._loaded is None:
+            raise BadField(field, str(self._failure))
+        return self._loaded
+
+    def of_text(self, text: str, pictures: Sequence[SentPicture], field: str, *, adds_special: bool) -> ProcessedPrompt:
+        """Return the prompt of a text with placeholders of its pictures. Slow. Raises BadField, with this field where
+        it is not the fault of a picture."""
+        processor = self.processor(field)
+        images = pixels_of(pictures, self._config)
+        try:
+            return ProcessedPrompt(processor.of_text(text, images, adds_special=adds_special), field)
+        except ValueError as error:
+            raise BadField(field, str(error)) from None
+
+    def of_ids(self, ids: list[int], pictures: Sequence[SentPicture], field: str) -> ProcessedPrompt:
+        """Return the prompt of token ids with their pictures. Slow. Raises BadField likewise."""
+        processor = self.processor(field)
+        images = pixels_of(pictures, self._config)
+        try:
+            return ProcessedPrompt(processor.of_ids(ids, images), field)
+        except ValueError as error:
+            raise BadField(field, str(error)) from None

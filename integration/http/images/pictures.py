@@ -1,0 +1,119 @@
+"""Pictures as requests have them, base64 in a text, and their pixels, within limits of bytes and of pixels."""
+
+from __future__ import annotations
+
+import binascii
+import io
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ....rollout.giving_way import give_way, others_compute
+from ..edge.config import HttpConfig
+from ..edge.errors import BadField
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others of Pillow's have decoders that few clients need
+_ELSEWHERE = ("http:", "https:", "file:", "ftp:")
+_HEAD_CHARS = 200  # of a URL, within which its data begin
+# What Pillow's decoders raise for bytes that are no image of theirs.
+_DAMAGED = (
+    OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, struct.error,
+    RuntimeError,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SentPicture:
+    """A picture as it came."""
+
+    field: str  # its place in the request
+    data: str  # base64, not checked yet
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes that it takes until it is decoded."""
+        return len(self.data)
+
+
+def sent_picture(given: object, field: str, config: HttpConfig, *, is_bare: bool = False) -> SentPicture:
+    """Return a picture that came as a data URL. is_bare: or as base64 alone. Raises BadField for anything else: the
+    server fetches no address and opens no file for a client."""
+    if not isinstance(given, str):
+        raise BadField(field, f"must be a text, not {type(given).__name__}")
+    head = given[:_HEAD_CHARS].lower()
+    if head.startswith("data:"):
+        kind, comma, _ = given[:_HEAD_CHARS].partition(",")
+        if not comma or not kind.lower().startswith("data:image/") or not kind.lower().endswith(";base64"):
+            raise BadField(field, "must be data:image/...;base64,...")
+        data = given[len(kind) + 1 :]
+    elif head.startswith(_ELSEWHERE) or "://" in head:
+        scheme = head.partition(":")[0]
+        raise BadField(field, f"{scheme}: addresses are not fetched: send the image as data:image/...;base64,...")
+    elif is_bare:
+        data = given
+    else:
+        raise BadField(field, "must be data:image/...;base64,...")
+    if not data:
+        raise BadField(field, "has no data")
+    if len(data) // 4 * 3 - data[-2:].count("=") > (limit := config.max_image_bytes):
+        raise BadField(field, f"has more than {limit} bytes (max_image_bytes)")
+    return SentPicture(field, data)
+
+
+def pixels_of(pictures: Sequence[SentPicture], config: HttpConfig) -> list[Image]:
+    """Decode pictures to RGB, upright as their cameras held them. Slow. Raises BadField that names the picture: for
+    bytes that are no whole image, for animations, and for more pixels than `max_image_pixels` in all of them, which is
+    checked before any is decoded."""
+    opened, num_pixels = [], 0
+    for picture in pictures:
+        give_way()
+        image = _opened(picture, config)
+        num_pixels += image.width * image.height
+        if num_pixels > (limit := config.max_image_pixels):
+            raise BadField(
+                picture.field, f"{image.width} x {image.height} pixels: the images of a request may have {limit} "
+                "together (max_image_pixels)"
+            )  # fmt: skip
+        opened.append(image)
+    return [_decoded(image, picture.field) for image, picture in zip(opened, pictures, strict=True)]
+
+
+def _opened(picture: SentPicture, config: HttpConfig) -> Image:
+    """Read the head of an image, which tells its size."""
+    from PIL import Image
+
+    try:
+        data = binascii.a2b_base64("".join(picture.data.split()), strict_mode=True)
+    except (binascii.Error, ValueError) as error:
+        raise BadField(picture.field, f"is not base64: {error}") from None
+    try:
+        image: Any = Image.open(io.BytesIO(data), formats=_FORMATS)
+        num_frames = getattr(image, "n_frames", 1)
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise BadField(picture.field, f"{error} (max_image_pixels is {config.max_image_pixels})") from None
+    except _DAMAGED as error:
+        raise BadField(picture.field, _said(f"is no image of a known format ({', '.join(_FORMATS)})", error)) from None
+    if num_frames != 1:
+        raise BadField(picture.field, f"is an animation of {num_frames} frames: send one image")
+    found: Image.Image = image
+    return found
+
+
+def _decoded(image: Image, field: str) -> Image:
+    from PIL import Image, ImageOps
+
+    try:
+        with others_compute():
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning, *_DAMAGED) as error:
+        raise BadField(field, _said("cannot be decoded", error)) from None
+
+
+def _said(what: str, error: Exception) -> str:
+    """Return what an error says of an image, without the object that it names."""
+    said = str(error).partition(" <_io")[0].strip()
+    return f"{what}: {said[:200]}" if said and "cannot identify" not in said else what

@@ -1,0 +1,50 @@
+"""The reading of images by the engine, which may have to run the model: only while no trainer uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+from ....rollout.engine import Engine
+from ....rollout.errors import DeadlineExceeded
+from ....rollout.giving_way import others_compute
+from ..edge.errors import BadField, HttpError
+from .intake import ProcessedPrompt
+
+_LOOK_S = 1.0  # between two looks at whether the client is still there
+
+
+def read_images(
+    engine: Engine, prompts: Sequence[Sequence[int]], take: Callable[[int], None], check_here: Callable[[], None]
+) -> list[Sequence[int]]:
+    """Return prompts for the engine, each processed one with its images as the engine reads them.
+
+    Sizes of images that the engine has not met need a run of the model: that waits for a rollout phase, as a request's
+    steps do. take: counts bytes, and refuses too many. check_here: raises where the client has left meanwhile. Raises
+    BadField that names the field of the images, and HttpError 503 where no step may run until the weights are written.
+    """
+    # By identity: the samples of a prompt that go on here share it.
+    processed = {id(one): one for one in prompts if isinstance(one, ProcessedPrompt)}
+    take(sum(one.num_bytes for one in processed.values()))
+    read: dict[int, Sequence[int]] = {}
+    for key, prompt in processed.items():
+        try:
+            read[key] = engine.requests.read_images(prompt.inputs, lambda: _computing(engine, check_here))
+        except ValueError as error:
+            raise BadField(prompt.field, str(error)) from None
+    return [read.get(id(prompt), prompt) for prompt in prompts]
+
+
+@contextmanager
+def _computing(engine: Engine, check_here: Callable[[], None]) -> Iterator[None]:
+    """Wait until the model may run beside the steps, and keep it so."""
+    with others_compute(), ExitStack() as stack:
+        while True:
+            check_here()
+            with suppress(DeadlineExceeded):
+                stack.enter_context(engine.model.borrowed("a prompt with images", _LOOK_S))
+                break
+        if (why := engine.refusal) is not None:
+            message = f"images of this size are new here and need the model, which does not run: {why}"
+            raise HttpError(503, message, headers={"Retry-After": "1"})
+        yield

@@ -1,0 +1,91 @@
+"""The prompt of a chat: a conversation as its chat template writes it, or token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ....rollout.engine import Engine
+from ....rollout.sampling_params import SamplingParams
+from ..chat.template import apply_template
+from ..conversations.next_turn import NextTurn
+from ..edge.errors import BadField
+from ..generation.limits import RequestLimits
+from ..images.pictures import SentPicture
+from .fields import ChatBody
+from .sessions import session_prompt
+
+Messages = list[dict[str, Any]]
+_FIELD = "messages"
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    """The prompt of one request, not tokenised yet."""
+
+    engine: Engine
+    limits: RequestLimits
+    body: ChatBody
+    tools: Sequence[dict[str, Any]]  # that the template shows to the model
+    messages: Messages | None
+    pictures: Sequence[SentPicture]  # of the messages, in order
+    input_ids: list[int] | None  # instead of messages
+    num_kept: int | None  # last tokens of the prompt; None: all
+
+    def check(self) -> None:
+        """Raise BadField for fields that do not go with images."""
+        if not self.pictures:
+            return
+        self.limits.images.count(len(self.pictures), _FIELD)
+        if self.num_kept is not None:
+            raise BadField("truncate_prompt_tokens", "is not supported with images, whose tokens stand")
+        if self.body.session_params:
+            raise BadField(self.pictures[0].field, "images are not supported in a session: send the conversation whole")
+        assert self.messages is not None
+        if self.body.continue_final_message and isinstance(self.messages[-1].get("content"), list):
+            raise BadField("continue_final_message", "is not supported where the final message has an image")
+
+    def token_ids(self, params: SamplingParams, turn: NextTurn | None) -> list[int]:
+        """Make the prompt. turn: of a session. Slow for long conversations and for images. Raises BadField."""
+        tokenising = self.limits.tokenising
+        if self.input_ids is not None:
+            [found] = tokenising.token_ids([self.input_ids], "input_ids", [params], turn=turn)
+            return found
+        assert self.messages is not None  # one of the two is given
+        if turn is not None:
+            return session_prompt(turn, self.messages, self._render, self.limits, params)
+        if self.pictures:
+            return self._with_images(params)
+        text = self._render(self.messages)
+        self.limits.characters(len(text), _FIELD)
+        return tokenising.conversation(text, _FIELD, params, self.num_kept)
+
+    def _with_images(self, params: SamplingParams) -> list[int]:
+        assert self.messages is not None
+        images = self.limits.images
+        processor = images.processor(self.pictures[0].field)
+        _refuse_spelled(self.messages, processor.placeholder)
+        text = apply_template(self.engine, self.messages, self.body, self.tools, processor.chat_template)
+        if (num := text.count(processor.placeholder)) != len(self.pictures):
+            raise BadField(
+                _FIELD, f"the chat template writes {num} placeholders of images ({processor.placeholder}) for "
+                f"{len(self.pictures)} images: it may have none in messages of some roles"
+            )  # fmt: skip
+        self.limits.characters(len(text), _FIELD)
+        self.limits.tokenising.refuse_long(text, _FIELD, params)
+        found = images.of_text(text, self.pictures, _FIELD, adds_special=False)
+        self.limits.tokenising.fits(len(found), _FIELD, params)
+        return found
+
+    @property
+    def _render(self) -> Callable[[Messages], str]:
+        return lambda told: apply_template(self.engine, told, self.body, self.tools)
+
+
+def _refuse_spelled(messages: Messages, placeholder: str) -> None:
+    """Refuse texts that spell the placeholder of an image, whose place another image would take. Raises BadField."""
+    for index, message in enumerate(messages):
+        for name, value in message.items():
+            if placeholder in (value if isinstance(value, str) else repr(value)):
+                raise BadField(f"{_FIELD}.{index}.{name}", f"spells {placeholder}, the placeholder of an image")
