@@ -1,23 +1,62 @@
-"""The check of a hosted module with the first images that it gets: the engine's forward against a trainer's."""
+"""The reading of prompts with images by a hosted module, and its check with the first of them: the engine's forward
+against a trainer's."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..media.images import ImageRows, Images
-from ..media.reader import image_token
+from ..media.reader import ImageReader, image_token
 from ..model.hosted_model import HostedModel
 from ..model.supported import refused_if_it_fails
 
 logger = logging.getLogger(__name__)
 
 _NEAR = 0.05  # difference of log-probabilities that rounding explains, in an engine that is not invariant
+
+
+T = TypeVar("T")
+
+
+class Command(Protocol):
+    """The function that runs another one under a name between two steps."""
+
+    def __call__(self, name: str, run: Callable[[], T]) -> T: ...
+
+
+def checking_reader(model: HostedModel, command: Command, most_rows: int) -> ImageReader | None:
+    """Return the reader of prompts with images, which runs the model between two steps; None: the model takes none.
+
+    most_rows: of a prompt, in one step.
+    """
+    if (encoder := model.images) is None:
+        return None
+
+    def count(inputs: Mapping[str, Tensor]) -> int:
+        with model.rollout_phase(admits=False), refused_if_it_fails(model.module, "images"):
+            return encoder.count(inputs)
+
+    def types(ids: Tensor, given: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
+        with model.rollout_phase(admits=False), refused_if_it_fails(model.module, "images"):
+            blocks = encoder.blocks(found := encoder.types(ids, given))
+        if blocks and model.has_states:
+            name = type(model.module).__name__
+            raise ValueError(f"tokens of images that see each other, beside recurrent layers ({name}): not supported")
+        return found, blocks
+
+    return ImageReader(
+        model.module,
+        lambda inputs: command("count_features", lambda: count(inputs)),
+        (lambda ids, given: command("types_of_tokens", lambda: types(ids, given))) if encoder.may_have_blocks else None,
+        lambda ids, images: command("check_images", lambda: check_images(model, ids, images)),
+        most_rows,
+    )
 
 
 def check_images(model: HostedModel, ids: Sequence[int], images: Images) -> None:

@@ -12,17 +12,13 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from torch import Tensor
-
-from ..check.image_check import check_images
+from ..check.image_check import checking_reader
 from ..completion import Completion, FinishReason, StreamChunk
 from ..errors import EngineStopped
 from ..grammars.cache import Promise
 from ..loop.between_steps import BetweenSteps
 from ..loop.parts import Parts
-from ..media.reader import ImageReader
 from ..model.loading import media_tokens
-from ..model.supported import refused_if_it_fails
 from ..replica.calls import RankCalls
 from ..request_options import Renewal, RequestOptions
 from ..sampling_params import SamplingParams
@@ -55,37 +51,8 @@ class RequestDesk:
             parts.tokenizer, parts.model.vocab_size, parts.config.seed, parts.grammars,
             media_tokens(parts.model.module.config), max_model_len=parts.max_model_len,
             eos_token_ids=parts.eos_token_ids,
-            image_reader=self._image_reader(),
+            image_reader=checking_reader(parts.model, driver.command, parts.limits.most_prompt_rows),
         )  # fmt: skip
-
-    def _image_reader(self) -> ImageReader | None:
-        """Return the reader of prompts with images, which runs the model between two steps; None: it takes none."""
-        model, command = self._parts.model, self._driver.command
-        if (encoder := model.images) is None:
-            return None
-
-        def count(inputs: Mapping[str, Tensor]) -> int:
-            with model.rollout_phase(admits=False), refused_if_it_fails(model.module, "images"):
-                return encoder.count(inputs)
-
-        def types(ids: Tensor, given: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:
-            with model.rollout_phase(), refused_if_it_fails(model.module, "images"):
-                blocks = encoder.blocks(found := encoder.types(ids, given))
-            if blocks and model.has_states:
-                name = type(model.module).__name__
-                raise ValueError(
-                    f"tokens of images that see each other, beside recurrent layers ({name}): not supported"
-                )
-            return found, blocks
-
-        limits = self._parts.limits
-        return ImageReader(
-            model.module,
-            lambda inputs: command("count_features", lambda: count(inputs)),
-            lambda ids, given: command("types_of_tokens", lambda: types(ids, given)),
-            lambda ids, images: command("check_images", lambda: check_images(model, ids, images)),
-            min(limits.chunked_prefill_size, limits.max_num_batched_tokens),
-        )
 
     def read_images(
         self, prompt: Mapping[str, object], computing: Callable[[], AbstractContextManager[object]] = nullcontext

@@ -42,6 +42,11 @@ class ImageEncoder:
         self._model, self._token, self._both_ways = module.base_model, image_token(module) or 0, both_ways
         self._encode = around(self._model.get_image_features)
 
+    @property
+    def may_have_blocks(self) -> bool:
+        """Whether tokens of prompts may see each other both ways."""
+        return self._both_ways is not None
+
     def types(self, ids: Tensor, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the types of a prompt's tokens [1, P] by the name that the masks have for them, as given or as the
         processor makes them; none where no token sees later ones."""

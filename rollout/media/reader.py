@@ -22,6 +22,9 @@ _GRID = "image_grid_thw"  # patches of each image [n, 3]: frames, rows, columns
 _OUTPUTS = "mm_encoder_outputs"  # the parameter of transformers' modules that takes features of images
 
 
+TypesAndBlocks = tuple[dict[str, Tensor], list[tuple[int, int]]]
+
+
 class ImageReader:
     """The reader of prompts with images of one model."""
 
@@ -29,16 +32,16 @@ class ImageReader:
         self,
         module: PreTrainedModel,
         count: Callable[[Mapping[str, Tensor]], int],
-        types: Callable[[Tensor, Mapping[str, Tensor]], tuple[dict[str, Tensor], list[tuple[int, int]]]],
+        types: Callable[[Tensor, Mapping[str, Tensor]], TypesAndBlocks] | None,
         check: Callable[[Sequence[int], Images], None],
         most_rows: int,
     ) -> None:
         """Read for a module that is hosted with images (`why_no_images`).
 
         count: returns the number of features of one image. types: returns the types of a prompt's tokens [1, P] and the
-        blocks of those that see each other both ways, which one chunk of at most `most_rows` rows has to hold. check:
-        raises ValueError for a prompt with which the engine computes otherwise than the module; called until one prompt
-        has passed.
+        blocks of those that see each other both ways, which one chunk of at most `most_rows` rows has to hold; None:
+        none do. check: raises ValueError for a prompt with which the engine computes otherwise than the module; called
+        until one prompt has passed.
         """
         self._count, self._types, self._check, self._is_checked = count, types, check, False
         self._most_rows = most_rows
@@ -82,7 +85,7 @@ class ImageReader:
             )
         positions, offset = self._positions(ids, tensors)
         beside = {name: _as_tensor(name, prompt[name]).view(1, -1) for name in _TYPES if prompt.get(name) is not None}
-        types, blocks = self._types(torch.tensor([ids]), beside)
+        types, blocks = self._types_of(ids, beside, computing)
         if (most := max((end - begin for begin, end in blocks), default=0)) > self._most_rows:
             raise ValueError(
                 f"{most} tokens of images see each other both ways and are prefilled in one step, which has at most "
@@ -97,6 +100,15 @@ class ImageReader:
                 self._check(ids, images)
             self._is_checked = True
         return ids, images
+
+    def _types_of(
+        self, ids: Sequence[int], beside: Mapping[str, Tensor], computing: Callable[[], AbstractContextManager[object]]
+    ) -> TypesAndBlocks:
+        """Return the types of a prompt's tokens and its blocks; none where the module's tokens see no later ones."""
+        if self._types is None:
+            return {}, []
+        with computing():
+            return self._types(torch.tensor([ids]), beside)
 
     def _count_of(self, inputs: Mapping[str, Tensor], computing: Callable[[], AbstractContextManager[object]]) -> int:
         """Return the number of features of one image, which follows from the shapes of its tensors and its sizes."""

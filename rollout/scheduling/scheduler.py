@@ -33,6 +33,11 @@ class StepLimits:
     chunked_prefill_size: int  # rows of one prompt
     max_model_len: int  # tokens of one sequence
 
+    @property
+    def most_prompt_rows(self) -> int:
+        """The rows of one prompt that one step may hold."""
+        return min(self.chunked_prefill_size, self.max_num_batched_tokens)
+
 
 class Scheduler:
     """Decide steps and keep the queues. The scheduler only reads sequences: the managers change them, from its output.
@@ -62,7 +67,7 @@ class Scheduler:
         self._has_one_stage = self._pipelining.num_stages == 1
         self._clock = clock
         self._now = clock()  # time of the newest step
-        self._predictor = PrefillTimePredictor(min(limits.chunked_prefill_size, limits.max_num_batched_tokens))
+        self._predictor = PrefillTimePredictor(limits.most_prompt_rows)
         self._policy: Policy = find_policy(policy)(self._predictor, deadline_multiplier, min_deadline_s)
         # Takes the seconds of each step: deadlines and slacks are predicted from them.
         self.on_step_timed: Callable[[ScheduleOutput, float], None] = self._predictor.observe

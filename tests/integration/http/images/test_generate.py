@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.rollout.media.reader import image_tensors, images_digest
 from lockstep.tests.integration.http.images.folders import data_url, load_processor, picture, png
 from lockstep.tests.integration.http.images.served import Served, trained_logprobs
 
@@ -50,6 +51,16 @@ def test_a_text_and_its_images_have_the_logprobs_of_the_trainer(
     assert logprobs == trained_logprobs(served.engine, prompt, answer["output_ids"])
     bare = [base64.b64encode(png(ONE)).decode(), URLS[1]]
     assert drawn(served.ok("/generate", text=text, image_data=bare, **given)) == drawn(answer)
+
+
+def test_a_receipt_has_the_images_and_is_proven_with_them(
+    served: Served, text: str, prompt: Any, params: dict[str, object]
+) -> None:
+    answer = served.ok("/generate", text=text, image_data=URLS, sampling_params=params, return_receipt=True)
+    receipt = answer["meta_info"]["receipt"]
+    assert receipt["images"] == images_digest(image_tensors(prompt))
+    [verdict] = served.service.replay([receipt], prompts=[prompt]).verdicts
+    assert verdict.status == "equal", verdict.what
 
 
 def test_token_ids_have_their_placeholders_expanded_or_not(
@@ -101,7 +112,6 @@ def test_placeholders_that_do_not_fit_are_refused(served: Served, processor: Any
         ({"text": text, "image_data": [URLS]}, "image_data.0", "must be a text, not list"),
         ({"text": text, "image_data": [{"url": URLS[0]}, URLS[1]]}, "image_data.0", "must be a text, not dict"),
         ({"text": text, "image_data": URLS, "session_params": {"id": "a"}}, "image_data", "session"),
-        ({"text": text, "image_data": URLS, "return_receipt": True}, None, "receipts do not hold images"),
         ({"text": text, "video_data": URLS}, "video_data", "is not supported"),
     ):
         param, said = served.refused("/generate", **given)
