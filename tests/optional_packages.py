@@ -22,7 +22,8 @@ HYPOTHESIS = ("hypothesis",)
 JOB = ("matplotlib", "zstandard")  # of the extra `train`: the job asks for both before it starts
 
 EXTRAS = {  # of setup.cfg: the packages whose absence its errors name
-    "deepspeed": ("deepspeed",), "events": ("msgpack", "zmq"), "grammar": ("xgrammar",), "lora": ("peft",),
+    "deepspeed": ("deepspeed",), "events": ("msgpack", "zmq"), "grammar": ("xgrammar",), "images": ("PIL",),
+    "lora": ("peft",),
     "rewards": ("math_verify", "reasoning_gym"), "serve": SERVE, "train": ("jsonschema", *JOB), "triton": ("triton",),
 }  # fmt: skip
 
@@ -46,6 +47,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "integration/http/chat/test_messages.py": ("openai",),
     "integration/http/edge/test_malformed.py": HYPOTHESIS,
     "integration/http/generation/test_grammar.py": ("jsonschema", "xgrammar"),
+    "integration/http/images": ("PIL",),
     "integration/http/openai": ("openai",),
     "integration/http/vllm/test_generate.py": ("openai",),
     "integration/pages/test_rollouts_page.py": SERVE,

@@ -17,14 +17,12 @@ from lockstep.tests.integration.http.images.served import Served
 from lockstep.tests.optional_packages import needs_transformers
 from lockstep.tests.support.bpe_tokenizer import train_tokenizer
 
-pytest.importorskip("PIL")
-needs_transformers(5, 23)
-
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "llava"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from lockstep.tests.integration.http.images.folders import make_folder
 
+    needs_transformers(5, 23)
     return make_folder(request.param, train_tokenizer(), tmp_path_factory.mktemp(request.param))
 
 

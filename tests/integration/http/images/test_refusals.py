@@ -107,6 +107,28 @@ def test_images_of_every_mode_become_rgb(served: Served, mode: str) -> None:
     assert served.chat(image_part(data_url(png(image, format=kind), kind.lower())))["choices"]
 
 
+@pytest.mark.parametrize("kind", ["WEBP", "GIF", "BMP", "JPEG"])
+def test_images_of_every_format_are_answered(served: Served, kind: str) -> None:
+    data = png(picture(1), format=kind)
+    assert served.chat(image_part(data_url(data, kind.lower())))["choices"]
+    assert served.chat(image_part("data:image/png;base64," + base64.encodebytes(data).decode()))["choices"]
+
+
+def test_damaged_files_are_refused_and_never_an_error_of_ours() -> None:
+    dice, config, seen = random.Random(5), HttpConfig(), set()
+    files = [png(picture(3, 33, 21), format=kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP")]
+    for _ in range(400):
+        data = bytearray(dice.choice(files))
+        for _ in range(dice.choice((1, 4, 16))):
+            data[dice.randrange(min(len(data), dice.choice((40, 100, 10_000))))] = dice.randrange(256)
+        try:
+            [image] = pixels_of([sent_picture(data_url(bytes(data)), "url", config)], config)
+            seen.add(image.mode)
+        except BadField as error:
+            seen.add(error.param)
+    assert seen == {"RGB", "url"}
+
+
 @pytest.mark.parametrize(
     ("part", "message"),
     [
