@@ -13,7 +13,8 @@ from typing import Any
 from tqdm import tqdm
 
 from ...rollout.config import EngineConfig
-from ..grpo.results.samples import UnreadableSamples, read_samples, saved_steps
+from ..grpo.results.sample_images import images_path, read_images
+from ..grpo.results.samples import UnreadableSamples, read_samples, sample_path, saved_steps
 from ..grpo.results.weights_kept import RUN_ENGINE, read_run_engine
 from .arguments.parser import PACKAGE, CommandParser
 from .arguments.settings import named, read_settings
@@ -29,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     from ..replay.reading import completed, read_lines  # heavy imports come after the parser
 
     source = Path(options.source)
-    receipts, sources, base = _of_run(source, options) if source.is_dir() else _of_file(source)
+    receipts, sources, base, images = _of_run(source, options) if source.is_dir() else _of_file(source)
     if options.samples:
         receipts = completed(receipts, read_lines(options.samples))
     if not receipts:
@@ -38,7 +39,8 @@ def run(arguments: Sequence[str]) -> int:
     if not weights:
         raise ValueError("--weights is needed: a model folder, the folder of a run, or a folder of checkpoints")
     settings = read_settings("--engine", options.engine)
-    report = _proven(receipts, weights, options.model or base, settings, options)
+    images += [Path(path) for path in options.images]
+    report = _proven(receipts, weights, options.model or base, settings, images, options)
     if options.json:
         print(json.dumps(report.as_dict()))
     else:
@@ -46,15 +48,16 @@ def run(arguments: Sequence[str]) -> int:
     return report.exit_code
 
 
-def _of_file(path: Path) -> tuple[Receipts, list[str], str | None]:
-    """Return the receipts of a file; weights and a model are given by the caller."""
+def _of_file(path: Path) -> tuple[Receipts, list[str], str | None, list[Path]]:
+    """Return the receipts of a file; weights, a model and files of images are given by the caller."""
     from ..replay.reading import read_lines, receipts_in
 
-    return receipts_in(read_lines(path)), [], None
+    return receipts_in(read_lines(path)), [], None, []
 
 
-def _of_run(folder: Path, options: argparse.Namespace) -> tuple[Receipts, list[str], str | None]:
-    """Return the receipts of a step of a run, where its weights are, and the model that it began with."""
+def _of_run(folder: Path, options: argparse.Namespace) -> tuple[Receipts, list[str], str | None, list[Path]]:
+    """Return the receipts of a step of a run, where its weights are, the model that it began with, and the file of its
+    images."""
     from ..replay.reading import receipts_in
 
     steps, step = saved_steps(folder), options.step
@@ -65,7 +68,8 @@ def _of_run(folder: Path, options: argparse.Namespace) -> tuple[Receipts, list[s
         print(f"{folder}: step {step}" + (", the newest whose weights it has" * (step != steps[-1])), file=sys.stderr)
     rows = read_samples(folder, step)
     base = read_run_engine(folder).get("model") if (folder / RUN_ENGINE).is_file() else None
-    return receipts_in(rows), [str(folder)], None if base is None else str(base)
+    images = images_path(sample_path(folder, step))
+    return receipts_in(rows), [str(folder)], None if base is None else str(base), [images] * images.is_file()
 
 
 def _newest_with_weights(folder: Path, steps: Sequence[int], weights: Sequence[str | Path]) -> int:
@@ -95,9 +99,10 @@ def _newest_with_weights(folder: Path, steps: Sequence[int], weights: Sequence[s
 
 def _proven(
     receipts: Receipts, weights: Sequence[str], model: str | None, settings: Mapping[str, Any],
-    options: argparse.Namespace,
+    images: Sequence[Path], options: argparse.Namespace,
 ) -> Any:  # fmt: skip
-    """Load the model and prove the receipts with the weights of their digests; returns the report."""
+    """Load the model and prove the receipts with the weights of their digests; returns the report. images: files."""
+    prompts = [tensors for path in images for tensors in read_images(path)]
     from ...rollout.engine import Engine  # heavy imports come after the checks
     from ...rollout.model.loading import read_config
     from ...rollout.model.supported import context_length
@@ -126,7 +131,9 @@ def _proven(
     try:
         with bar:
             found = FolderWeights(service, weights, wanted, lambda path: bar.set_postfix_str(f"digest of {path.name}"))
-            return service.replay(receipts, weights=found, anyway=options.anyway, on_progress=bar.update)
+            return service.replay(
+                receipts, weights=found, prompts=prompts, anyway=options.anyway, on_progress=bar.update
+            )
     finally:
         service.close()
 
@@ -189,6 +196,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--samples", metavar="FILE",
         help="JSON with prompt_ids, token_ids and logprobs of samples whose receipts have digests in their place",
+    )  # fmt: skip
+    parser.add_argument(
+        "--images", nargs="+", default=[], metavar="FILE",
+        help="safetensors files with the images of prompts, as a run has them beside its samples; default: the run's",
     )  # fmt: skip
     parser.add_argument("--anyway", action="store_true", help="prove also where the guarantee is another one here")
     parser.add_argument("--engine", action="extend", nargs="+", default=[], metavar="KEY=VALUE",

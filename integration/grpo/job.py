@@ -23,6 +23,7 @@ from ...rollout.model.operations.indexer import freeze_indexers
 from ...rollout.receipt import guarantee
 from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
 from ..failures import FileFailed, files_of
+from ..image_inputs import banned_tokens
 from ..ranks import Ranks
 from .backends.lora import add_adapters
 from .engines.factory import make_engine
@@ -42,6 +43,7 @@ from .results.checkpoint import (
     saved_digest,
 )
 from .results.json_files import read_json, write_json
+from .results.processor_files import copy_processor
 from .results.run_folder import REMOVED, say
 from .results.run_log import RunLog, drop_lines_after
 from .results.samples import SampleFiles
@@ -83,7 +85,10 @@ class GrpoJob:
         self.backend = make_backend(config, ranks)
         # The engine comes before the trainer, which may shard the module that the engine hosts or copies.
         self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
-        self.rollouts = Rollouts(config, ranks, self.engine, self.task, make_scorer(config), self._player())
+        self.rollouts = Rollouts(
+            config, ranks, self.engine, self.task, make_scorer(config), self._player(),
+            banned=banned_tokens(self.engine.hosted.module),
+        )  # fmt: skip
         self.evaluation = Evaluation(config, ranks, self.task.heldout, self.rollouts.answers)
         self._sample_files: SampleFiles | None = None  # of the first rank, while the job runs
         self._weights_kept: WeightsKept | None = None  # likewise
@@ -251,9 +256,9 @@ class GrpoJob:
         """Keep the step's samples where it is their turn, and return their statistics, on the first rank."""
         every, group_size = self.config.run.rollouts_every, self.config.rollout.group_size
         if every and (step + 1) % every == 0:
-            rows = self.rollouts.rows(done)
+            rows, images = self.rollouts.rows(done), self.rollouts.images(done)
             if self._sample_files is not None:
-                self._sample_files.write(step + 1, rows)
+                self._sample_files.write(step + 1, rows, images)
         numbers = self.rollouts.numbers(done)
         return step_statistics(numbers, group_size) if numbers else {}
 
@@ -340,6 +345,7 @@ class GrpoJob:
             else:
                 self.backend.save_pretrained(partial, tensors)
             self.tokenizer.save_pretrained(partial)
+            copy_processor(self._model_folder, partial)
             for name, text in (more or {}).items():
                 (partial / name).write_text(text, encoding="utf-8")
             flush_folder(partial)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...rollout.media.reader import why_no_images
 from ...rollout.model.loading import auto_class, named_by_folder
 from ...rollout.model.supported import context_length
 from ...rollout.ranks.mesh import Mesh, MeshPlan
@@ -27,7 +28,7 @@ from .rewards.scorer import make_scorer
 from .sampling_check import check_sampling, distortions
 from .settings.config import JobConfig
 from .tasks.arithmetic import CONTEXT_TOKENS, VOCAB_SIZE, build_tokenizer
-from .tasks.task import build_task, check_lengths
+from .tasks.task import Task, build_task, check_lengths
 from .tasks.warm_start import ModelSpec, build_model
 from .training.checkpointing import refuse_without_layers
 from .training.trainer import make_backend
@@ -112,6 +113,7 @@ def check_job(config: JobConfig, num_ranks: int, *, resume: bool = False) -> Non
     tokenizer, max_model_len, vocab_size = _tokenizer_and_sizes(config)
     task = build_task(config, tokenizer)
     check_sampling(config, tokenizer, vocab_size)
+    _refuse_pictures(config, task)
     check_lengths(task.all_known, tokenizer, config.rollout.max_new_tokens, max_model_len)
     if config.train.gradient_checkpointing:
         refuse_without_layers(_model_without_memory(config))
@@ -122,6 +124,16 @@ def check_job(config: JobConfig, num_ranks: int, *, resume: bool = False) -> Non
             _part(config, _model_without_memory(config), num_ranks)
         except ValueError as error:
             raise ValueError(f"parallel: {error}") from error
+
+
+def _refuse_pictures(config: JobConfig, task: Task) -> None:
+    """Raise ValueError for prompts with pictures where the job's model or engine takes none."""
+    if not any(problem.pictures for problem in task.all_known):
+        return
+    if config.engines == "separate":
+        raise ValueError('engines must be "local" for prompts with pictures: tensors do not go to another process')
+    if reason := why_no_images(_model_without_memory(config)):
+        raise ValueError(f"{config.data.path} has prompts with pictures: {reason}")
 
 
 def mesh_plan(config: JobConfig, num_ranks: int) -> MeshPlan:

@@ -62,7 +62,7 @@ class ImageReader:
         model's encoder takes. computing: makes the context in which the model runs, where it has to. Raises ValueError
         that names what does not fit, and the errors of the context.
         """
-        ids = _ids_of(prompt)
+        ids = ids_of(prompt)
         if unknown := sorted(_of_images(prompt).keys() - self._names):
             raise ValueError(
                 f"a prompt with images has {IDS} and what {type(self._model).__name__}.get_image_features takes, not "
@@ -163,7 +163,7 @@ def _of_images(prompt: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in prompt.items() if name not in _OF_TEXT and value is not None}
 
 
-def _ids_of(prompt: Mapping[str, object]) -> list[int]:
+def ids_of(prompt: Mapping[str, object]) -> list[int]:
     """Return the token ids of one text. Raises ValueError for several, and for padding."""
     ids = _as_tensor(IDS, prompt[IDS])
     mask = prompt.get("attention_mask")

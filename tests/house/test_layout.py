@@ -96,7 +96,7 @@ PLACES = {
     "integration.grpo.probe": "grpo.engines grpo.job grpo.results grpo.settings grpo.training ranks",
     "integration.grpo.job": (
         "failures grpo.backends grpo.engines grpo.environments grpo.evaluation grpo.first_gap grpo.plan grpo.results "
-        "grpo.rewards grpo.settings grpo.tasks grpo.training http.edge http.server ranks"
+        "grpo.rewards grpo.settings grpo.tasks grpo.training http.edge http.server image_inputs ranks"
     ),
     "integration.grpo.evaluation": "grpo.engines grpo.results grpo.settings grpo.tasks ranks",
     "integration.http.server": "http.app http.edge http.generation http.observe service",
@@ -170,13 +170,13 @@ PLACES = {
     "integration.router.relay": "router.calls router.counters router.fleet router.wire",
     "integration.router.fleet": "http.edge router.calls router.config router.wire",
     "integration.service": "replay service_config weights",
-    "integration.grpo.training": "grpo.backends grpo.settings ranks",
+    "integration.grpo.training": "grpo.backends grpo.settings image_inputs ranks",
     "integration.grpo.results": (
         "failures grpo.backends grpo.environments grpo.rewards grpo.settings grpo.tasks pages replay"
     ),
     "integration.pages": "",
     "integration.grpo.tasks": "failures grpo.settings",
-    "integration.grpo.backends": "grpo.settings push.adapters ranks",
+    "integration.grpo.backends": "grpo.settings image_inputs push.adapters ranks",
     "integration.http.chat": "http.edge http.generation http.images",
     "integration.http.generation": "http.conversations http.edge http.images",
     "integration.http.conversations": "chat_tail http.edge",

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ....weight_sync.manifest import NamedTensors
+from ...image_inputs import image_parameters
 from ...push.adapters.ddp import ddp_tensors
 from .backend import TrainerBackend
 from .gradient_sums import GradientSums
@@ -35,13 +36,19 @@ class DdpBackend(TrainerBackend):
         # the constructor's argument has another name in newer releases of torch.
         self._ddp.broadcast_buffers = False
         self.model = model
+        self._of_images = image_parameters(model) if self.ranks.num_ranks > 1 else []
         self.optimizer = self.adamw(model)
         if any(parameter.dtype != torch.float32 for parameter in self._trained().values()):
             # Without annotations: DDP refuses those that are text.
             self._ddp.register_comm_hook(self.optimizer.sums, lambda sums, bucket: _average(sums, bucket))
 
     def forward(self, **inputs: object) -> Tensor:
-        return self._ddp(**inputs).logits
+        logits: Tensor = self._ddp(**inputs).logits
+        if not self._of_images or not torch.is_grad_enabled():
+            return logits
+        # DDP waits for a gradient of each parameter, and a batch may be of text: theirs are zeros.
+        zeros = torch.stack([parameter.flatten()[:1].sum() * 0.0 for parameter in self._of_images]).sum()
+        return logits + zeros.to(logits.dtype)
 
     @property
     def needs_last(self) -> bool:  # type: ignore[override]

@@ -17,6 +17,7 @@ from ....rollout.ahead.group import Spans
 from ....rollout.ahead.rollouts import AheadCounts, OnCommitPolicy, RolloutsAhead
 from ....rollout.completion import Completion
 from ....rollout.config import EngineConfig
+from ....rollout.control.intake import Prompt
 from ....rollout.engine import Engine
 from ....rollout.model.hosted_model import HostedModel
 from ....rollout.ranks.channel import RankChannel
@@ -33,7 +34,7 @@ from ..settings.config import JobConfig
 class StepPrompts:
     """One rank's prompts of a step, with the settings of each."""
 
-    prompts: list[str | list[int]]
+    prompts: list[Prompt]
     params: list[SamplingParams]
     schedule: Sequence[Sequence[Spans]] | None = None  # of each prompt's samples, where a run is repeated
 
@@ -47,7 +48,7 @@ class JobEngine(ABC):
 
     @abstractmethod
     def generate(
-        self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams] | SamplingParams
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams] | SamplingParams
     ) -> list[Completion]:
         """Complete every prompt with the weights of the last sync."""
 
@@ -120,7 +121,7 @@ class LocalEngine(JobEngine):
         return self._ahead.counts
 
     def generate(
-        self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams] | SamplingParams
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams] | SamplingParams
     ) -> list[Completion]:
         """See `JobEngine.generate`."""
         with self.service.rollout(release_kv=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ import torch
 from ....kernels.sampling.draws import derive_seed
 from ....rollout.ahead.rollouts import AheadCounts
 from ....rollout.completion import Completion, WeightSpan
+from ....rollout.media.images import Images
 from ....rollout.sampling_params import SamplingParams
 from ...ranks import Ranks
 from ..environments.episode import Episode
@@ -39,16 +40,26 @@ class Answer:
     score: Score
     episode: Episode | None = None  # where the job has an environment
 
+    @property
+    def images(self) -> tuple[Images, ...]:
+        """The images of its prompts; the last of them are all that are among its tokens."""
+        if self.episode is not None:
+            return self.episode.images
+        drawn = self.completion.drawn_with
+        return () if drawn is None or drawn.images is None else (drawn.images,)
+
     def sample(self, advantage: float, num_older: int, *, counts: bool) -> Sample:
         """Return it for the trainer. num_older: first tokens, which older weights have drawn."""
         done, episode = self.completion, self.episode
+        images = self.images[-1] if self.images else None
         if episode is None:
             return Sample(
-                done.prompt_ids, done.token_ids, done.logprobs, advantage, num_older, counts, forced=done.forced
-            )
+                done.prompt_ids, done.token_ids, done.logprobs, advantage, num_older, counts, forced=done.forced,
+                images=images,
+            )  # fmt: skip
         return Sample(
             episode.prompt_ids, episode.token_ids, episode.logprobs, advantage, num_older, counts, episode.sampled,
-            episode.forced,
+            episode.forced, images,
         )  # fmt: skip
 
 
@@ -82,11 +93,13 @@ class Rollouts:
 
     def __init__(
         self, config: JobConfig, ranks: Ranks, engine: JobEngine, task: Task, reward: Scorer,
-        player: EpisodePlayer | None = None,
+        player: EpisodePlayer | None = None, *, banned: Mapping[int, float] | None = None,
     ) -> None:  # fmt: skip
-        """Begin nothing. player: of a job with an environment."""
+        """Begin nothing. player: of a job with an environment; banned: the `logit_bias` of tokens that are never
+        drawn."""
         self._config, self._ranks, self._engine, self._task, self._reward = config, ranks, engine, task, reward
         self._player = player
+        self._banned = banned or {}
         self._num_begun = 0  # steps whose prompts the engine has
         self._counts = AheadCounts()  # at the end of the step before
         path = config.run.replay_schedule
@@ -178,7 +191,7 @@ class Rollouts:
     ) -> list[Answer]:
         """Return the answers of the present weights, the `n` of a problem's parameters side by side. coming: see
         `EpisodePlayer.play`."""
-        player = self._player
+        player, params = self._player, [self._with_bans(its) for its in params]
         if player is None:
             completions = self._engine.generate([problem.model_input for problem in problems], params)
             return self._scored([p for p, its in zip(problems, params, strict=True) for _ in range(its.n)], completions)
@@ -209,12 +222,17 @@ class Rollouts:
         """Return a step's samples as they are kept, likewise."""
         return self._of_all_ranks(
             [
-                sample_row(problem, answer.completion, answer.score, advantage, answer.episode)
+                sample_row(problem, answer.completion, answer.score, advantage, answer.episode, answer.images)
                 for problem, answer, advantage in zip(
                     samples.problems, samples.answers, samples.advantages, strict=True
                 )
             ]
         )
+
+    def images(self, samples: StepSamples) -> dict[str, Images]:
+        """Return the images of a step's samples by their SHA-256, likewise."""
+        own = {images.digest: images for answer in samples.answers for images in answer.images}
+        return {digest: images for its in self._ranks.in_turn([own]) for digest, images in its.items()}
 
     def _of_all_ranks(self, own: list[T]) -> list[T]:
         size = self._config.rollout.group_size
@@ -272,7 +290,13 @@ class Rollouts:
         ranks, seed = self._ranks, self._config.run.seed
         indices = [ranks.rank + number * ranks.num_ranks for number in range(num_problems)]
         # The same on any number of ranks.
-        return [self._config.rollout.params(derive_seed(seed, step, index, *more)) for index in indices]
+        return [
+            self._with_bans(self._config.rollout.params(derive_seed(seed, step, index, *more))) for index in indices
+        ]
+
+    def _with_bans(self, params: SamplingParams) -> SamplingParams:
+        """Return settings with which the banned tokens are never drawn."""
+        return replace(params, logit_bias={**(params.logit_bias or {}), **self._banned}) if self._banned else params
 
     def _scored(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Answer]:
         scores = self._reward(problems, completions)

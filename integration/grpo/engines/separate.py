@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ....rollout.ahead.rollouts import AheadCounts
 from ....rollout.completion import Completion
+from ....rollout.control.intake import Prompt
 from ....rollout.sampling_params import SamplingParams
 from ...failures import RESUME, EngineFailed, OtherRankFailed
 from ...push.pusher import PushFailed
@@ -36,7 +37,7 @@ class SeparateEngine(PushedEngine):
 
     @reported_losses()
     def generate(
-        self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams] | SamplingParams
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams] | SamplingParams
     ) -> list[Completion]:
         """See `JobEngine.generate`."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ....rollout.completion import Completion
+from ....rollout.control.intake import Prompt
 from ....rollout.engine import Engine
 from ....rollout.ranks.channel import RankChannel
 from ....rollout.sampling_params import SamplingParams
@@ -32,7 +33,7 @@ class ShardedEngine(LocalEngine):
         self._own_samples: dict[int, slice] = {}  # of the steps that were begun
 
     def generate(
-        self, prompts: Sequence[str | list[int]], params: Sequence[SamplingParams] | SamplingParams
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams] | SamplingParams
     ) -> list[Completion]:
         """See `JobEngine.generate`. All ranks of the replica call it together."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params

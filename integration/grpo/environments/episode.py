@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....rollout.completion import Completion, FinishReason, WeightSpan
+from ....rollout.media.images import Images
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Episode:
     forced: tuple[bool, ...] | None = (
         None  # [N]: of the sampled ones, whether a grammar left no choice; None: no grammar
     )
+    images: tuple[Images, ...] = ()  # of the turns' prompts, each with those before it; different ones alone
 
     def as_completion(self, index: int) -> Completion:
         """Return the sampled tokens as one answer to the prompt, the `index`-th of it. Its text is the episode's."""

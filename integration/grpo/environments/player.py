@@ -16,6 +16,7 @@ from ....rollout.sampling_params import SamplingParams
 from ...service import RolloutService
 from ..rewards.score import Score, checked_value, score_of
 from ..settings.config import JobConfig
+from ..tasks.picture_reader import PictureReader
 from ..tasks.problems import Problem
 from ..user_code import bound, imported, results_of
 from .chat import EpisodeChat
@@ -86,7 +87,7 @@ class EpisodePlayer:
         self._environment = job_environment(config)
         self._weights = config.reward_weights
         self._service = service
-        self._chat = EpisodeChat(config.data, tokenizer)
+        self._chat = EpisodeChat(config.data, tokenizer, PictureReader(config.model.path))
         self._begun: dict[EpisodeKey, list[Asked]] = {}  # turns of episodes that were begun before their step
 
     def play(

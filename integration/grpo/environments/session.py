@@ -6,15 +6,21 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ....kernels.sampling.draws import derive_seed
 from ....rollout.completion import Completion, FinishReason, WeightSpan
+from ....rollout.media.images import Images
+from ....rollout.media.reader import IDS, ids_of, image_tensors
 from ....rollout.sampling_params import GRAMMARS, SamplingParams
 from ...chat_tail import UnclearEnd, added_tokens
 from .chat import EpisodeChat
 from .episode import Episode, Turn
 
 New = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int]
-Generate = Callable[[list[int], SamplingParams], Awaitable[Completion]]
+ImageTensors = dict[str, Tensor]  # of all images of a conversation, by the names of the encoder's parameters
+Generate = Callable[[list[int], SamplingParams, ImageTensors], Awaitable[Completion]]
 
 # These belong to the job: the trainer's log-probabilities have its temperature, and a turn is one sample.
 _OF_THE_JOB = {"n": "rollout.group_size", "sampling_seed": "run.seed", "temperature": "rollout.temperature"}
@@ -49,6 +55,7 @@ class Session:
         self._sampled: list[bool] = []
         self._turns: list[Turn] = []
         self._completions: list[Completion] = []
+        self._images: ImageTensors = {}
         self._is_asking = False
 
     @property
@@ -74,8 +81,9 @@ class Session:
     async def turn(self, new: New, **sampling: Any) -> Turn:
         """Add messages to the conversation, and return the model's answer.
 
-        new: a text, which is a user's message; a message or several; or token ids, which are added as they are. A turn
-        after one of token ids must have token ids too. sampling: fields of `SamplingParams`, without `n`,
+        new: a text, which is a user's message; a message or several, with pictures in parts of the type "image"; or
+        token ids, or what a processor makes of a text and its images, which are added as they are. A turn after one of
+        token ids must have token ids too. sampling: fields of `SamplingParams`, without `n`,
         `sampling_seed` and `temperature`, which take the place of `rollout.sampling`'s, a grammar that of any other;
         `max_new_tokens` is `rollout.max_new_tokens` where it is not set, and less where the context has less room.
         Raises ValueError for what is wrong with these, NoRoom where not one token
@@ -87,16 +95,20 @@ class Session:
             raise ValueError(f"a turn must not set {wrong[0]}: it is {_OF_THE_JOB[wrong[0]]} of the job")
         self._is_asking = True
         try:
-            added, messages = self._added(new)
+            added, messages, tensors = self._added(new)
             room = self.room - len(added)
-            params = replace(self._params, **_whole(sampling), sampling_seed=derive_seed(self._seed, len(self._turns)))
+            params = replace(
+                self._params, **self._settings(sampling), sampling_seed=derive_seed(self._seed, len(self._turns))
+            )
             if room < max(params.min_new_tokens, 1):
                 raise NoRoom(
                     f"a turn of {len(added)} tokens after {self.num_tokens} leaves no room in a context of "
                     f"{self._max_model_len}"
                 )
             params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
-            completion = await self._generate([*self._prompt_ids, *self._token_ids, *added], params)
+            images = joined(self._images, tensors)
+            completion = await self._generate([*self._prompt_ids, *self._token_ids, *added], params, images)
+            self._images = images
             return self._noted(added, messages, completion)
         finally:
             self._is_asking = False
@@ -114,31 +126,47 @@ class Session:
             sum(one.num_retractions for one in self._completions),
             sum(one.num_accepted_tokens for one in self._completions), reward,
             tuple(one.receipt for one in self._completions if one.receipt is not None), self._forced(),
+            self._images_of_turns(),
         )  # fmt: skip
 
-    def _added(self, new: New) -> tuple[list[int], list[dict[str, Any]] | None]:
-        """Return the tokens that come before the next answer, and the messages that they are; None of token ids."""
+    def _added(self, new: New) -> tuple[list[int], list[dict[str, Any]] | None, ImageTensors]:
+        """Return the tokens that come before the next answer, the messages that they are (None of token ids), and the
+        tensors of their images."""
+        if isinstance(new, Mapping) and IDS in new:
+            return self._chat.checked(ids_of(new)), None, image_tensors(new)
         if isinstance(new, Sequence) and not isinstance(new, str) and new and not isinstance(new[0], Mapping):
-            return self._chat.checked(new), None
+            return self._chat.checked(new), None, {}
         if self._turns and not self._messages:
             raise ValueError("the turns before were asked by token ids, which are no messages: add token ids again")
         added: Any = [{"role": "user", "content": new}] if isinstance(new, str) else new
         messages = [dict(message) for message in ([added] if isinstance(added, Mapping) else added)]
         if not messages:
             raise ValueError("a turn needs a message, or token ids")
+        messages = messages if self._turns else self._chat.opened(messages)
+        writer = self._chat.writer(messages)
         if not self._turns:
-            messages = self._chat.opened(messages)
-            return self._chat.template.tokenise(self._chat.template.render(messages)), messages
+            return writer.template.tokenise(writer.template.render(messages)), messages, writer.tensors
         history = [*self._prompt_ids, *self._token_ids]
         reason = self._turns[-1].finish_reason
         try:
             tokens = added_tokens(
-                history, None if reason is None else reason.matched, self._messages, messages, self._chat.template,
+                history, None if reason is None else reason.matched, self._messages, messages, writer.template,
                 refused=ValueError,
             )  # fmt: skip
         except UnclearEnd as error:
             raise ValueError(f"{error}: add token ids instead of messages") from error
-        return tokens, messages
+        return tokens, messages, writer.tensors
+
+    def _settings(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a turn's settings. With a grammar of its own, they take the job's grammar away; the tokens that the
+        job bans stay banned."""
+        found = dict(sampling)
+        if any(sampling.get(name) is not None for name in GRAMMARS):
+            found = {**dict.fromkeys(GRAMMARS), **found}
+        if "logit_bias" in found:
+            banned = {id: bias for id, bias in (self._params.logit_bias or {}).items() if bias == float("-inf")}
+            found["logit_bias"] = {**(found["logit_bias"] or {}), **banned} or None
+        return found
 
     def _noted(self, added: list[int], messages: list[dict[str, Any]] | None, completion: Completion) -> Turn:
         if self._turns:
@@ -179,12 +207,22 @@ class Session:
             return None
         return tuple(forced for one in self._completions for forced in one.forced or [False] * len(one.token_ids))
 
+    def _images_of_turns(self) -> tuple[Images, ...]:
+        """Return the images of the turns' prompts, in order, each that differs from those before once."""
+        drawn = [one.drawn_with.images for one in self._completions if one.drawn_with is not None]
+        return tuple({images.digest: images for images in drawn if images is not None}.values())
+
     def _end(self) -> FinishReason | None:
         return next((turn.finish_reason for turn in self._turns if turn.is_cut_off), self._turns[-1].finish_reason)
 
 
-def _whole(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a turn's settings; with a grammar of its own, they take the job's grammar away."""
-    if any(sampling.get(name) is not None for name in GRAMMARS):
-        return {**dict.fromkeys(GRAMMARS), **sampling}
-    return dict(sampling)
+def joined(images: ImageTensors, more: ImageTensors) -> ImageTensors:
+    """Return the tensors of images with those of further ones behind. Raises ValueError where they do not fit."""
+    if not images or not more:
+        return images or more
+    if images.keys() != more.keys():
+        raise ValueError(f"images of a turn have {', '.join(more)}, and those before {', '.join(images)}")
+    try:
+        return {name: torch.cat([images[name], more[name]]) for name in images}
+    except RuntimeError as error:
+        raise ValueError(f"images of a turn have other sizes than those before: {error}") from error

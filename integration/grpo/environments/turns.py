@@ -8,12 +8,16 @@ that differs is anything generated. What comes out is what the present weights a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from torch import Tensor
 
 from ....kernels.sampling.draws import derive_seed
 from ....rollout.completion import Completion
 from ....rollout.engine import Engine
+from ....rollout.media.reader import IDS, images_digest
 from ....rollout.request_options import Renewal, RequestOptions
 from ....rollout.sampling_params import SamplingParams
 
@@ -23,6 +27,7 @@ class Asked:
     """One turn that was asked, and as much of its answer as there is."""
 
     prompt_ids: tuple[int, ...]
+    images: str = ""  # SHA-256 of the prompt's, if it has some
     token_ids: list[int] = field(default_factory=list)
 
 
@@ -34,14 +39,18 @@ class Turns:
         self.asked: list[Asked] = []
         self._engine, self._earlier = engine, earlier
 
-    async def __call__(self, prompt_ids: list[int], params: SamplingParams) -> Completion:
-        """Return the answer of the present weights. params: with a seed, of one sample. A play that is cancelled keeps
+    async def __call__(
+        self, prompt_ids: list[int], params: SamplingParams, images: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> Completion:
+        """Return the answer of the present weights. params: with a seed, of one sample. images: the tensors of the
+        prompt's. A play that is cancelled keeps
         the tokens so far. Raises RuntimeError if the engine gave none, as it does for a request that it aborts."""
-        asked = Asked(tuple(prompt_ids))
+        asked = Asked(tuple(prompt_ids), images_digest(images) if images else "")
+        prompt = {IDS: prompt_ids, **images} if images else prompt_ids
         options = RequestOptions(renewal=self._renewal(asked, params))
         self.asked.append(asked)
         completion = None
-        async for chunk in self._engine.astream(prompt_ids, params, options=options):
+        async for chunk in self._engine.astream(prompt, params, options=options):
             if chunk.num_taken_back:
                 del asked.token_ids[-chunk.num_taken_back :]
             asked.token_ids.extend(chunk.token_ids)
@@ -54,8 +63,9 @@ class Turns:
     def _renewal(self, asked: Asked, params: SamplingParams) -> Renewal | None:
         """Return the earlier answer to the same tokens in the same turn, if there is one."""
         number = len(self.asked)
-        if number >= len(self._earlier) or self._earlier[number].prompt_ids != asked.prompt_ids:
+        earlier = self._earlier[number] if number < len(self._earlier) else None
+        if earlier is None or (earlier.prompt_ids, earlier.images) != (asked.prompt_ids, asked.images):
             return None
         assert params.sampling_seed is not None
-        tokens = tuple(self._earlier[number].token_ids[: params.max_new_tokens])
+        tokens = tuple(earlier.token_ids[: params.max_new_tokens])
         return Renewal(tokens, derive_seed(params.sampling_seed, 0)) if tokens else None

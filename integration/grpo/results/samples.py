@@ -1,8 +1,8 @@
 """Samples of a run on disk: for each step one file of lines of JSON, compressed with zstandard.
 
 `rollouts/step-000040.jsonl.zst` has a line for each sample of the step, prompt by prompt: everything that says what was
-sampled, from which weights, and what it was given. The files are a view of the run: one that cannot be written is
-reported once, and the run goes on.
+sampled, from which weights, and what it was given. Images of prompts lie in a file beside it (`sample_images`). The
+files are a view of the run: one that cannot be written is reported once, and the run goes on.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .sample_images import images_bytes, images_path
+
 if TYPE_CHECKING:
     from ....rollout.completion import Completion
+    from ....rollout.media.images import Images
     from ..environments.episode import Episode
     from ..rewards.score import Score
     from ..tasks.problems import Problem
@@ -30,9 +33,10 @@ _LEVEL = 3
 
 
 def sample_row(
-    problem: Problem, completion: Completion, score: Score, advantage: float, episode: Episode | None = None
-) -> dict[str, object]:
-    """Return what is kept of one sample. episode: that it is, where it has several turns."""
+    problem: Problem, completion: Completion, score: Score, advantage: float, episode: Episode | None = None,
+    images: Sequence[Images] = (),
+) -> dict[str, object]:  # fmt: skip
+    """Return what is kept of one sample. episode: that it is, where it has several turns; images: of its prompts."""
     reason = completion.finish_reason
     receipts: tuple[object, ...] = () if completion.receipt is None else (completion.receipt,)
     if episode is not None:
@@ -54,6 +58,7 @@ def sample_row(
         **({"forced": completion.forced} if completion.forced is not None else {}),
         "weight_versions": [(span.version, span.start, span.end) for span in completion.weight_versions],
         **(episode.kept() if episode is not None else {}),
+        **({"images": [one.digest for one in images]} if images else {}),
         **({"receipts": receipts} if receipts else {}),
     }
 
@@ -96,7 +101,7 @@ class SampleFiles:
         self._folder, self._num_kept, self._has_failed = folder / FOLDER, num_kept, False
         for step in saved_steps(folder):
             if step > first_step:
-                sample_path(folder, step).unlink()
+                _remove(folder, step)
 
     def write_tokenizer(self, save: Callable[[Path], object]) -> None:
         """Write the model's tokenizer beside the samples, so that the text of each token can be shown later. save:
@@ -108,8 +113,11 @@ class SampleFiles:
         except OSError as error:
             logger.error("%s is not written, the run goes on: %s", path, error)
 
-    def write(self, step: int, rows: Iterable[Mapping[str, object]]) -> None:
-        """Write the samples of a step, counted from 1, and remove the oldest beyond the number that is kept."""
+    def write(
+        self, step: int, rows: Iterable[Mapping[str, object]], images: Mapping[str, Images] | None = None
+    ) -> None:
+        """Write the samples of a step, counted from 1, and remove the oldest beyond the number that is kept. images: of
+        their prompts, by their SHA-256."""
         if self._has_failed:
             return
         import zstandard  # of the extra `train`
@@ -119,16 +127,25 @@ class SampleFiles:
         data = "".join(json.dumps(row) + "\n" for row in rows).encode("ascii")  # json escapes the rest
         try:
             self._folder.mkdir(exist_ok=True)
+            if images:
+                partial.write_bytes(images_bytes(images))
+                os.replace(partial, images_path(path))
             partial.write_bytes(zstandard.ZstdCompressor(level=_LEVEL).compress(data))
             os.replace(partial, path)
             if self._num_kept:
                 for old in saved_steps(self._folder.parent)[: -self._num_kept]:
-                    sample_path(self._folder.parent, old).unlink()
+                    _remove(self._folder.parent, old)
         except OSError as error:
             self._has_failed = True
             with suppress(OSError):  # the folder may be what is wrong
                 partial.unlink()
             logger.error("samples end before %s, the run goes on: %s", path, error)
+
+
+def _remove(folder: Path, step: int) -> None:
+    path = sample_path(folder, step)
+    images_path(path).unlink(missing_ok=True)
+    path.unlink()
 
 
 def saved_steps(folder: Path) -> list[int]:

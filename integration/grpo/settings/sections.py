@@ -92,6 +92,8 @@ class DataSettings(Section):
     heldout_path: str = ""  # JSONL file of held-out problems; empty: every tenth problem of `path` is held out
     prompt_field: str = "prompt"  # field of a line that has the prompt
     answer_field: str = "answer"  # field of a line that has the answer; empty: rows have none, the reward reads the row
+    images_field: str = ""  # field of a line that lists files of pictures, relative to the file; empty: none. Messages
+    # may name theirs themselves, in parts of the type "image"
     reasoning_gym: str = ""  # a dataset of the package reasoning-gym, such as "chain_sum"; empty: none. The ready
     # reward reasoning_gym scores it
     reasoning_gym_options: dict[str, object] = field(default_factory=dict)  # fields of the dataset's config, and size:

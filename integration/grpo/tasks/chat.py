@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from ..settings.sections import DataSettings
+from .picture_reader import PictureReader
+from .pictures import placed
 from .problems import Message, Problem, load_problems
 
 
 class ChatPrompts:
     """Writer of the prompts of a job: with messages before each, and the template's text and tokens."""
 
-    def __init__(self, data: DataSettings, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Read the rows that are shown before each prompt. Raises ValueError for a wrong file, or shown rows without
-        an answer."""
-        self._data, self._tokenizer = data, tokenizer
+    def __init__(
+        self, data: DataSettings, tokenizer: PreTrainedTokenizerBase, pictures: PictureReader | None = None
+    ) -> None:
+        """Read the rows that are shown before each prompt. pictures: of the model's folder. Raises ValueError for a
+        wrong file, or shown rows without an answer."""
+        self._data, self._tokenizer, self._pictures = data, tokenizer, pictures
         self._before: list[Message] = []
         if data.system_prompt:
             self._before.append({"role": "system", "content": data.system_prompt})
@@ -27,6 +32,8 @@ class ChatPrompts:
             for shown in load_problems(data.few_shot_path, data.prompt_field, data.answer_field):
                 if not shown.answer:
                     raise ValueError(f"{shown.source}: a row that is shown needs an answer")
+                if shown.pictures:
+                    raise ValueError(f"{shown.source}: a row that is shown must have no pictures")
                 self._before += [*_messages(shown), {"role": "assistant", "content": shown.answer}]
 
     def written(self, problems: Sequence[Problem]) -> list[Problem]:
@@ -41,19 +48,22 @@ class ChatPrompts:
         return [*(self._before[1:] if has_own else self._before), *messages]
 
     def _written(self, problem: Problem) -> Problem:
+        read = self._pictures if problem.pictures else None
         if not (problem.messages or self._data.chat or self._before):
-            return problem
+            return replace(problem, read=read)
         where = problem.source or repr(problem.prompt)
         if not self._tokenizer.chat_template:
             raise ValueError(f"{where}: messages need a chat template, and the tokenizer of model.path has none")
         try:
             settings: dict[str, Any] = {**self._data.chat_template_kwargs, "tokenize": False}
             settings.setdefault("add_generation_prompt", True)
-            messages = [dict(message) for message in self.opened(_messages(problem))]
+            messages = [dict(message) for message in self.opened(placed(_messages(problem), problem.pictures))]
             text = str(self._tokenizer.apply_chat_template(messages, **settings))
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"{where}: the chat template refuses it: {error}") from error
         # The template has written the special tokens that belong there.
+        if read is not None:
+            return replace(problem, prompt=text, read=partial(read, is_whole=False))
         ids = tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         return replace(problem, prompt=text, prompt_ids=ids)
 

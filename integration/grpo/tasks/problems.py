@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from .pictures import pictures_of, placed
+
+ReadPictures = Callable[[str, Sequence[str]], dict[str, Any]]  # takes a text with their places; returns tensors
 Message = Mapping[str, Any]  # of a conversation: role and content, and what else its chat template reads
 
 
@@ -22,10 +25,19 @@ class Problem:
     row: Mapping[str, Any] = field(default_factory=dict, compare=False)  # all fields of its line, for the reward
     messages: Sequence[Message] = field(default=(), compare=False)  # where the prompt is a conversation
     prompt_ids: tuple[int, ...] | None = field(default=None, compare=False)  # of messages: tokens of the prompt
+    pictures: tuple[str, ...] = field(default=(), compare=False)  # files of the prompt's pictures, in their order
+    read: ReadPictures | None = field(default=None, compare=False)  # of a prompt with pictures
 
     @property
-    def model_input(self) -> str | list[int]:
-        """The prompt for an engine."""
+    def model_input(self) -> str | list[int] | dict[str, Any]:
+        """The prompt for an engine. Pictures are read anew each time. Raises ValueError, naming the row, for one that
+        cannot be."""
+        if self.pictures:
+            assert self.read is not None
+            try:
+                return self.read(self.prompt, self.pictures)
+            except ValueError as error:
+                raise ValueError(f"{self.source or repr(self.prompt)}: {error}") from error
         return self.prompt if self.prompt_ids is None else list(self.prompt_ids)
 
     def whole_row(self) -> dict[str, Any]:
@@ -33,12 +45,15 @@ class Problem:
         return dict(self.row) or {"prompt": self.prompt, "answer": self.answer}
 
 
-def load_problems(path: str | Path, prompt_field: str = "prompt", answer_field: str = "answer") -> list[Problem]:
+def load_problems(
+    path: str | Path, prompt_field: str = "prompt", answer_field: str = "answer", images_field: str = ""
+) -> list[Problem]:
     """Read one problem per line of a UTF-8 JSONL file, in file order.
 
     Each line is an object with a prompt, text or a list of messages, which must not be blank; further fields are for
     the reward. The answer is text or an integer, which is read as its decimal text; with an empty `answer_field` rows
-    have none. Lines of white space only are skipped.
+    have none. Lines of white space only are skipped. Pictures are the files that the field `images_field` lists, or
+    that messages name in parts of the type "image" (`image` or `path`), relative to the folder of the file.
 
     Raises ValueError naming the file, and for every wrong line (the first ten) its number and fault, at once; also for
     a file that cannot be read or holds no problem.
@@ -60,7 +75,8 @@ def load_problems(path: str | Path, prompt_field: str = "prompt", answer_field: 
         if not line.strip():
             continue
         try:
-            problems.append(_parse_problem(line, prompt_field, answer_field, source=f"{path}:{number}"))
+            problem = _parse_problem(line, prompt_field, answer_field, source=f"{path}:{number}")
+            problems.append(_with_pictures(problem, images_field, Path(path).parent))
         except ValueError as error:
             faults.append(f"{path}:{number}: {error}")
     if faults:
@@ -92,6 +108,25 @@ def _parse_problem(line: str, prompt_field: str, answer_field: str, source: str)
         raise ValueError(", ".join(faults))
     messages = prompt if isinstance(prompt, list) else ()
     return Problem("" if messages else prompt, str(answer), source, record, messages)
+
+
+def _with_pictures(problem: Problem, images_field: str, folder: Path) -> Problem:
+    """Return a problem with its pictures, if it has some. Raises ValueError for files that are not there, and for
+    numbers of pictures that do not fit."""
+    given = problem.row.get(images_field, []) if images_field else []
+    given = [given] if isinstance(given, str) else given
+    if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
+        raise ValueError(f"field {images_field!r} must be a path or a list of paths, not {_json_kind(given)}")
+    named = pictures_of(problem.messages)
+    if images_field and given and None not in named and named:
+        raise ValueError(f"field {images_field!r} has pictures, and the messages name their own")
+    files = [str(folder / str(one)) for one in (given or named) if one is not None]
+    if absent := [file for file in files if not Path(file).is_file()]:
+        raise ValueError(f"there is no picture {absent[0]}")
+    if not files and not named:
+        return problem
+    messages = placed(problem.messages, files) if problem.messages else ()
+    return replace(problem, messages=messages, pictures=tuple(files))
 
 
 def _wrong_messages(messages: list[object]) -> list[str]:

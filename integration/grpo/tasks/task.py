@@ -12,8 +12,11 @@ from ..settings.config import JobConfig
 from .arithmetic import ArithmeticSpec, arithmetic_problems
 from .chat import ChatPrompts
 from .gym import gym_problems
+from .picture_reader import PictureReader
+from .pictures import picture_size
 from .problems import Problem, draw_problems, load_problems
 
+_NUM_READ = 16  # prompts with pictures whose lengths are checked before the start
 _HELDOUT_ONE_IN = 10  # of the problems of a file, where no file of held-out problems is given
 
 
@@ -42,14 +45,15 @@ def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         sums = arithmetic_problems(spec)
         longest = Problem(f"What is {'9' * data.max_digits} + {'9' * data.max_digits}?\n", "")
         return Task(sums.train_problems, sums.heldout, (longest,))
-    chat = ChatPrompts(data, tokenizer)
+    chat = ChatPrompts(data, tokenizer, PictureReader(config.model.path))
+    fields = data.prompt_field, data.answer_field, data.images_field
     if data.reasoning_gym:
         loaded = gym_problems(data.reasoning_gym, data.reasoning_gym_options, config.run.seed)
     else:
-        loaded = load_problems(data.path, data.prompt_field, data.answer_field)
+        loaded = load_problems(data.path, *fields)
     problems = chat.written(loaded)
     if data.heldout_path:
-        heldout = chat.written(load_problems(data.heldout_path, data.prompt_field, data.answer_field))
+        heldout = chat.written(load_problems(data.heldout_path, *fields))
         train = problems
     else:
         heldout = problems[_HELDOUT_ONE_IN - 1 :: _HELDOUT_ONE_IN]
@@ -69,13 +73,14 @@ def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
 def check_lengths(
     problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, max_model_len: int
 ) -> None:
-    """Raise ValueError, naming the first problems whose prompt leaves no room for an answer in the context."""
+    """Raise ValueError, naming the first problems whose prompt leaves no room for an answer in the context. Of prompts
+    with pictures those with the largest ones are read."""
     room = max_model_len - max_new_tokens
     if room < 1:
         raise ValueError(f"rollout.max_new_tokens of {max_new_tokens} leaves no prompt in a context of {max_model_len}")
     too_long = [
         f"{problem.source or repr(problem.prompt)}: the prompt has {num_tokens} tokens"
-        for problem in problems
+        for problem in [*(one for one in problems if not one.pictures), *_largest(problems)]
         if (num_tokens := _num_tokens(problem, tokenizer)) > room
     ]
     if too_long:
@@ -86,6 +91,22 @@ def check_lengths(
         )
 
 
+def _largest(problems: Sequence[Problem]) -> list[Problem]:
+    """Return the problems with the most pixels. Raises ValueError, naming the row, for what is no picture."""
+    sizes: list[tuple[int, Problem]] = []
+    for problem in problems:
+        if problem.pictures:
+            try:
+                sizes.append((sum(map(picture_size, problem.pictures)), problem))
+            except OSError as error:
+                raise ValueError(f"{problem.source}: it has a picture that cannot be read: {error}") from error
+    return [problem for _, problem in sorted(sizes, key=lambda pair: -pair[0])[:_NUM_READ]]
+
+
 def _num_tokens(problem: Problem, tokenizer: PreTrainedTokenizerBase) -> int:
+    if problem.pictures:
+        given = problem.model_input
+        assert isinstance(given, dict)
+        return int(given["input_ids"].shape[-1])
     ids = problem.prompt_ids
     return len(tokenizer(problem.prompt)["input_ids"] if ids is None else ids)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from ....rollout.media.images import Images
+from ...image_inputs import image_keywords
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,7 @@ class Sample:
     # None: all were
     forced: tuple[bool, ...] | None = None  # of each sampled token: whether a grammar left no choice of it, so that it
     # does not count either; None: none was
+    images: Images | None = None  # among its tokens
 
     @property
     def mask(self) -> list[bool]:
@@ -58,6 +64,7 @@ class PackedBatch:
     is_older: Tensor  # bool [M]: drawn by older weights than the trainer's
     mask: Tensor  # bool [M]: counts in the loss
     lengths: tuple[int, ...]  # number of sampled tokens of each sequence
+    of_images: Mapping[str, object] = field(default_factory=dict)  # further keywords of the forward, where it has some
 
     @property
     def num_tokens(self) -> int:
@@ -78,11 +85,12 @@ class PackedBatch:
             "cu_seq_lens_q": self.cu_seq_lens,
             "logits_to_keep": self.logit_rows,
             "use_cache": False,
+            **self.of_images,
         }
 
 
-def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
-    """Pack the samples one after another into one batch."""
+def pack(samples: Sequence[Sample], device: torch.device, module: PreTrainedModel | None = None) -> PackedBatch:
+    """Pack the samples one after another into one batch. module: needed for samples with images."""
     token_ids: list[int] = []
     positions: list[int] = []
     starts = [0]
@@ -107,4 +115,17 @@ def pack(samples: Sequence[Sample], device: torch.device) -> PackedBatch:
         is_older=torch.tensor([i < s.num_older for s in samples for i in range(len(s.logprobs))], device=device),
         mask=torch.tensor([counts for s in samples for counts in s.mask], device=device),
         lengths=tuple(len(s.logprobs) for s in samples),
+        of_images=_of_images(samples, device, module),
     )
+
+
+def _of_images(samples: Sequence[Sample], device: torch.device, module: PreTrainedModel | None) -> Mapping[str, object]:
+    """Return the keywords with which a forward takes the images of samples; none where they have none."""
+    inputs = [one for sample in samples if sample.images is not None for one in sample.images.inputs]
+    if not inputs:
+        return {}
+    assert module is not None, "the samples have images"
+    rows = [torch.tensor([*sample.prompt_ids, *sample.token_ids[:-1]]) for sample in samples]
+    ids = pad_sequence(rows, batch_first=True).to(device)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
+    return image_keywords(module, ids, mask, {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]})

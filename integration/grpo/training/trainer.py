@@ -195,7 +195,7 @@ class GrpoTrainer:
         """Yield the micro-batches of a step that have a forward; note all in `into`."""
         divisor = SURROGATES[self._settings.loss].divisor
         for part in self._divided(samples):
-            packed = pack(part.samples, self._ranks.device)
+            packed = pack(part.samples, self._ranks.device, self._hosted.module)
             into.amount += amount(divisor, packed.mask, packed.lengths, self._max_new_tokens)
             if not part.learns and self._settings.skip_forward:
                 into.num_unmeasured += len(part.samples)

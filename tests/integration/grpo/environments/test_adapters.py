@@ -29,7 +29,7 @@ def session(answers, max_model_len=10_000):
     """Return a session whose model gives these answers in turn, and the list of the prompts that it was asked."""
     prompts, answers = [], iter(answers)
 
-    async def generate(prompt_ids, params):
+    async def generate(prompt_ids, params, images):
         prompts.append(TOKENIZER.decode(prompt_ids))
         await asyncio.sleep(0)  # another episode may move
         answer = next(answers)

@@ -417,9 +417,9 @@ def test_turns_have_the_jobs_sampling_settings_where_they_set_none_themselves(se
     player, asked = EpisodePlayer(job, service, TOKENIZER), []
 
     class Noted(Turns):
-        async def __call__(self, prompt_ids, params):
+        async def __call__(self, prompt_ids, params, images):
             asked.append(params)
-            return await super().__call__(prompt_ids, params)
+            return await super().__call__(prompt_ids, params, images)
 
     async def two(row, session):
         await session.turn("one")
