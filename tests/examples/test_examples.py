@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.tests.optional_packages import needs_transformers
 from lockstep.tests.support import prepared_python
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -107,6 +110,22 @@ def test_own_trainer(tmp_path):
     steps = re.findall(r"^step (\d): reward \S+, log-probability gap (\S+), weights (\w+)$", printed, re.MULTILINE)
     assert [(step, gap) for step, gap, _ in steps] == [("1", "0.0"), ("2", "0.0"), ("3", "0.0")]
     assert len({digest for *_, digest in steps}) == 3
+
+
+@pytest.mark.slow
+def test_pictures(tmp_path, run_example):
+    pytest.importorskip("PIL.Image")
+    needs_transformers(5, 23)
+    assert "240 pictures and a model are in" in run_example("pictures/make.py", str(tmp_path))
+    for name in ("pictures/config.toml", "pictures/reward.py"):
+        shutil.copy(EXAMPLES / name, tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    for row in rows[::2]:  # every other one has no picture, so that a rank may have none in a step
+        row |= {"prompt": "what colour ?", "images": []}
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = ["run.num_steps=3", "rollout.prompts_per_step=2", "rollout.group_size=4", "data.num_heldout=4"]
+    torchrun(tmp_path, "-m", "lockstep.integration.grpo", "config.toml", *small)
+    assert (tmp_path / "runs/pictures/metrics.jsonl").read_text().count('"logprob_gap": 0.0') == 3
 
 
 @pytest.mark.slow
