@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from ..media.encoder import as_taken
 from ..media.images import ImageRows, Images
 from ..media.reader import ImageReader, image_token
 from ..model.hosted_model import HostedModel
@@ -91,12 +92,11 @@ def check_images(model: HostedModel, ids: Sequence[int], images: Images) -> None
 def _as_a_trainer(model: HostedModel, token_ids: Tensor, images: Images) -> dict[str, Any]:
     """Return the keywords of the module's own forward over one prompt with images."""
     names = images.inputs[0].keys()
-    given = {name: torch.cat([one[name] for one in images.inputs]).to(model.device) for name in names}
-    if given["pixel_values"].is_floating_point():
-        given["pixel_values"] = given["pixel_values"].to(model.dtype)
+    given = as_taken({name: torch.cat([one[name] for one in images.inputs]) for name in names}, model)
     taken = inspect.signature(type(model.module).forward).parameters
     of_images = torch.eq(token_ids, image_token(model.module) or 0).int().unsqueeze(0)
     for name in ("mm_token_type_ids", "token_type_ids"):
         if name in taken:
             given[name] = images.beside.get(name, of_images).to(model.device)
-    return {"input_ids": token_ids.unsqueeze(0), **given}
+    ids = token_ids.unsqueeze(0)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **given}  # some make no positions without a mask

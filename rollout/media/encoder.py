@@ -15,6 +15,10 @@ from .reader import image_token
 NO_FEATURES: Mapping[str, object] = MappingProxyType({})  # of a step without images
 
 
+class NoFeatures(ValueError):
+    """An encoder whose features have another form than the engine can give to a forward."""
+
+
 class Blocks(Protocol):
     """The blocks of tokens in a module's masks (`model/encoders/both_ways.py`)."""
 
@@ -92,13 +96,16 @@ class ImageEncoder:
     def count(self, inputs: Mapping[str, Tensor]) -> int:
         """Return the number of features of one image."""
         with torch.inference_mode():
-            return len(_joined(self._run(inputs).pooler_output))
+            return len(_pooled(self._run(inputs)))
 
     def _run(self, inputs: Mapping[str, Tensor]) -> Any:
-        given = {name: tensor.to(self._model.device) for name, tensor in inputs.items()}
-        if given["pixel_values"].is_floating_point():
-            given["pixel_values"] = given["pixel_values"].to(self._model.dtype)
-        return self._encode(**given, return_dict=True)
+        return self._encode(**as_taken(inputs, self._model), return_dict=True)
+
+
+def as_taken(inputs: Mapping[str, Tensor], model: Any) -> dict[str, Tensor]:
+    """Return tensors of images on a model's device, pixels in its dtype."""
+    given = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    return {name: t.to(model.dtype) if "pixel" in name and t.is_floating_point() else t for name, t in given.items()}
 
 
 class _Output:
@@ -114,10 +121,17 @@ class _Output:
 
 def _features(part: ImagePart, out: Any) -> tuple[Tensor, list[Tensor] | None]:
     """Return the features [T, D] of a part of an image, and those of further layers if it has any."""
-    pooled = _joined(out.pooler_output)
+    pooled = _pooled(out)
     assert len(pooled) == part.images.num_tokens_of(part.index), "as counted when the prompt was read"
     deeper, taken = getattr(out, "deepstack_features", None), slice(part.first, part.end)
     return pooled[taken], None if deeper is None else [_joined(one)[taken] for one in deeper]
+
+
+def _pooled(out: Any) -> Tensor:
+    """Return the features [T, D] of one image in an encoder's output. Raises NoFeatures where they are elsewhere."""
+    if getattr(out, "pooler_output", None) is None:
+        raise NoFeatures(f"{type(out).__name__} has no pooler_output: the features that a forward takes are not known")
+    return _joined(out.pooler_output)
 
 
 def _joined(features: Any) -> Tensor:

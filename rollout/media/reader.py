@@ -130,6 +130,7 @@ class ImageReader:
         grid = tensors.get(_GRID)
         known = {
             "mm_token_type_ids": torch.eq(twice, self._token).int(),
+            "attention_mask": torch.ones_like(twice),
             _GRID: None if grid is None else torch.cat([grid, grid]),
         }
         taken, name = inspect.signature(rope_index).parameters, f"{type(self._model).__name__}.get_rope_index"

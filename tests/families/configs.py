@@ -62,7 +62,16 @@ _INDEXER = {
     "indexer_budget": 16,
     "indexer_compress_ratio": 4,
 }
+_GEMMA4_VISION = {
+    **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 4, "head_dim": 16, "patch_size": 8, "pooling_kernel_size": 2},
+    "position_embedding_size": 64,
+}
+_GEMMA4_UNIFIED_VISION = {
+    **{"patch_size": 8, "pooling_kernel_size": 1, "mm_embed_dim": 64, "mm_posemb_size": 64, "output_proj_dims": 64}
+}
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "bloom": {"seq_length": 512},
     "chameleon": {"vocabulary_map": {"<image>": 250}},
@@ -85,8 +94,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": 250}},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [3, 3, 2]}},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
-    "gemma4_text": {"global_head_dim": 32},
-    "gemma4_unified_text": {"global_head_dim": 32},
+    "gemma4": {"vision_config": _GEMMA4_VISION},
+    "gemma4_text": {"global_head_dim": 32, "use_bidirectional_attention": "vision"},
+    "gemma4_unified": {"vision_config": _GEMMA4_UNIFIED_VISION},
+    "gemma4_unified_text": {"global_head_dim": 32, "sliding_window": 70},  # not less than an image's tokens
     "glm4v_moe_text": _HALF_MROPE,
     "glm4v_text": _MROPE,
     "glm_ocr_text": _MROPE,
@@ -102,9 +113,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16},
+    "llama4_vision_model": {"intermediate_size": 256},
     "ministral": {"head_dim": 16},
     "mistral_large4_text": {"kv_source_layers": [0, 1, 2, 3, 4, 4, 4, 3]},  # with rotary positions, and without
     "molmo2_adapter": {"vision_feature_layer": [3, 1]},
+    "muse_glimmer": {"out_hidden_size": 256},
+    "muse_spark": {"out_hidden_size": 256},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2},
     "paddleocr_vl_text": _MROPE,
@@ -116,6 +130,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _INDEXER,
     "reformer": {"axial_pos_embds": False},
     "step3p5": {"sliding_window": 20},
+    "vipllava": {"vision_feature_layer": [-2, -3]},
     "zamba": {"num_hidden_layers": 12, "layers_block_type": None},
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},  # of one shared block
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,11 +15,14 @@ from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.media.encoder import NoFeatures, as_taken
 from lockstep.rollout.media.reader import image_token, why_no_images
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.families.compare import NUM_NEW, TOLERANCE, Differs, Progress, random_model
+from lockstep.tests.families.configs import EXCEPTIONS, USUAL_TOKENS
 
 WORDS = ([13, 17, 90], [27, 28, 40, 41, 42], [55] * 20)
+CHUNKS = {"gemma4": 16, "gemma4_unified": 64}  # rows: as many as the tokens of an image that see each other both ways
 SIZES = (((4, 8), (8, 4)), ((8, 8),))  # of the images of two prompts, in patches
 
 
@@ -28,6 +31,7 @@ SMALL = {
     "patch_size": 8,
     "window_size": 64,
     "mm_tokens_per_image": 4,
+    "pooling_kernel_size": 2,
     "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]],
     "vision_feature_layers": [-2, -3],
     "scale_factor": 2,
@@ -47,9 +51,14 @@ def compare_images(kind: str, model_type: str, progress: Progress) -> list[str]:
         progress.part = f"host {dtype}"
         if (why := why_no_images(model)) is not None:
             raise ValueError(why)
-        engine = Engine(model, EngineConfig(kv_cache="64 blocks", max_num_seqs=4, chunked_prefill_size=13))
+        chunk = CHUNKS.get(model_type, 13)
+        engine = Engine(model, EngineConfig(kv_cache="64 blocks", max_num_seqs=4, chunked_prefill_size=chunk))
         progress.part = f"build {dtype}"
-        prompts = [_prompt(engine, sizes) for sizes in SIZES]
+        try:
+            prompts = [_prompt(engine, sizes) for sizes in SIZES]
+        except NoFeatures:
+            progress.part = f"host {dtype}"
+            raise
         progress.part = f"host {dtype}"
         engine.generate(prompts[:1], SamplingParams(max_new_tokens=1))  # the check of images
         progress.part = f"compare {dtype}"
@@ -63,9 +72,13 @@ def _with_small_images(config: PretrainedConfig) -> PretrainedConfig:
     parts = {name: _with_small_images(one) for name, one in vars(config).items() if isinstance(one, PretrainedConfig)}
     known = {field.name for field in dataclasses.fields(config)}
     values = {name: vars(config)[name] for name in known if name in vars(config)}
+    others = {name: one for name, one in EXCEPTIONS.get(config.model_type, {}).items() if name not in known}
     is_in_pixels = "fullatt_block_indexes" in known  # other windows are in patches, or of text
     small = {name: one for name, one in SMALL.items() if name in known and (is_in_pixels or name != "window_size")}
-    return type(config)(**{**values, **parts, **small}) if small or parts else config
+    small = {name: one for name, one in small.items() if name not in EXCEPTIONS.get(config.model_type, {})}
+    if isinstance(values.get("patch_size"), list | tuple):
+        del small["patch_size"]
+    return type(config)(**{**values, **others, **parts, **small}) if small or parts else config
 
 
 def _prompt(engine: Engine, sizes: Sequence[tuple[int, int]]) -> dict[str, Tensor]:
@@ -84,12 +97,15 @@ def _prompt(engine: Engine, sizes: Sequence[tuple[int, int]]) -> dict[str, Tenso
                 with engine.model.rollout_phase():
                     num = encoder.count(given)
                 break
+            except NoFeatures:
+                raise
             except (ValueError, RuntimeError, LookupError, TypeError, ArithmeticError, AttributeError) as error:
                 errors.append(f"{type(error).__name__}: {error}")
         else:
             raise NoImages("; ".join(errors))
         parts.append(given)
-        ids += [*[token] * num, *words]
+        begin = getattr(model.config, "vision_start_token_id", None)
+        ids += [*([] if begin is None else [begin]), *[token] * num, *words]
     joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return {"input_ids": torch.tensor([ids]), **joined}
 
@@ -107,13 +123,23 @@ def _candidates(
         return torch.randn(*shape, generator=generator, dtype=torch.float32)
 
     if "image_grid_thw" in taken:
-        grid = torch.tensor([[1, *patches]])
+        grid = {"image_grid_thw": torch.tensor([[1, *patches]])}
+        if "image_merge_sizes" in taken:
+            grid["image_merge_sizes"] = torch.tensor([2])
         num = patches[0] * patches[1]
         for frames in dict.fromkeys((getattr(vision, "temporal_patch_size", 1), 1, 2)):
-            yield {"pixel_values": noise(num, channels * frames * patch**2), "image_grid_thw": grid}
-        yield {"pixel_values": noise(num, channels, patch, patch), "image_grid_thw": grid}
+            yield {"pixel_values": noise(num, channels * frames * patch**2), **grid}
+        yield {"pixel_values": noise(num, channels, patch, patch), **grid}
+        return
+    if "image_position_ids" in taken or "spatial_shapes" in taken:
+        yield from _padded_patches(patches, channels * getattr(vision, "model_patch_size", patch) ** 2, taken, noise)
         return
     rows, columns = (size, size) if isinstance(size, int) else size
+    if "high_res_pixel_values" in taken:
+        high = model.config.high_res_vision_config.image_size
+        yield {"pixel_values": noise(1, 3, rows, columns), "high_res_pixel_values": noise(1, 3, high, high)}
+    if "pixel_attention_mask" in taken:
+        yield from _padded_pixels(rows, columns, patch, noise)
     sizes = {"image_sizes": torch.tensor([[rows, columns]])} if "image_sizes" in taken else {}
     if sizes:  # tiles of an image, with the whole of it; or a part of a canvas
         whole = torch.tensor([[2 * rows, 2 * columns]])
@@ -124,12 +150,39 @@ def _candidates(
     yield {"pixel_values": noise(1, channels, rows, columns)}
 
 
+def _padded_patches(
+    patches: tuple[int, int], width: int, taken: Collection[str], noise: Callable[..., Tensor]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the patches of an image in a row, padded to 64 of `width` numbers, with their places or their number."""
+    rows, columns = patches
+    num = rows * columns
+    pixels = noise(1, 64, width)
+    pixels[:, num:] = 0
+    if "spatial_shapes" in taken:
+        mask = (torch.arange(64) < num).long()[None]
+        yield {"pixel_values": pixels, "spatial_shapes": torch.tensor([[rows, columns]]), "pixel_attention_mask": mask}
+        return
+    places = torch.full((1, 64, 2), -1)
+    places[0, :num, 0], places[0, :num, 1] = torch.arange(num) % columns, torch.arange(num) // columns
+    yield {"pixel_values": pixels, "image_position_ids": places}
+
+
+def _padded_pixels(rows: int, columns: int, patch: int, noise: Callable[..., Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yield two images in the place of one, the second padded by a column of patches; and two tiles with padding."""
+    mask = torch.ones(1, 2, rows, columns, dtype=torch.int64)
+    mask[0, 1, :, columns - patch :] = 0
+    yield {"pixel_values": noise(1, 2, 3, rows, columns) * mask[:, :, None], "pixel_attention_mask": mask}
+    yield {
+        "pixel_values": noise(1, 3, 3, rows, columns),
+        "pixel_attention_mask": torch.tensor([[True, True, False]]),
+    }
+
+
 def _compare(engine: Engine, model: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]]) -> None:
-    token = image_token(model)
-    for seed in range(5, 25):  # a trainer's forward refuses an answer with a token of images
+    for seed in range(5, 60):  # a trainer's forward refuses an answer with a token of images, or of audio
         params = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.7, sampling_seed=seed)
         sampled = engine.generate(list(prompts), params)
-        if all(token not in completion.token_ids for completion in sampled):
+        if all(id < USUAL_TOKENS.stop for completion in sampled for id in completion.token_ids):
             break
     if engine.model.dtype is torch.float32:
         for prompt, completion in zip(prompts, sampled, strict=True):
@@ -161,9 +214,8 @@ def _logprobs(
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
     given: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "use_cache": False}
-    for name in prompts[0].keys() - {"input_ids"}:
-        given[name] = torch.cat([prompt[name] for prompt in prompts])
-    given["pixel_values"] = given["pixel_values"].to(model.dtype)
+    names = prompts[0].keys() - {"input_ids"}
+    given |= as_taken({name: torch.cat([prompt[name] for prompt in prompts]) for name in names}, model)
     taken = inspect.signature(type(model).forward).parameters
     types = (torch.eq(ids, image_token(model) or 0) & mask.bool()).int()
     given |= {name: types for name in ("mm_token_type_ids", "token_type_ids") if name in taken}
