@@ -18,6 +18,7 @@ from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.rollout.media.image_prompts import IMAGE, ImagePrompts, as_trained, trained_logprobs
 from lockstep.tests.rollout.model.test_vision_language import CLIP, CONFIGS, TEXT
+from lockstep.tests.rollout.test_out_of_memory import ShortOfMemory, short
 
 ENGINE = EngineConfig(kv_cache="32 blocks", max_num_seqs=4, chunked_prefill_size=80)
 SAMPLED = SamplingParams(max_new_tokens=8, sampling_seed=5)
@@ -227,6 +228,27 @@ def test_an_image_that_fills_no_chunk_is_refused_with_the_settings_to_raise() ->
     ):
         engine.generate([side_by_side], {"max_new_tokens": 1})
     assert not engine.has_work
+
+
+@pytest.mark.parametrize("most", [40, 30])
+def test_an_image_that_finds_memory_with_fewer_rows_beside_it_runs_and_one_that_finds_none_ends(most: int) -> None:
+    model = make()
+    prompts = prompts_of(model)[:3]  # images of 36 tokens
+    expected = answers(Engine(model, ENGINE), prompts)
+    engine = Engine(model, replace(ENGINE, max_num_batched_tokens=128), make_runner=short(ShortOfMemory, most))
+    engine.start()
+    with engine.model.rollout_phase():
+        done = engine.generate(prompts, SAMPLED)
+    fits = [most >= NUM, most >= NUM, True]
+    reasons = [c.finish_reason for c in done]
+    assert [reason is not None and reason.type != "abort" for reason in reasons] == fits
+    assert [(c.token_ids, c.logprobs) for c, one in zip(done, fits, strict=True) if one] == [
+        answer for answer, one in zip(expected, fits, strict=True) if one
+    ]
+    messages = [reason.message for reason in reasons if reason is not None and reason.type == "abort"]
+    assert all(message is not None and "alone found none" in message for message in messages)
+    engine.check_integrity()
+    engine.close()
 
 
 def test_blocks_that_are_not_of_tokens_side_by_side_are_refused() -> None:
