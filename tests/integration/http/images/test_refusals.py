@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import random
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,6 +16,8 @@ import torch
 
 from lockstep.integration.grpo.tasks.arithmetic import build_tokenizer
 from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.edge.errors import BadField
+from lockstep.integration.http.images.pictures import pixels_of, sent_picture
 from lockstep.integration.http.server import serve_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
