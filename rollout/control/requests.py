@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import TypeVar, cast
 
 from ..check.image_check import checking_reader
 from ..completion import Completion, FinishReason, StreamChunk
@@ -31,6 +31,7 @@ from .mailboxes import Listener, Mailbox, Mailboxes
 Prompts = Prompt | Sequence[Prompt]
 ManyParams = Params | Sequence[Params]
 ManyOptions = RequestOptions | Sequence[RequestOptions] | None
+T = TypeVar("T")
 
 
 class RequestDesk:
@@ -51,14 +52,24 @@ class RequestDesk:
             parts.tokenizer, parts.model.vocab_size, parts.config.seed, parts.grammars,
             media_tokens(parts.model.module.config), max_model_len=parts.max_model_len,
             eos_token_ids=parts.eos_token_ids,
-            image_reader=checking_reader(parts.model, driver.command, parts.limits.most_prompt_rows),
+            image_reader=checking_reader(parts.model, self._with_weights, parts.limits.most_prompt_rows),
         )  # fmt: skip
+
+    def _with_weights(self, name: str, run: Callable[[], T]) -> T:
+        """Run the model between two steps. Raises what a step raises while the weights hold nothing."""
+
+        def checked() -> T:
+            self._between_steps.check_weights()
+            return run()
+
+        return self._driver.command(name, checked)
 
     def read_images(
         self, prompt: Mapping[str, object], computing: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> list[int]:
         """Return what a processor makes of a text and its images as a prompt for `submit`. computing: makes the context
-        in which the model runs, as it does for sizes of images that are new to it. Raises ValueError."""
+        in which the model runs, as it does for sizes of images that are new to it. Raises ValueError, and what a step
+        raises while the weights hold nothing."""
         self._driver.check_open()
         return self._intake.read(prompt, computing)
 

@@ -124,6 +124,10 @@ class BetweenSteps:
         num_blocks, num_unpinned = self._ledger.flush()
         return FlushReport(True, num_blocks, "", num_unpinned)
 
+    def check_weights(self) -> None:
+        """Raise MemoryReleased or SamplingRefused where the model must not run with the weights as they are."""
+        self._gate.check_weights()
+
     def pin_prefix(self, token_ids: list[int], extra_key: str, owner: str | None, ttl_s: float | None) -> PinReport:
         """Pin the cached blocks of a prompt; its full blocks that are not cached count as unknown."""
         num_blocks = len(token_ids) // self._ledger.block_size

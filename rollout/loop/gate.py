@@ -61,6 +61,13 @@ class StepGate:
             return "the trainer has the module: steps run inside `with engine.model.rollout_phase()`"
         return None
 
+    def check_weights(self) -> None:
+        """Raise MemoryReleased or SamplingRefused where the model must not run with the weights as they are."""
+        if not self._model.holds_weights:
+            raise MemoryReleased("the weights are released: resume them, and write them, before generating")
+        if self._refusals:
+            raise SamplingRefused(self.refusal)
+
     def step(self, most: int = 1) -> None:
         """Run one step, or up to `most` decode steps. Runs nothing while paused, or before `before_sampling` was
         called.
@@ -71,10 +78,7 @@ class StepGate:
             return
         if not self._kv_cache.is_allocated:
             raise MemoryReleased("the KV pool is released: resume it before generating")
-        if not self._model.holds_weights:
-            raise MemoryReleased("the weights are released: resume them, and write them, before generating")
-        if self._refusals:
-            raise SamplingRefused(self.refusal)
+        self.check_weights()
         try:
             has_adapters = bool(self._model.adapters)
             if has_adapters and self.adapters.has_merged():

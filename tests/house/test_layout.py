@@ -136,7 +136,7 @@ PLACES = {
         "failures grpo.backends grpo.environments grpo.results grpo.rewards grpo.settings grpo.tasks grpo.training "
         "push.adapters push.local_target push.pusher push.remote_engine ranks service"
     ),
-    "integration.http.observe": "http.admin http.chat http.conversations http.edge pages service version",
+    "integration.http.observe": "http.admin http.chat http.conversations http.edge http.images pages service version",
     "integration.router.generation": (
         "http.edge router.budget router.course router.fleet router.moving router.router router.sessions"
     ),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from ....rollout.engine import Engine
-from ....rollout.errors import DeadlineExceeded
+from ....rollout.errors import DeadlineExceeded, MemoryReleased, SamplingRefused
 from ....rollout.giving_way import others_compute
 from ..edge.errors import BadField, HttpError
 from .intake import ProcessedPrompt
@@ -32,6 +32,9 @@ def read_images(
             read[key] = engine.requests.read_images(prompt.inputs, lambda: _computing(engine, check_here))
         except ValueError as error:
             raise BadField(prompt.field, str(error)) from None
+        except (MemoryReleased, SamplingRefused) as error:
+            message = f"images of this size are new here and need the model, which does not run: {error}"
+            raise HttpError(503, message, headers={"Retry-After": "1"}) from None
     return [read.get(id(prompt), prompt) for prompt in prompts]
 
 
@@ -44,7 +47,4 @@ def _computing(engine: Engine, check_here: Callable[[], None]) -> Iterator[None]
             with suppress(DeadlineExceeded):
                 stack.enter_context(engine.model.borrowed("a prompt with images", _LOOK_S))
                 break
-        if (why := engine.refusal) is not None:
-            message = f"images of this size are new here and need the model, which does not run: {why}"
-            raise HttpError(503, message, headers={"Retry-After": "1"})
         yield

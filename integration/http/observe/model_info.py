@@ -14,6 +14,7 @@ from ..chat.form import names_of_forms
 from ..edge.bodies import AdminBody
 from ..edge.config import HttpConfig
 from ..edge.errors import BadField, HttpError
+from ..images.intake import ImageIntake
 from .state import read_state
 
 router = APIRouter(tags=["information"])
@@ -101,7 +102,7 @@ async def model_info(request: Request, body: InfoBody) -> Response:
             "reasoning_parser": reasoning,
             "tool_call_parser": calls,
             "disaggregation_mode": "null",
-            "has_image_understanding": False,
+            "has_image_understanding": ImageIntake(engine, settings).refusal is None,
             "has_audio_understanding": False,
             "model_type": config.model_type,
             "architectures": list(getattr(config, "architectures", None) or [type(engine.model.module).__name__]),

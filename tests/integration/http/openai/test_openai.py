@@ -379,7 +379,7 @@ def test_mistakes_of_completions_name_the_parameter(client, fields, param):
     ("fields", "param"),
     [
         ({"messages": [{"content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.image_url"),
         ({"messages": [*MESSAGES, {"role": "wizard", "content": "x"}]}, "messages.2.role"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": "x" * CONTEXT}]}, "messages"),
