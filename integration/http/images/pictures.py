@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others of Pillow's have decoders that few clients need
 _ELSEWHERE = ("http:", "https:", "file:", "ftp:")
 _HEAD_CHARS = 200  # of a URL, within which its data begin
-# What Pillow's decoders raise for bytes that are no image of theirs.
+# What Pillow's decoders raise for bytes that are no image of theirs; warnings where the process makes errors of them.
 _DAMAGED = (
     OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, struct.error,
-    RuntimeError,
+    RuntimeError, Warning,
 )  # fmt: skip
 
 
@@ -92,13 +92,13 @@ def _opened(picture: SentPicture, config: HttpConfig) -> Image:
         raise BadField(picture.field, f"is not base64: {error}") from None
     try:
         image: Any = Image.open(io.BytesIO(data), formats=_FORMATS)
-        num_frames = getattr(image, "n_frames", 1)
+        is_animated = getattr(image, "is_animated", False)  # without a walk over all frames
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadField(picture.field, f"{error} (max_image_pixels is {config.max_image_pixels})") from None
     except _DAMAGED as error:
         raise BadField(picture.field, _said(f"is no image of a known format ({', '.join(_FORMATS)})", error)) from None
-    if num_frames != 1:
-        raise BadField(picture.field, f"is an animation of {num_frames} frames: send one image")
+    if is_animated:
+        raise BadField(picture.field, "is an animation: send one image")
     found: Image.Image = image
     return found
 

@@ -24,7 +24,13 @@ _PROMPTS = (
     "text",
     "prompt",
 )  # SGLang's, vLLM's, OpenAI's fields
-_NAMESPACES = ("model", "extra_key", "cache_salt", "lora_path")  # equal prompts share no cache across these
+_NAMESPACES = (
+    "model",
+    "extra_key",
+    "cache_salt",
+    "lora_path",
+    "image_data",
+)  # equal prompts share no cache across them
 
 
 @dataclass(frozen=True)

@@ -80,9 +80,9 @@ def test_a_longer_prompt_knows_whoever_had_its_beginning():
     assert table.knowing(prompt_keys({"messages": [*chat, {"content": "ho", "role": "assistant"}]})) == ("b",)
 
 
-def test_salts_and_adapters_share_no_prefix():
-    keys = {prompt_keys({"text": "hello", **more})[0] for more in ({}, {"cache_salt": "x"}, {"lora_path": "x"})}
-    assert len(keys) == 3
+def test_salts_adapters_and_images_share_no_prefix():
+    others = ({}, {"cache_salt": "x"}, {"lora_path": "x"}, {"image_data": "x"}, {"image_data": ["y"]})
+    assert len({prompt_keys({"text": "hello", **more})[0] for more in others}) == 5
 
 
 def test_the_prefix_table_is_bounded_and_forgets_a_worker():

@@ -35,7 +35,7 @@ class Served:
         return self.service.engine
 
     def ok(self, path: str, **body: object) -> Any:
-        answer = self.client.post(path, json=body)
+        answer = self.client.post(path, json=body) if body else self.client.get(path)
         assert answer.status_code == 200, answer.text
         return answer.json()
 

@@ -125,3 +125,34 @@ def test_a_renewal_draws_the_answer_again_over_its_images(served: Served) -> Non
 
 def test_reports_say_that_images_are_understood(served: Served, trained: Served) -> None:
     assert served.ok("/model_info")["has_image_understanding"] is True
+
+
+@pytest.mark.parametrize("check", ["proven", "trusted"])
+def test_an_answer_over_images_goes_on_where_another_server_has_left_it(served: Served, check: str) -> None:
+    processor = served.server.app.state.hub.limits.images.processor("text")
+    params = {"max_new_tokens": 9, "ignore_eos": True, "sampling_seed": 3, "logit_bias": served.no_media}
+    body = {
+        "text": f"the {processor.placeholder}",
+        "image_data": data_url(png(picture(1))),
+        "sampling_params": params,
+        "return_logprob": True,
+    }
+    assert served.service.name_weights() is not None
+    whole, info = served.ok("/generate", **body), served.ok("/server_info")
+    drawn = whole["meta_info"]["output_token_logprobs"]
+    one = {
+        "token_ids": whole["output_ids"][:4],
+        "logprobs": [logprob for logprob, _, _ in drawn[:4]],
+        "num_chars": 0,
+        "spans": [["default", info["weight_digest"], 0]],
+    }
+    begun = {
+        "sequences": [one],
+        "check": check,
+        "weight_digest": info["weight_digest"],
+        "guarantee": info["guarantee"],
+        "head": {"rids": ["a"]},
+    }
+    found = served.ok("/generate", **body, begun=begun)
+    assert found["output_ids"] == whole["output_ids"]
+    assert found["meta_info"]["output_token_logprobs"] == drawn
