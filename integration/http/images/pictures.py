@@ -31,12 +31,18 @@ class SentPicture:
     """A picture as it came."""
 
     field: str  # its place in the request
-    data: str  # base64, not checked yet
+    text: str  # as the request has it, of which this is no copy
+    start: int  # of its base64, which is not checked yet
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes that it takes until it is decoded."""
-        return len(self.data)
+        """The number of bytes that it takes until its request is answered."""
+        return len(self.text)
+
+    @property
+    def data(self) -> str:
+        """Its base64, without blanks."""
+        return "".join(self.text[self.start :].split())
 
 
 def sent_picture(given: object, field: str, config: HttpConfig, *, is_bare: bool = False) -> SentPicture:
@@ -49,19 +55,19 @@ def sent_picture(given: object, field: str, config: HttpConfig, *, is_bare: bool
         kind, comma, _ = given[:_HEAD_CHARS].partition(",")
         if not comma or not kind.lower().startswith("data:image/") or not kind.lower().endswith(";base64"):
             raise BadField(field, "must be data:image/...;base64,...")
-        data = given[len(kind) + 1 :]
+        start = len(kind) + 1
     elif head.startswith(_ELSEWHERE) or "://" in head:
         scheme = head.partition(":")[0]
         raise BadField(field, f"{scheme}: addresses are not fetched: send the image as data:image/...;base64,...")
     elif is_bare:
-        data = given
+        start = 0
     else:
         raise BadField(field, "must be data:image/...;base64,...")
-    if not data:
+    if start == len(given):
         raise BadField(field, "has no data")
-    if len(data) // 4 * 3 - data[-2:].count("=") > (limit := config.max_image_bytes):
+    if (len(given) - start) // 4 * 3 - given[-2:].count("=") > (limit := config.max_image_bytes):
         raise BadField(field, f"has more than {limit} bytes (max_image_bytes)")
-    return SentPicture(field, data)
+    return SentPicture(field, given, start)
 
 
 def pixels_of(pictures: Sequence[SentPicture], config: HttpConfig) -> list[Image]:
@@ -87,7 +93,7 @@ def _opened(picture: SentPicture, config: HttpConfig) -> Image:
     from PIL import Image
 
     try:
-        data = binascii.a2b_base64("".join(picture.data.split()), strict_mode=True)
+        data = binascii.a2b_base64(picture.data, strict_mode=True)
     except (binascii.Error, ValueError) as error:
         raise BadField(picture.field, f"is not base64: {error}") from None
     try:

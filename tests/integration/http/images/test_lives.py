@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import transformers
 
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.server import serve_in_background
+from lockstep.integration.router.config import RouterConfig
+from lockstep.integration.router.server import route_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.tests.integration.http.images.folders import data_url, picture, png
 from lockstep.tests.integration.http.images.served import CHAT, Served, image_part
-from lockstep.tests.support.callers import soon, submit
+from lockstep.tests.support.callers import PATIENCE, soon, submit
 
 CHATS = "/v1/chat/completions"
 SIZES = ((70, 50), (40, 40), (60, 20), (20, 60), (64, 64), (30, 60))
@@ -73,8 +77,6 @@ def test_the_end_of_a_phase_waits_for_images_that_are_counted(trained: Served, u
 
 
 def test_a_client_that_leaves_while_its_images_wait_is_forgotten(trained: Served, until: Callable[..., None]) -> None:
-    import httpx
-
     with pytest.raises(httpx.ReadTimeout):
         trained.client.post(CHATS, json=chat_of(trained), timeout=1.0)
     hub = trained.server.app.state.hub
@@ -125,6 +127,18 @@ def test_a_renewal_draws_the_answer_again_over_its_images(served: Served) -> Non
 
 def test_reports_say_that_images_are_understood(served: Served, trained: Served) -> None:
     assert served.ok("/model_info")["has_image_understanding"] is True
+
+
+def test_a_router_passes_images_on(served: Served) -> None:
+    with route_in_background(RouterConfig((served.server.url,), HttpConfig(port=0))) as router:
+        answer = httpx.post(f"{router.url}{CHATS}", json=chat_of(served), timeout=PATIENCE)
+        assert answer.status_code == 200, answer.text
+        direct = served.ok(CHATS, **chat_of(served))
+        assert answer.json()["choices"][0]["token_ids"] == direct["choices"][0]["token_ids"]
+        streamed = httpx.post(f"{router.url}{CHATS}", json=chat_of(served, stream=True), timeout=PATIENCE)
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    ids = [id for event in events for choice in event["choices"] for id in choice.get("token_ids") or ()]
+    assert ids == direct["choices"][0]["token_ids"]
 
 
 @pytest.mark.parametrize("check", ["proven", "trusted"])

@@ -214,6 +214,11 @@ def test_a_model_of_texts_refuses_images_by_name(of_texts: Served) -> None:
     assert "images are not supported: Qwen3ForCausalLM takes no images" in message
     param, message = of_texts.refused("/generate", text="1", image_data=data_url(GOOD))
     assert param == "image_data" and "takes no images" in message
+    param, message = of_texts.refused("/v1/completions", prompt="1", image_data=data_url(GOOD))
+    assert param == "image_data" and "is not supported" in message
+    param, message = of_texts.refused("/tokenize", messages=[{"role": "user", "content": [image_part(data_url(GOOD))]}])
+    assert param == "messages.0.content.0.image_url.url"
+    assert of_texts.ok("/model_info")["has_image_understanding"] is False
 
 
 def test_a_folder_without_a_processor_refuses_images_by_name(folder: Path, served: Served, tmp_path: Path) -> None:
