@@ -97,6 +97,7 @@ INTERPRETED = (
     "kernels/sampling/test_segments.py",
     "kernels/sha256/test_triton_kernels.py",
     "kernels/test_triton_engine.py",
+    "kernels/test_triton_images.py",
     "kernels/test_triton_launches.py",
     "kernels/test_triton_rows.py",
 )

@@ -30,10 +30,11 @@ from .operations.distance_bias import DISTANCE_BIAS
 from .operations.entries import Entries, attend_in_step, attend_packed, beside_tokens, take, write_entries, write_rows
 from .operations.functions import outside_modes
 from .operations.indexer import IndexChoice
-from .operations.packed_rows import ends_of_blocks, has_blocks, hosted_mask, query_start
+from .operations.packed_rows import ends_of_blocks, hosted_mask, query_start
 from .operations.pool_choice import PoolChoice
 from .operations.shared_attention import LAYER
 from .steps.context import KVWritten, LayerKV, StepContext
+from .steps.masks import has_blocks
 
 ATTENTION_NAMES: dict[AttentionPath, str] = {
     "native": "lockstep",
@@ -100,7 +101,7 @@ def hosted_attention(
     """
     step = others.pop(STEP_KEYWORD, None)
     if WHOLE in vars(module):
-        return whole_attention(module, query, key, value, attention_mask, scaling)
+        return whole_attention(module, query, key, value, attention_mask, scaling, others.get("is_causal"))
     layer = cast(int, others.pop(LAYER, getattr(module, "layer_idx", None)))  # the probe refuses a module without
     rotation, query, key = _unrotated(step, query, key) if IS_USED else (None, query, key)
     _refuse_call(module, others, dropout)

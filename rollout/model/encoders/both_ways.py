@@ -17,7 +17,8 @@ from transformers import PreTrainedModel
 
 from ...media.encoder import ImageEncoder
 from ...media.reader import why_no_images
-from ..operations.packed_rows import ends_of_blocks, has_blocks
+from ..operations.packed_rows import ends_of_blocks
+from ..steps.masks import has_blocks
 
 _NAMES = ("mm_token_type_ids", "token_type_ids")
 

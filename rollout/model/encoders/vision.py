@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..operations.products import Linear
+from ..steps.masks import has_blocks
 
 WHOLE = "lockstep_whole"  # attribute of an attention of an encoder, in which all rows of an image see each other
 
@@ -32,16 +33,23 @@ def whole_attention_parts(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def whole_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
+    is_causal: object = None,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attend among all rows of each image -> ([B, Q, H, D], None). query [B, H, Q, D], key and value [B, K, T, D].
 
     Each batch row is a call of its own, so that its bits do not depend on the others, and so is each image that a mask
     [1, 1, T, T] separates from the others of a row. Where a mask [B, 1, 1 or Q, T] hides keys that pad an image, rows
-    of the image are a call without these, so that their bits do not depend on how many they are. Raises ValueError for
-    any other mask.
+    of the image are a call without these, so that their bits do not depend on how many they are. Rows of a causal
+    attention, which `is_causal` or the module's attribute tells of as transformers reads them, see those before them,
+    and all of a block by a mask that `has_blocks`. Raises ValueError for any other mask.
     """
     is_shared = query.shape[1] != key.shape[1]  # queries of several heads have one head of keys
+    if mask is not None and mask.shape == (1, 1, 1, 1) and not mask.any():  # of no rows: it stands for none
+        mask = None
+    is_causal = (getattr(module, "is_causal", True) if is_causal is None else is_causal) and query.shape[2] > 1
+    if (is_causal and mask is None) or (mask is not None and has_blocks(mask)):
+        return _attend_before(query, key, value, mask, scaling, is_shared), None
     found = []
     for index, one in enumerate(zip(query.split(1), key.split(1), value.split(1), strict=True)):
         calls = _calls_of(mask, index, query.shape[2], key.shape[2], query.device)
@@ -56,6 +64,23 @@ def whole_attention(
             out[:, :, rows] = F.scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=is_shared)
         found.append(out)
     return torch.cat(found).transpose(1, 2).contiguous(), None
+
+
+def _attend_before(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, is_shared: bool
+) -> Tensor:
+    """Attend to the rows before and, by a mask that `has_blocks`, to those of a row's block, batch row by batch row."""
+    found = []
+    for index, (q, k, v) in enumerate(zip(query.split(1), key.split(1), value.split(1), strict=True)):
+        seen = None
+        if mask is not None:
+            ids = mask[index].flatten()
+            seen = torch.ones(len(ids), len(ids), dtype=torch.bool, device=ids.device).tril()
+            seen |= (ids == ids[:, None]) & (ids >= 0)
+        found.append(
+            F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, scale=scaling, enable_gqa=is_shared)
+        )
+    return torch.cat(found).transpose(1, 2).contiguous()
 
 
 _Rows = slice | Tensor

@@ -15,6 +15,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ....kernels.attention.row_ends import row_ends, runs_of
 from ..layer_probe import PROBING, MaskFunction
+from ..steps.masks import has_blocks
 from .carried import needs_mask
 
 # transformers' mask functions pass a 4-D attention mask on unchanged. This one means that the attention needs no mask.
@@ -43,11 +44,6 @@ def query_start(
         raise ValueError("a 4-D attention mask is not supported: attention is causal within each sequence")
     refuse_packed_positions(positions)
     return torch.arange(0, (batch + 1) * num_rows, num_rows, dtype=torch.int32, device=device)
-
-
-def has_blocks(mask: Tensor) -> bool:
-    """Return whether a mask is one of `hosted_mask` with the blocks of tokens that see each other both ways."""
-    return mask.dtype is torch.int64 and mask.dim() == 4
 
 
 def ends_of_blocks(mask: Tensor, query_start: Tensor, context_lens: Tensor | None) -> Tensor:

@@ -18,6 +18,8 @@ from lockstep.rollout.model.operations.packed_rows import hosted_mask
 class Attention(nn.Module):
     """A stand-in for the attention of an encoder."""
 
+    is_causal = False
+
 
 def noise(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float32)
@@ -103,6 +105,25 @@ def test_what_pads_an_image_is_left_out_of_its_attention_with_the_bits_of_the_im
     assert torch.equal(found[:1], whole)
     rows = (t[1:, :, real].contiguous() for t in (query, key, value))
     assert torch.equal(found[1:, real], whole_attention(Attention(), *rows, None, 0.25)[0])
+
+
+@pytest.mark.parametrize("told", [True, None])
+def test_a_causal_attention_of_an_encoder_sees_the_rows_before_and_its_own_block(told):
+    rows = [noise(3, 4, 9, 16), noise(3, 2, 9, 16), noise(3, 2, 9, 16)]
+    module = Attention()
+    if told is None:
+        module.is_causal = True
+    for none in (None, torch.zeros(1, 1, 1, 1)):
+        found, _ = whole_attention(module, *rows, none, 0.25, told)
+        expected = F.scaled_dot_product_attention(*rows, is_causal=True, scale=0.25, enable_gqa=True)
+        assert torch.allclose(found, expected.transpose(1, 2), atol=1e-5)
+    ids = torch.tensor([[0, 0, 0, 0, -1, -1, -1, -1, -1], [-1] * 9, [-1, 0, 0, 1, 1, 1, -1, -1, -1]])
+    found, _ = whole_attention(module, *rows, ids[:, None, None], 0.25, told)
+    seen = torch.ones(9, 9, dtype=torch.bool).tril() | ((ids[:, None] == ids[:, :, None]) & (ids[:, None] >= 0))
+    expected = F.scaled_dot_product_attention(*rows, seen[:, None], scale=0.25, enable_gqa=True)
+    assert torch.allclose(found, expected.transpose(1, 2), atol=1e-5)
+    alone, _ = whole_attention(module, *(t[1:2] for t in rows), ids[1:2, None, None], 0.25, told)
+    assert torch.equal(found[1:2], alone)
 
 
 def test_rows_that_attend_to_others_see_those_that_are_no_padding():
