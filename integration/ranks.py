@@ -14,6 +14,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from .collective_watch import BACKSTOP_S, CollectiveWatch
+
 T = TypeVar("T")
 
 
@@ -79,9 +81,11 @@ def this_rank(device: str = "") -> Ranks:
 
 
 @contextmanager
-def process_group(ranks: Ranks, timeout_s: int) -> Iterator[None]:
+def process_group(ranks: Ranks, timeout_s: int, *, watches: bool = True) -> Iterator[None]:
     """Open the job's default process group for the block: NCCL on GPUs, gloo on CPUs. A collective that waits longer
-    than `timeout_s` fails on every rank that waits.
+    than `timeout_s` fails on every rank that waits; by gloo it ends the process with the name of the rank that does not
+    come, and time in which this process was stopped does not count (`collective_watch`). watches: whether it does so;
+    if not, gloo's own timeout counts.
 
     An object that holds the group beyond this block can hang the process: gloo's threads take the GIL to drop a tensor,
     and a group that ends with the object that holds it, for example a DDP module, joins them without releasing the GIL.
@@ -96,11 +100,22 @@ def process_group(ranks: Ranks, timeout_s: int) -> Iterator[None]:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+    watch = None
+    if watches and backend == "gloo" and ranks.num_ranks > 1:
+        watch = CollectiveWatch(ranks.rank, ranks.num_ranks, timeout_s)
+        _set_timeout(max(timeout_s, BACKSTOP_S))  # not before: ranks may not come to the first collectives
     try:
         yield
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)
         raise
     finally:
+        if watch is not None:
+            watch.close()
         gc.collect()
         dist.destroy_process_group()
+
+
+def _set_timeout(timeout_s: int) -> None:
+    """Set the timeout of the default group's coming collectives."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))

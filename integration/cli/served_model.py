@@ -51,7 +51,7 @@ def serve_model(
         return
     ranks = this_rank(engine_config.device or "")
     engine = None
-    with process_group(ranks, math.ceil(max(engine_config.rank_timeout_s, _MEET_TIMEOUT_S))):
+    with process_group(ranks, math.ceil(max(engine_config.rank_timeout_s, _MEET_TIMEOUT_S)), watches=False):
         try:
             engine = Engine(model, replace(engine_config, device=str(ranks.device)))
             service = RolloutService(engine, service_config)

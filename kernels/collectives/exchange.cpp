@@ -38,6 +38,7 @@ enum Result : int64_t { DONE = 0, STOPPED = 1, TIMED_OUT = 2, DIFFERS = 3 };
 
 constexpr int SPINS = 4000, YIELDS = 2000;  // before a rank sleeps: it keeps its core for the time of a usual exchange
 constexpr int64_t NAP_NS = 5'000'000;       // after which it looks at `stop` again
+constexpr int64_t GAP_NS = 5'000'000'000;   // between two looks: this process was stopped, and did not wait
 
 Head& head(const Exchange& e, int64_t rank) { return ((Head*)e.memory)[rank]; }
 uint8_t* slot(const Exchange& e, int64_t rank) {
@@ -79,7 +80,7 @@ void publish(Exchange& e, int64_t bytes) {
 // Waits until a rank has published this exchange.
 int64_t wait_for(Exchange& e, int64_t rank, int64_t bytes) {
   Head& other = head(e, rank);
-  int64_t deadline = 0;
+  int64_t deadline = 0, looked = 0;
   const auto is_there = [&](uint32_t seen) { return (int32_t)(seen - e.count) >= 0; };
   for (int64_t i = 0;; i++) {
     const uint32_t seen = other.published.load(std::memory_order_acquire);
@@ -92,6 +93,8 @@ int64_t wait_for(Exchange& e, int64_t rank, int64_t bytes) {
     if (*(volatile const int64_t*)e.stop) return STOPPED;
     const int64_t now = now_ns();
     if (!deadline) deadline = now + e.timeout_ns;
+    else if (now - looked > GAP_NS) deadline += now - looked;
+    looked = now;
     if (now > deadline) return TIMED_OUT;
     if (i < SPINS + YIELDS) {
       sched_yield();

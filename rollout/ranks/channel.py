@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from ...kernels.machine.running_time import running_time
 from ..errors import RankFailure
 from .mesh import Mesh
 from .remote_verbs import VERB_TIMEOUT_S, RankResult, run_verb
@@ -143,10 +143,10 @@ class RankChannel(ABC):
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float | None) -> bool:
         """Wait until `ready()`; False after the timeout. The caller holds `_changed`. Raises RankFailure."""
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        end = None if timeout_s is None else running_time() + timeout_s
         while not ready():
             self.check()
-            left_s = self.timeout_s / 4 if end is None else min(end - time.monotonic(), self.timeout_s / 4)
+            left_s = self.timeout_s / 4 if end is None else min(end - running_time(), self.timeout_s / 4)
             if left_s <= 0:
                 return False
             if not self._changed.wait(left_s) and (cause := self.watch.silent_store()) is not None:

@@ -13,7 +13,6 @@ import json
 import os
 import socket
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from ...kernels.machine.running_time import running_time
 from ..errors import RankFailure
 from .mesh import Mesh
 
@@ -32,6 +32,7 @@ IDLE = "between steps"
 WAITING = frozenset({AWAY, IDLE, "waiting for a step", "waiting for results", "waiting for hidden states",
                      "waiting for ranks", "gave up"})  # fmt: skip
 _MESSAGE_BYTES = 512
+_LONGEST = timedelta(days=1)  # of an operation of the store
 _SILENT = "gives no sign of life: stopped, or its process is blocked"
 
 
@@ -100,6 +101,7 @@ def meet(mesh: Mesh) -> tuple[dist.Store, StoreAddress]:
     store = server
     if store is None:
         store = dist.TCPStore(address.host, address.port, None, False, timeout, wait_for_workers=False)
+    store.set_timeout(_LONGEST)  # others look whether it answers, by the time in which this process runs
     return dist.PrefixStore(address.prefix, store), address
 
 
@@ -137,7 +139,7 @@ class RankWatch:
         if mesh.is_controller:
             self._store.set("failure", "")
         mesh.replica_group.barrier().wait()  # every key exists now: no read waits
-        now = time.monotonic()
+        now = running_time()
         self._last_round = now  # when the store last answered
         for pulse in self._pulses.values():
             pulse.heard = pulse.moved = now
@@ -172,7 +174,7 @@ class RankWatch:
 
     def cause(self, ranks: list[int], what: str) -> Cause:
         """Make a cause that names these local ranks. what: the predicate of its sentence."""
-        now, mine = time.monotonic(), self._mesh.local_rank
+        now, mine = running_time(), self._mesh.local_rank
         pulses = {rank: self._pulses[rank] for rank in ranks if rank != mine}
         first = pulses.get(ranks[0]) or _Pulse(phase=self._phase[0], step=self._phase[1], heard=now)
         seconds = max((now - pulse.heard for pulse in pulses.values()), default=0.0)
@@ -198,7 +200,7 @@ class RankWatch:
 
     def silent_store(self) -> Cause | None:
         """Return a cause that names the store's host if the store has not answered for the timeout, else None."""
-        silent_s = time.monotonic() - self._last_round
+        silent_s = running_time() - self._last_round
         return self._blame_host(f"does not answer for {silent_s:.1f} s") if silent_s > self.timeout_s else None
 
     def explain(self, suspects: list[int], what: str) -> Cause:
@@ -215,7 +217,7 @@ class RankWatch:
         """
         self.enter("gave up")
         grace_s = min(max(self.timeout_s / 4, 1.0), 10.0)
-        began = time.monotonic()
+        began = running_time()
         while True:
             with self._lock:
                 if self._changed.wait_for(lambda: self.failure is not None, grace_s):
@@ -228,12 +230,12 @@ class RankWatch:
                 return self.post(self.cause(silent, _SILENT))
             stuck = [rank for rank in self._not_since("moved", patience_s) if self._pulses[rank].phase not in WAITING]
             # Of several stuck ranks one hangs; the others wait for it inside their work and give up after a while.
-            if len(stuck) <= 1 or time.monotonic() - began > self.timeout_s:
+            if len(stuck) <= 1 or running_time() - began > self.timeout_s:
                 return self.post(self.cause(stuck, "hangs")) if stuck else None
 
     def _not_since(self, what: str, seconds: float) -> list[int]:
         """Return the ranks whose time `what` ("heard" or "moved") is older than `seconds`."""
-        now = time.monotonic()
+        now = running_time()
         return [rank for rank in self._others if now - getattr(self._pulses[rank], what) > seconds]
 
     def close(self) -> None:
@@ -253,7 +255,7 @@ class RankWatch:
                 num_beats += 1
                 self._beat(num_beats)
                 self._read()
-                self._last_round = time.monotonic()
+                self._last_round = running_time()
                 self._judge()
         except RuntimeError as error:  # the store's host has ended, unless an earlier cause arrives
             with self._lock:
@@ -267,7 +269,7 @@ class RankWatch:
 
     def _read(self) -> None:
         texts = self._store.multi_get([f"pulse{rank}" for rank in self._others] + ["failure"])
-        now = time.monotonic()
+        now = running_time()
         for rank, text in zip(self._others, texts, strict=False):
             pulse = self._pulses[rank]
             if text != pulse.text:

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from lockstep.kernels.machine.running_time import running_time
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import EngineStopped, RankFailure
@@ -125,6 +126,7 @@ def test_an_engine_that_is_closed_leaves_no_descriptor_and_no_thread(
 
     def rank(rank: int) -> object:
         dist.barrier()  # the default group has its connections and threads
+        running_time()  # and the process the thread of its clock
         num_threads = num_open()[1]
         use()
         gc.collect()
