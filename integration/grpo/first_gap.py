@@ -85,10 +85,12 @@ class FirstGap:
             folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / _FILE, {"sequence": sequence, "ways": self._ways()})
         model = " --model FOLDER, with the adapters merged" if self._config.train.lora.rank else ""
+        advice = f"To see where they part: lockstep explain {folder}{model}"
+        if worst.sample.images is not None:
+            advice = f"The sample, in {folder}, has images, which lockstep explain does not take"
         with suppress(OSError):  # a log that cannot be written does not end a run
             tqdm.write(
-                f"step {step + 1}: the engine's and the trainer's log-probabilities differ by up to {gap}. To see "
-                f"where they part: lockstep explain {folder}{model}"
+                f"step {step + 1}: the engine's and the trainer's log-probabilities differ by up to {gap}. {advice}"
             )
 
     def _ways(self) -> list[str]:
@@ -108,4 +110,5 @@ def _sequence(sample: Sample, temperature: float, source: str) -> dict[str, obje
         "logprobs": list(sample.logprobs) if sample.sampled is None else [],
         "temperature": temperature,
         "source": source,
+        **({} if sample.images is None else {"images": sample.images.digest}),
     }

@@ -21,7 +21,7 @@ from transformers.utils.generic import ModelOutput
 from ...kernels.sampling.logprobs import selected_logprobs
 from ...rollout.media.reader import image_token
 from ...rollout.model.hosted_model import HostedModel
-from ..image_inputs import TYPES, image_keywords
+from ..image_inputs import TYPES, image_keywords, rotary_keywords
 from .entropy import row_entropy
 from .packed_rows import PackedRows, pack_rows
 
@@ -104,7 +104,11 @@ class PackedForward:
             known = self._recall(rows, images)
             if known is not None:
                 return ScoredOutput(log_probs=rows.padded(known), label_mask=rows.is_scored)
-        keywords = image_keywords(self._module, input_ids, attention_mask, images) if images else {}
+        keywords: dict[str, Any] = {}
+        if images:
+            is_drawn, grid = labels != -100, images.get("image_grid_thw")
+            keywords = image_keywords(self._module, input_ids, attention_mask, images)
+            keywords |= rotary_keywords(self._module, input_ids, attention_mask, is_drawn, grid)
         return self._computed(rows, images, keywords, asks_router=bool(output_router_logits))
 
     def _refuse_stray_tokens(self, rows: PackedRows, images: Images) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lockstep.integration.grpo.training.packing import Sample, pack
 from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
@@ -201,6 +202,23 @@ def _compare(engine: Engine, model: PreTrainedModel, prompts: Sequence[Mapping[s
                 )
                 if gap:
                     raise Differs(f"logprob_gap {gap:.2g} ({layout})")
+    _compare_packed(engine, sampled)
+
+
+def _compare_packed(engine: Engine, sampled: Sequence[Completion]) -> None:
+    """Compare answers without the token of images with the forward of the job's trainer over one packed row."""
+    token, hosted = image_token(engine.model.module), engine.model
+    samples = [
+        Sample(c.prompt_ids, c.token_ids, c.logprobs, 1.0, images=c.drawn_with.images)
+        for c in sampled
+        if token not in c.token_ids and c.drawn_with is not None
+    ]
+    packed = pack(samples, hosted.device, hosted.module)
+    with hosted.training_numerics(), torch.no_grad():
+        logits = packed.kept(hosted.trained_module(**packed.model_inputs()).logits)
+        found = selected_logprobs(logits, packed.targets, 0.7)
+    if gap := float((found - packed.logprobs).abs().max()):
+        raise Differs(f"logprob_gap {gap:.2g} (packed)")
 
 
 def _logprobs(

@@ -6,7 +6,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ....kernels.sampling.draws import derive_seed
@@ -15,6 +14,7 @@ from ....rollout.media.images import Images
 from ....rollout.media.reader import IDS, ids_of, image_tensors
 from ....rollout.sampling_params import GRAMMARS, SamplingParams
 from ...chat_tail import UnclearEnd, added_tokens
+from ...image_inputs import joined
 from .chat import EpisodeChat
 from .episode import Episode, Turn
 
@@ -106,7 +106,7 @@ class Session:
                     f"{self._max_model_len}"
                 )
             params = replace(params, max_new_tokens=min(params.max_new_tokens, room))
-            images = joined(self._images, tensors)
+            images = with_images(self._images, tensors)
             completion = await self._generate([*self._prompt_ids, *self._token_ids, *added], params, images)
             self._images = images
             return self._noted(added, messages, completion)
@@ -216,13 +216,10 @@ class Session:
         return next((turn.finish_reason for turn in self._turns if turn.is_cut_off), self._turns[-1].finish_reason)
 
 
-def joined(images: ImageTensors, more: ImageTensors) -> ImageTensors:
+def with_images(images: ImageTensors, more: ImageTensors) -> ImageTensors:
     """Return the tensors of images with those of further ones behind. Raises ValueError where they do not fit."""
     if not images or not more:
         return images or more
     if images.keys() != more.keys():
         raise ValueError(f"images of a turn have {', '.join(more)}, and those before {', '.join(images)}")
-    try:
-        return {name: torch.cat([images[name], more[name]]) for name in images}
-    except RuntimeError as error:
-        raise ValueError(f"images of a turn have other sizes than those before: {error}") from error
+    return {name: joined([images[name], more[name]]) for name in images}

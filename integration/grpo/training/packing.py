@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from ....rollout.media.images import Images
-from ...image_inputs import image_keywords
+from ...image_inputs import image_keywords, joined
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ class PackedBatch:
         no choice of, the log-probability is the model's own, which did not draw it."""
         return self.is_older & self.mask
 
+    def kept(self, logits: Tensor) -> Tensor:
+        """Return the logits [M, V] of a forward's output [1, M, V]. Some classes of images and text compute those of
+        all N rows, whatever they are asked for."""
+        return logits[0] if logits.shape[1] == len(self.logit_rows) else logits[0, self.logit_rows]
+
     def model_inputs(self) -> dict[str, object]:
         """Return the keyword arguments with which a transformers causal LM computes logits [1, M, V]."""
         return {
@@ -128,4 +134,18 @@ def _of_images(samples: Sequence[Sample], device: torch.device, module: PreTrain
     rows = [torch.tensor([*sample.prompt_ids, *sample.token_ids[:-1]]) for sample in samples]
     ids = pad_sequence(rows, batch_first=True).to(device)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
-    return image_keywords(module, ids, mask, {name: torch.cat([one[name] for one in inputs]) for name in inputs[0]})
+    tensors = {name: joined([one[name] for one in inputs]) for name in inputs[0]}
+    return image_keywords(module, ids, mask, tensors) | _rotary_positions(samples, device)
+
+
+def _rotary_positions(samples: Sequence[Sample], device: torch.device) -> dict[str, object]:
+    """Return the positions of all rows where some have several, as the engine has read them: whatever was drawn."""
+    found = []
+    for sample in samples:
+        own = np.arange(sample.num_rows)
+        found.append(np.atleast_2d(own if sample.images is None else sample.images.rotary_positions(own)))
+    num_parts = max(len(own) for own in found)
+    if num_parts == 1:
+        return {}
+    rows = np.concatenate([np.broadcast_to(own, (num_parts, own.shape[1])) for own in found], axis=1)
+    return {"position_ids": torch.from_numpy(rows)[:, None].to(device)}

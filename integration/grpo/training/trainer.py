@@ -257,7 +257,7 @@ class GrpoTrainer:
 
     def _logprobs(self, packed: PackedBatch) -> Tensor:
         """Compute the log-probabilities of a batch's tokens."""
-        logits = self.backend.forward(**packed.model_inputs())[0]
+        logits = packed.kept(self.backend.forward(**packed.model_inputs()))
         return selected_logprobs(logits, packed.targets, self._temperature)
 
     def _loss(self, batch: _Batch, normaliser: int) -> tuple[Tensor, PolicyLoss]:
@@ -289,5 +289,5 @@ class GrpoTrainer:
             return None
         reference = self._reference or self._hosted
         with torch.no_grad(), reference.adapters.switched_off(), reference.training_numerics():
-            logits = reference.trained_module(**batch.model_inputs()).logits[0]
+            logits = batch.kept(reference.trained_module(**batch.model_inputs()).logits)
             return selected_logprobs(logits, batch.targets, self._temperature)

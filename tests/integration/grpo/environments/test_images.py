@@ -16,7 +16,7 @@ from PIL import Image
 
 from lockstep.integration.grpo.engines.rollouts import Answer
 from lockstep.integration.grpo.environments.chat import EpisodeChat
-from lockstep.integration.grpo.environments.session import Session, joined
+from lockstep.integration.grpo.environments.session import Session, with_images
 from lockstep.integration.grpo.environments.turns import Turns
 from lockstep.integration.grpo.rewards.score import Score
 from lockstep.integration.grpo.settings.sections import DataSettings
@@ -67,8 +67,7 @@ class Talk:
         hosted = self.service.engine.model
         packed = pack(samples, hosted.device, hosted.module)
         with hosted.training_numerics(), torch.no_grad():
-            logits = hosted.trained_module(**packed.model_inputs()).logits[0]
-            logits = logits if len(logits) == len(packed.logit_rows) else logits[packed.logit_rows]
+            logits = packed.kept(hosted.trained_module(**packed.model_inputs()).logits)
             return selected_logprobs(logits, packed.targets, 1.0).tolist()
 
 
@@ -182,6 +181,8 @@ def test_pictures_that_cannot_be_taken_are_named(tmp_path):
         with pytest.raises(ValueError, match=message):
             talk.play(lambda session, its=new: ask(session, *its))
     with pytest.raises(ValueError, match="images of a turn have image_grid_thw, and those before pixel_values"):
-        joined({"pixel_values": torch.zeros(1)}, {"image_grid_thw": torch.zeros(1)})
-    with pytest.raises(ValueError, match="images of a turn have other sizes than those before"):
-        joined({"pixel_values": torch.zeros(1, 2)}, {"pixel_values": torch.zeros(1, 3)})
+        with_images({"pixel_values": torch.zeros(1)}, {"image_grid_thw": torch.zeros(1)})
+    with pytest.raises(ValueError, match="tensors of images differ in their dimensions"):
+        with_images({"pixel_values": torch.zeros(1, 2)}, {"pixel_values": torch.zeros(1, 2, 3)})
+    found = with_images({"pixel_values": torch.ones(1, 2, 3)}, {"pixel_values": torch.ones(2, 3, 1)})["pixel_values"]
+    assert found.shape == (3, 3, 3) and found[0, 2:].sum() == found[1:, :, 1:].sum() == 0 and found.sum() == 12

@@ -92,6 +92,11 @@ def test_a_run_has_no_gap_keeps_its_images_and_its_samples_are_proven(run, tmp_p
     assert {digest for row in rows for digest in row["images"]} == kept and len(kept) == 4
     assert replay.run([str(folder), "--step", "3", "--quiet"]) == 0
     assert "16 of 16 samples proven equal" in capsys.readouterr().out
+    receipts = tmp_path / "receipts.jsonl"
+    receipts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = [str(receipts), "--weights", str(folder), "--quiet"]
+    assert replay.run([*given, "--images", str(images_path(sample_path(folder, 3)))]) == 0 < replay.run(given) == 3
+    capsys.readouterr()
     images_path(sample_path(folder, 3)).unlink()
     assert replay.run([str(folder), "--step", "3", "--quiet"]) == 3
     assert "which are not at hand" in capsys.readouterr().out
@@ -106,9 +111,12 @@ def test_a_resumed_run_is_the_whole_one(run):
     assert run("parts", "run.num_steps=4", "run.checkpoint_every=2", resume=True) == whole
 
 
-def test_a_run_ahead_is_the_one_without(run):
+def test_a_run_ahead_is_the_one_without(run, tmp_path):
     settings = "run.num_steps=4", "train.learning_rate=3e-2", "engine.max_num_seqs=6"
-    assert run("ahead", *settings, "rollout.ahead=2") == run("plain", *settings)
+    plain = run("plain", *settings)
+    assert run("ahead", *settings, "rollout.ahead=2") == plain
+    lines = (tmp_path / "ahead/metrics.jsonl").read_text().splitlines()
+    assert sum(json.loads(line).get("verified_tokens", 0) for line in lines) > 0
 
 
 def test_a_run_of_the_example_learns_to_name_colours(run):
