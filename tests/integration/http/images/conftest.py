@@ -18,7 +18,7 @@ from lockstep.tests.optional_packages import needs_transformers
 from lockstep.tests.support.bpe_tokenizer import train_tokenizer
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "llava"])
+@pytest.fixture(scope="module", params=["qwen3_vl", "llava", "gemma3", "internvl"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from lockstep.tests.integration.http.images.folders import make_folder
 

@@ -32,7 +32,16 @@ TEMPLATE_OF_PARTS = (
 TOKENS = {
     "qwen3_vl": ["<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"],
     "llava": ["<|im_end|>", "<image>"],
+    "gemma3": ["<|im_end|>", "<start_of_image>", "<image_soft_token>", "<end_of_image>"],
+    "internvl": ["<|im_end|>", "<img>", "<IMG_CONTEXT>", "</img>", "<video>"],
 }
+NAMED = {  # tokens that a family's processor finds by name
+    "gemma3": {"boi_token": "<start_of_image>", "image_token": "<image_soft_token>", "eoi_token": "<end_of_image>"},
+    "internvl": {
+        "start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": "<IMG_CONTEXT>",
+        "video_token": "<video>",
+    },
+}  # fmt: skip
 TEXT = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": CONTEXT, "bos_token_id": None,
@@ -41,11 +50,14 @@ TEXT = {
 
 
 def make_folder(family: str, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
-    """Save a random model of a family, "qwen3_vl" or "llava", with its tokenizer and its processor."""
+    """Save a random model of a family of `TOKENS`, with its tokenizer and its processor."""
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *TOKENS[family]]})
     tokenizer.pad_token = "<|im_end|>"
-    processor = {"qwen3_vl": _qwen_processor, "llava": _llava_processor}[family](tokenizer)
+    if family in NAMED:
+        tokenizer.save_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, extra_special_tokens=NAMED[family])
+    processor = PROCESSORS[family](tokenizer)
     processor.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     _model(family, tokenizer).save_pretrained(folder)
@@ -54,9 +66,8 @@ def make_folder(family: str, tokenizer: PreTrainedTokenizerFast, folder: Path) -
 
 def load_processor(folder: Path) -> Any:
     """Return the processor of a folder, without its part for videos, which needs torchvision."""
-    kind = {"Qwen3VLProcessor": transformers.Qwen3VLProcessor, "LlavaProcessor": transformers.LlavaProcessor}
     named = transformers.ProcessorMixin.get_processor_dict(folder)[0]["processor_class"]
-    return without_videos(kind[named]).from_pretrained(folder)
+    return without_videos(getattr(transformers, named)).from_pretrained(folder)
 
 
 def picture(seed: int, width: int = 70, height: int = 50) -> Any:
@@ -95,6 +106,28 @@ def _llava_processor(tokenizer: PreTrainedTokenizerFast) -> Any:
     )
 
 
+def _gemma_processor(tokenizer: PreTrainedTokenizerFast) -> Any:
+    images = transformers.Gemma3ImageProcessorPil(size={"height": 32, "width": 32})
+    template = TEMPLATE.format(image="<start_of_image>")
+    return transformers.Gemma3Processor(images, tokenizer, chat_template=template, image_seq_length=4)
+
+
+def _intern_processor(tokenizer: PreTrainedTokenizerFast) -> Any:
+    images = transformers.GotOcr2ImageProcessorPil(
+        size={"height": 32, "width": 32}, crop_to_patches=True, min_patches=1, max_patches=3
+    )
+    kind, template = without_videos(transformers.InternVLProcessor), TEMPLATE.format(image="<IMG_CONTEXT>")
+    return kind(images, tokenizer, None, 4, chat_template=template)
+
+
+PROCESSORS = {
+    "qwen3_vl": _qwen_processor,
+    "llava": _llava_processor,
+    "gemma3": _gemma_processor,
+    "internvl": _intern_processor,
+}
+
+
 def _model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     text = {**TEXT, "vocab_size": len(tokenizer), "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>")}
     vision = {"hidden_size": 32, "intermediate_size": 32, "patch_size": 8}
@@ -111,6 +144,24 @@ def _model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
         }
         encoder = {**vision, "depth": 1, "num_heads": 2, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
         config = transformers.Qwen3VLConfig(text_config=text, vision_config=encoder, **ids)
+    elif family == "gemma3":
+        config = transformers.Gemma3Config(
+            text_config={**text, "sliding_window": 64, "query_pre_attn_scalar": 32},
+            vision_config={**vision, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32},
+            mm_tokens_per_image=4,
+            image_token_index=tokenizer.convert_tokens_to_ids("<image_soft_token>"),
+            boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+            eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+        )
+    elif family == "internvl":
+        encoder = {**vision, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": [32, 32]}
+        config = transformers.InternVLConfig(
+            text_config={**text, "model_type": "qwen2"},
+            vision_config={**encoder, "patch_size": [8, 8]},
+            image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+            image_seq_length=4,
+            downsample_ratio=0.5,
+        )
     else:
         encoder = {**vision, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32}
         config = transformers.LlavaConfig(
@@ -123,5 +174,6 @@ def _model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
     with torch.no_grad():
         for path, parameter in model.named_parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0.0, 1.0 if "embed" in path else parameter.shape[-1] ** -0.5)
+                embeds = "embed" in path and family not in ("gemma3", "internvl")  # which give them to the logits, too
+                parameter.normal_(0.0, 1.0 if embeds else parameter.shape[-1] ** -0.5)
     return model

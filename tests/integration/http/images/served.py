@@ -75,10 +75,10 @@ def text_part(text: str) -> dict[str, str]:
 def trained_logprobs(engine: Engine, prompt: dict[str, torch.Tensor], token_ids: list[int]) -> list[float]:
     """Return the log-probabilities of an answer in a trainer's forward over a processor's output and the answer."""
     whole = torch.cat([prompt["input_ids"], torch.tensor([token_ids])], dim=1)
-    given = {name: value for name, value in prompt.items() if name not in ("attention_mask", "mm_token_type_ids")}
-    given |= {"input_ids": whole}
-    if "mm_token_type_ids" in prompt:
-        given["mm_token_type_ids"] = (whole == engine.model.module.config.image_token_id).int()
+    given = {name: value for name, value in prompt.items() if name != "attention_mask"} | {"input_ids": whole}
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in prompt:
+            given[name] = torch.nn.functional.pad(prompt[name], (0, len(token_ids)))
     with engine.model.training_numerics(), torch.no_grad():
         logits = engine.model.module(**given, use_cache=False).logits[0]
     own = logits[prompt["input_ids"].shape[1] - 1 : -1]

@@ -152,8 +152,9 @@ def test_placeholders_that_a_text_spells_are_refused(served: Served) -> None:
     spelled = text_part(f"look: {placeholder}")
     param, message = ask(served, spelled, image_part(data_url(GOOD)))
     assert param == "messages.1.content" and f"spells {placeholder}" in message
-    param, message = ask(served, spelled)
-    assert "placeholders of image input, which is not supported" in message
+    if served.model_type != "gemma3":  # whose placeholder is no token of an image, but opens them
+        param, message = ask(served, spelled)
+        assert "placeholders of image input, which is not supported" in message
 
 
 def test_fields_that_do_not_go_with_images_are_refused(served: Served) -> None:
