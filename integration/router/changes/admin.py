@@ -238,6 +238,8 @@ class Admin:
                 self.updates.begin_at(live)  # it is an update of the others, too
                 others = [worker for worker in live if worker not in targets]
                 results += await self._change(verb, rule, call, values, others)
+            if rule.journal == "opens":
+                results = await self._give_up_begun(call, values, results)
             if rule.journal == "mends":  # a process that began in the middle of the update has nothing to take back
                 results = [result for result in results if self.updates.partakes(result.worker)] or results
             if verb == "abort_weight_update":
@@ -253,6 +255,28 @@ class Admin:
             return status, body | {"lost_workers": [result.report() for result in lost]} if lost else body
 
         return await encoded(results, combine)
+
+    async def _give_up_begun(
+        self, call: WorkerCall, values: Mapping[str, object], results: Sequence[Result]
+    ) -> list[Result]:
+        """Abort a session at the workers that have begun it, where others have refused it, as those at which an earlier
+        one is still open: it is no session of the fleet.
+
+        Returns the results, with a refusal like the others' for a worker that has given it up.
+        """
+        done = [result.worker for result in results if result.success]
+        refused = [result for result in results if not result.success]
+        if not done or not refused or not all(result.is_refusal for result in refused):
+            return list(results)
+        body = json.dumps({name: values[name] for name in ("timeout_s",) if name in values}).encode()
+        aborted = await self._broadcast(done, replace(call, path="/lockstep/abort_weight_update", body=body), values)
+        told = {"message": "it had begun, and has given the session up, which others refused", "type": refused[0].kind}
+        given_up = {
+            result.worker.id: Result(result.worker, refused[0].status, {"success": False, "error": told})
+            for result in aborted
+            if result.success
+        }
+        return [given_up.get(result.worker.id, result) for result in results]
 
     async def _revert_committed(
         self, call: WorkerCall, values: Mapping[str, object], results: Sequence[Result]

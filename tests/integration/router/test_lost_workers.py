@@ -268,6 +268,28 @@ def test_a_session_that_a_new_trainer_begins_includes_workers_that_were_restarte
         new.stop()
 
 
+@pytest.mark.parametrize("begin", [SESSION[0], "/start_weight_update"])
+def test_a_session_that_only_some_workers_begin_is_given_up_by_them_and_nothing_is_unresolved(make_fleet, begin):
+    """At the others that of a trainer that has died is still open: they give it up a moment later."""
+    fleet, abort = make_fleet(2), "/lockstep/abort_weight_update"
+    begins, refuses = fleet.workers
+    for is_open in (False, True):  # in the journal, from the trainer that has died
+        if is_open:
+            assert fleet.post(begin).status_code == 200
+        refuses.answers[begin] = refuse("a weight-update session is already open", "SessionError")
+        refused = fleet.post(begin)
+        assert refused.status_code == 400 and refused.json()["error"]["type"] == "SessionError"
+        assert refuses.url in refused.json()["error"]["message"] and "given the session up" in refused.text
+        assert len(begins.asked(abort)) == 1 + is_open and not refuses.asked(abort)
+        assert is_resolved(fleet) is not is_open and fleet.stats()["num_routable"] == 2
+        del refuses.answers[begin]
+    assert fleet.post(begin).status_code == fleet.post(SESSION[2]).status_code == 200
+    assert is_resolved(fleet)
+    begins.answers[abort] = refuse("it hangs", "EngineFailed")
+    refuses.answers[begin] = refuse("a weight-update session is already open", "SessionError")
+    assert fleet.post(begin).status_code == 502 and not is_resolved(fleet), "it is not known to be given up"
+
+
 @pytest.mark.parametrize("is_restarted", [False, True])
 def test_a_call_that_replaces_all_weights_after_a_trainer_has_died_reaches_all_and_ends_its_session(
     make_fleet, is_restarted
