@@ -19,13 +19,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
+from ...kernels.machine.running_time import running_time
 from ...rollout.ahead.group import Spans
 from ...rollout.ahead.rollouts import AheadCounts, RolloutsAhead
 from ...rollout.completion import Completion
@@ -85,11 +85,11 @@ class RemoteTarget:
 
     def _await(self, connection: socket.socket, timeout_s: float) -> None:
         """Wait for the first byte of an answer. Raises TimeoutError, at once where the process stays stopped."""
-        readable, deadline, num_stopped = select.poll(), time.monotonic() + timeout_s, 0
+        readable, deadline, num_stopped = select.poll(), running_time() + timeout_s, 0
         readable.register(connection, select.POLLIN)
-        while not readable.poll(1000 * min(_LOOK_S, max(deadline - time.monotonic(), 0.0))):
+        while not readable.poll(1000 * min(_LOOK_S, max(deadline - running_time(), 0.0))):
             num_stopped = num_stopped + 1 if self._is_stopped() else 0
-            if num_stopped == 2 or time.monotonic() >= deadline:  # once: the whole job may have been stopped until now
+            if num_stopped == 2 or running_time() >= deadline:  # once: the whole job may have been stopped until now
                 raise TimeoutError("timed out")
 
     def _is_stopped(self) -> bool:
