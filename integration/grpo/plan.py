@@ -113,7 +113,7 @@ def check_job(config: JobConfig, num_ranks: int, *, resume: bool = False) -> Non
     tokenizer, max_model_len, vocab_size = _tokenizer_and_sizes(config)
     task = build_task(config, tokenizer)
     check_sampling(config, tokenizer, vocab_size)
-    _refuse_pictures(config, task)
+    _refuse_pictures(config, task, num_ranks)
     check_lengths(task.all_known, tokenizer, config.rollout.max_new_tokens, max_model_len)
     if config.train.gradient_checkpointing:
         refuse_without_layers(_model_without_memory(config))
@@ -126,7 +126,7 @@ def check_job(config: JobConfig, num_ranks: int, *, resume: bool = False) -> Non
             raise ValueError(f"parallel: {error}") from error
 
 
-def _refuse_pictures(config: JobConfig, task: Task) -> None:
+def _refuse_pictures(config: JobConfig, task: Task, num_ranks: int) -> None:
     """Raise ValueError for prompts with pictures where the job's model or engine takes none."""
     if not any(problem.pictures for problem in task.all_known):
         return
@@ -134,6 +134,13 @@ def _refuse_pictures(config: JobConfig, task: Task) -> None:
         raise ValueError('engines must be "local" for prompts with pictures: tensors do not go to another process')
     if reason := why_no_images(_model_without_memory(config)):
         raise ValueError(f"{config.data.path} has prompts with pictures: {reason}")
+    if config.trainer == "ddp" or num_ranks == 1:
+        return
+    if without := next((problem.source for problem in task.all_known if not problem.pictures), ""):
+        raise ValueError(
+            f'trainer must be "ddp" for rows with and without pictures on {num_ranks} ranks, as {without} is without: '
+            "with others each rank has to run the encoder of images in each micro-batch"
+        )
 
 
 def mesh_plan(config: JobConfig, num_ranks: int) -> MeshPlan:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.sampling.logprobs import selected_logprobs
+from ....rollout.media.reader import why_no_images
 from ....rollout.model.hosted_model import HostedModel
 from ...ranks import Ranks
 from ..backends.adamw import learning_rate
@@ -123,6 +124,7 @@ class GrpoTrainer:
         self._announce_step = announce_step
         self._num_steps = num_steps
         self._max_new_tokens = max_new_tokens
+        self._takes_images = why_no_images(hosted.module) is None
         self._reference: HostedModel | None = None
         if settings.kl_coefficient and not hosted.adapters:
             frozen = copy.deepcopy(hosted.trained_module).requires_grad_(False).eval()  # before it is sharded
@@ -253,7 +255,21 @@ class GrpoTrainer:
             num_forwards = int(self._ranks.largest(len(kind)))
             for index in range(num_forwards):
                 is_extra = index >= len(kind)
-                yield extra if is_extra else kind[index], learns and index + 1 == num_forwards, is_extra
+                batch = extra if is_extra else kind[index]
+                self._refuse_other_kind(batch)
+                yield batch, learns and index + 1 == num_forwards, is_extra
+
+    def _refuse_other_kind(self, batch: _Batch) -> None:
+        """Raise ValueError, on all ranks, where some run the encoder of images and others do not: its parts are
+        sharded, and the ranks would wait for each other."""
+        num_ranks = self._ranks.num_ranks
+        if num_ranks > 1 and self._takes_images:
+            num = int(self._ranks.total(float(bool(batch.packed.of_images))))
+            if 0 < num < num_ranks:
+                raise ValueError(
+                    f"{num} of {num_ranks} ranks have images in this micro-batch: a trainer that shards the encoder of "
+                    'images needs some in each. Use trainer="ddp", or images in every prompt'
+                )
 
     def _logprobs(self, packed: PackedBatch) -> Tensor:
         """Compute the log-probabilities of a batch's tokens."""

@@ -155,6 +155,17 @@ def test_jobs_that_cannot_train_on_pictures_are_refused_before_the_start(example
         check_job(config_of(example, tmp_path, *settings), 1)
 
 
+def test_rows_without_pictures_beside_others_need_a_trainer_that_shards_nothing(example, tmp_path):
+    rows = [json.loads(line) for line in (example / "rows.jsonl").read_text().splitlines()]
+    rows[7] |= {"prompt": "what colour ?", "images": []}
+    path = example / "mixed.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = f"data.path={path}", "trainer=fsdp2"
+    check_job(config_of(example, tmp_path, *settings), 1)
+    with pytest.raises(ValueError, match=r"for rows with and without pictures on 2 ranks, as .*mixed.jsonl:8 is"):
+        check_job(config_of(example, tmp_path, *settings), 2)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

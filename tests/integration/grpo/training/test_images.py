@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from lockstep.integration.grpo.training.packing import Sample, pack
+from lockstep.integration.grpo.training.trainer import GrpoTrainer
 from lockstep.integration.image_inputs import banned_tokens, image_keywords, image_parameters, joined, rotary_keywords
 from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.config import EngineConfig
@@ -97,3 +100,13 @@ def test_tensors_that_no_encoder_takes_are_named():
     ids = torch.tensor([[5, 6]])
     with pytest.raises(ValueError, match="get_image_features takes no pixel_values_videos"):
         image_keywords(model, ids, torch.ones_like(ids), {"pixel_values_videos": torch.zeros(1)})
+
+
+@pytest.mark.parametrize(("num_with", "is_refused"), [(0, False), (1, True), (2, False)])
+def test_ranks_that_shard_an_encoder_run_it_together(num_with, is_refused):
+    ranks = SimpleNamespace(num_ranks=2, total=lambda own: float(num_with))
+    trainer: Any = SimpleNamespace(_ranks=ranks, _takes_images=True)
+    batch: Any = SimpleNamespace(packed=SimpleNamespace(of_images={"pixel_values": 1}))
+    refused = pytest.raises(ValueError, match="1 of 2 ranks have images in this micro-batch")
+    with refused if is_refused else nullcontext():
+        GrpoTrainer._refuse_other_kind(trainer, batch)
