@@ -28,7 +28,8 @@ _POSITIVE = (
     "max_tokenising_chars", "max_admin_calls", "max_connections", "head_timeout_s",
     "idle_timeout_s", "write_timeout_s", "refusal_timeout_s", "update_idle_s", "stall_timeout_s", "drain_timeout_s",
     "shutdown_timeout_s", "max_tools", "max_tools_bytes",
-    "max_images", "max_image_bytes", "max_image_pixels", "max_open_image_bytes",
+    "max_images", "max_image_bytes", "max_image_pixels", "max_kept_image_bytes",
+    "max_open_image_bytes",
     "max_grammar_bytes", "max_grammar_nesting", "max_pattern_bytes", "max_grammar_repeats", "max_grammar_alternatives",
 )  # fmt: skip
 
@@ -71,6 +72,7 @@ class HttpConfig:
     max_images: int = 64  # of a request
     max_image_bytes: int = 16 << 20  # of an image as it is sent, out of its base64
     max_image_pixels: int = 1 << 25  # of all images of a request together; checked before any is decoded
+    max_kept_image_bytes: int = 1 << 30  # of what the processor made of images, kept for the same prompts again
     max_open_image_bytes: int = 8 << 30  # of images of all requests until their answers are sent; beyond: 503
     max_tools: int = 512  # of a request
     max_tools_bytes: int = 2**18  # of their JSON together

@@ -235,28 +235,23 @@ class RequestLimits:
 
 
 class OpenEntries:
-    """The log-probabilities of all open requests, or something else that they have, counted until their answers are
-    sent. Safe to use from any thread."""
+    """The log-probabilities of all open requests, counted until their answers are sent. Safe to use from any thread."""
 
-    def __init__(
-        self, limit: int, what: str = "log-probabilities", setting: str = "max_open_logprob_entries"
-    ) -> None:  # fmt: skip
-        """Count from zero. what, setting: the names of what is counted, and of its limit."""
-        self._limit, self._what, self._setting, self._lock = limit, what, setting, threading.Lock()
+    def __init__(self, limit: int) -> None:
+        self._limit, self._lock = limit, threading.Lock()
         self._held: dict[object, int] = {}  # by request
         self.num = 0
 
     def take(self, request: object, num: int) -> None:
-        """Count a request's, or more of it. Raises Overloaded beyond the limit; a request alone is always let in."""
+        """Count a request's. Raises Overloaded beyond the limit; a request alone is always let in."""
         with self._lock:
-            own = self._held.get(request, 0)
-            if num and self.num > own and self.num + num > self._limit:
+            if num and self.num and self.num + num > self._limit:
                 raise Overloaded(
-                    f"the open requests have {self.num} {self._what}, and {num} more would be over the limit of "
-                    f"{self._limit} ({self._setting})"
+                    f"the open requests have {self.num} log-probabilities, and {num} more would be over the limit of "
+                    f"{self._limit} (max_open_logprob_entries)"
                 )
             if num:
-                self._held[request] = own + num
+                self._held[request] = num
                 self.num += num
 
     def release(self, request: object) -> None:

@@ -37,7 +37,7 @@ from ..edge.config import HttpConfig
 from ..edge.disconnect import unless_gone
 from ..edge.errors import Draining, HttpError
 from ..edge.threads import run_giving_way, start_pool
-from ..images.pictures import SentPicture
+from ..images.kept import OpenImages
 from ..images.reading import read_images
 from .admission import Admission, Size
 from .answers import Answer
@@ -155,7 +155,7 @@ class Hub:
         self.limits = RequestLimits(engine, self.config)
         self.admission = Admission(engine, self.config)
         self.entries = OpenEntries(self.config.max_open_logprob_entries)
-        self.image_bytes = OpenEntries(self.config.max_open_image_bytes, "bytes of images", "max_open_image_bytes")
+        self.image_bytes = OpenImages(self.config.max_open_image_bytes)
         self.loop = asyncio.get_running_loop()
         self.encoder = Encoder()
         self.is_draining = False  # new requests are refused: the server will end
@@ -164,7 +164,9 @@ class Hub:
         self._losses = LossWatch(loss, self.config.refusal_timeout_s, self.open)
         start_parsers()
         self._intake = start_pool(_INTAKE_THREADS, "lockstep-intake")
-        self._images = self._intake if self.limits.images.refusal else start_pool(_IMAGE_THREADS, "lockstep-images")
+        self.image_threads = (
+            self._intake if self.limits.images.refusal else start_pool(_IMAGE_THREADS, "lockstep-images")
+        )
         self._leaving_thread = start_pool(1, "lockstep-leaving")
         self._leaving: deque[Subscription] = deque()
         self._news: deque[tuple[Subscription, StreamChunk | EngineStopped]] = deque()
@@ -209,15 +211,6 @@ class Hub:
             return await self.encoder.run(make, cost)
         finally:
             self.leave(subscription)
-
-    async def with_images(self, make: Callable[[], T], pictures: Sequence[SentPicture]) -> T:
-        """Return `make()`, which decodes these images, from a thread for them. Raises Overloaded, and its errors."""
-        held = object()
-        self.image_bytes.take(held, sum(picture.num_bytes for picture in pictures))
-        try:
-            return await self.loop.run_in_executor(self._images, run_giving_way, self.loop, make)
-        finally:
-            self.image_bytes.release(held)
 
     def _admit(self, size: Size) -> Subscription:
         """Open a request, until `leave`. Raises the errors of `Admission.take`."""
@@ -278,8 +271,8 @@ class Hub:
             subscription.check_here()
             subscription.asked = preparing.asked = prepare()
             if subscription.has_images:
-                take = partial(self.image_bytes.take, subscription)
-                read = read_images(self.engine, subscription.asked.prompts, take, subscription.check_here)
+                share = partial(self.image_bytes.share, subscription)
+                read = read_images(self.engine, subscription.asked.prompts, share, subscription.check_here)
                 subscription.asked = replace(subscription.asked, prompts=read)
             asked = subscription.asked
             check_grammars(asked.params, self.config, asked.grammar_field)
@@ -314,7 +307,7 @@ class Hub:
         return asked not in (None, False) or (asked is None and self.engine.config.receipts != "off")
 
     async def _in_thread(self, run: Callable[[], T], subscription: Subscription, missing: Sequence[Promise] = ()) -> T:
-        threads = self._images if subscription.has_images else self._intake
+        threads = self.image_threads if subscription.has_images else self._intake
         running = self.loop.run_in_executor(threads, run_giving_way, self.loop, run)
         try:
             return await asyncio.shield(running)

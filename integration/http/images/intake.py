@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import threading
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,25 +18,23 @@ from ....rollout.giving_way import others_compute
 from ....rollout.media.reader import IDS, why_no_images
 from ..edge.config import HttpConfig
 from ..edge.errors import BadField
+from .kept import KeptPrompts, Made
 from .pictures import SentPicture, pixels_of, sent_picture
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from .processor import FolderProcessor
 
 
 class ProcessedPrompt(list[int]):
     """The token ids of a prompt, with the tensors of its images, which the engine has not read yet."""
 
-    def __init__(self, inputs: Mapping[str, Any], field: str) -> None:
-        """Take what a processor has made. field: of the request, that the images are in."""
-        ids = inputs[IDS]
+    def __init__(self, made: Made, field: str) -> None:
+        """Take what was made. field: of the request, that the images are in."""
+        ids = made.inputs[IDS]
         super().__init__(ids.flatten().tolist() if isinstance(ids, Tensor) else ids)
-        self.inputs, self.field = inputs, field
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of the tensors."""
-        return sum(value.nbytes for value in self.inputs.values() if isinstance(value, Tensor))
+        self.made, self.field = made, field
 
 
 class ImageIntake:
@@ -45,6 +45,7 @@ class ImageIntake:
         self._lock = threading.Lock()  # of the loading, which one thread does
         self._loaded: FolderProcessor | None = None
         self._failure: str | None = None
+        self._kept = KeptPrompts(config.max_kept_image_bytes)
 
     @cached_property
     def refusal(self) -> str | None:
@@ -99,17 +100,44 @@ class ImageIntake:
         """Return the prompt of a text with placeholders of its pictures. Slow. Raises BadField, with this field where
         it is not the fault of a picture."""
         processor = self.processor(field)
-        images = pixels_of(pictures, self._config)
-        try:
-            return ProcessedPrompt(processor.of_text(text, images, adds_special=adds_special), field)
-        except ValueError as error:
-            raise BadField(field, str(error)) from None
+        key = _key(pictures, text.encode("utf-8", "surrogatepass"), adds_special)
+        return self._made(
+            key, pictures, field, lambda images: processor.of_text(text, images, adds_special=adds_special)
+        )
 
     def of_ids(self, ids: list[int], pictures: Sequence[SentPicture], field: str) -> ProcessedPrompt:
         """Return the prompt of token ids with their pictures. Slow. Raises BadField likewise."""
         processor = self.processor(field)
-        images = pixels_of(pictures, self._config)
+        return self._made(
+            _key(pictures, array("q", ids).tobytes(), None), pictures, field,
+            lambda images: processor.of_ids(ids, images),
+        )  # fmt: skip
+
+    def _made(
+        self, key: bytes, pictures: Sequence[SentPicture], field: str,
+        make: Callable[[list[Image]], dict[str, Any]],
+    ) -> ProcessedPrompt:  # fmt: skip
+        """Return the prompt that was made under a key, or make it of the pixels of its pictures."""
+        processor, room = self.processor(field), self._engine.max_model_len
+
+        def check(sizes: list[tuple[int, int]]) -> None:
+            num = processor.num_tokens(sizes)
+            if num is not None and num > 2 * room:  # an image that is turned upright may have some more, or fewer
+                raise BadField(
+                    field, f"Input length ({num} tokens of images) exceeds the maximum allowed length ({room})"
+                )
+
         try:
-            return ProcessedPrompt(processor.of_ids(ids, images), field)
+            made = self._kept.of(key, lambda: make(pixels_of(pictures, self._config, check)))
         except ValueError as error:
             raise BadField(field, str(error)) from None
+        return ProcessedPrompt(made, field)
+
+
+def _key(pictures: Sequence[SentPicture], prompt: bytes, adds_special: bool | None) -> bytes:
+    """Return a digest of what a prompt with images is made of. adds_special: None for token ids."""
+    found = hashlib.sha256(f"{adds_special} {len(prompt)} ".encode())
+    found.update(prompt)
+    for picture in pictures:
+        found.update(hashlib.sha256(picture.data.encode("utf-8", "surrogatepass")).digest())
+    return found.digest()

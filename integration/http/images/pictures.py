@@ -5,11 +5,10 @@ from __future__ import annotations
 import binascii
 import io
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ....rollout.giving_way import give_way, others_compute
 from ..edge.config import HttpConfig
 from ..edge.errors import BadField
 
@@ -70,13 +69,19 @@ def sent_picture(given: object, field: str, config: HttpConfig, *, is_bare: bool
     return SentPicture(field, given, start)
 
 
-def pixels_of(pictures: Sequence[SentPicture], config: HttpConfig) -> list[Image]:
-    """Decode pictures to RGB, upright as their cameras held them. Slow. Raises BadField that names the picture: for
-    bytes that are no whole image, for animations, and for more pixels than `max_image_pixels` in all of them, which is
-    checked before any is decoded."""
+def pixels_of(
+    pictures: Sequence[SentPicture],
+    config: HttpConfig,
+    check_sizes: Callable[[list[tuple[int, int]]], None] = lambda sizes: None,
+) -> list[Image]:
+    """Decode pictures to RGB, upright as their cameras held them. Slow.
+
+    check_sizes: gets the height and width of each before any is decoded. Raises its errors, and BadField that names the
+    picture: for bytes that are no whole image, for animations, and for more pixels than `max_image_pixels` in all of
+    them, also before any is decoded.
+    """
     opened, num_pixels = [], 0
     for picture in pictures:
-        give_way()
         image = _opened(picture, config)
         num_pixels += image.width * image.height
         if num_pixels > (limit := config.max_image_pixels):
@@ -85,6 +90,7 @@ def pixels_of(pictures: Sequence[SentPicture], config: HttpConfig) -> list[Image
                 "together (max_image_pixels)"
             )  # fmt: skip
         opened.append(image)
+    check_sizes([(image.height, image.width) for image in opened])
     return [_decoded(image, picture.field) for image, picture in zip(opened, pictures, strict=True)]
 
 
@@ -113,8 +119,7 @@ def _decoded(image: Image, field: str) -> Image:
     from PIL import Image, ImageOps
 
     try:
-        with others_compute():
-            return ImageOps.exif_transpose(image).convert("RGB")
+        return ImageOps.exif_transpose(image).convert("RGB")
     except (Image.DecompressionBombError, Image.DecompressionBombWarning, *_DAMAGED) as error:
         raise BadField(field, _said("cannot be decoded", error)) from None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
 from transformers.processing_utils import ProcessorMixin
-
-from ....rollout.giving_way import others_compute
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,8 +27,8 @@ class WrongPlaces(ValueError):
 
 
 class FolderProcessor:
-    """A folder's processor, for texts and images alone. Any thread may call; one call computes at a time, because a
-    tokenizer cannot be used by two."""
+    """A folder's processor, for texts and images alone. One thread at a time may use it, for its tokenizer cannot be
+    used by two."""
 
     def __init__(self, folder: Path) -> None:
         """Load it. Slow. Raises ValueError that says what the folder lacks."""
@@ -40,7 +37,6 @@ class FolderProcessor:
         except ERRORS as error:
             said = str(error).replace(str(folder), folder.name).partition(". ")[0].partition("\n")[0][:300]
             raise ValueError(f"{folder.name} has no processor of images: {type(error).__name__}: {said}") from error
-        self._lock = threading.Lock()
         token = getattr(self._processor, "image_token", None)
         if not isinstance(token, str) or not hasattr(self._processor, "image_processor"):
             raise ValueError(f"{type(self._processor).__name__} names no token of images: not supported")
@@ -53,6 +49,17 @@ class FolderProcessor:
         if isinstance(found, Mapping):
             found = found.get("default")
         return found
+
+    def num_tokens(self, sizes: Sequence[tuple[int, int]]) -> int | None:
+        """Return the number of tokens of images of these sizes, heights and widths in pixels; None: it does not tell.
+        Raises ValueError."""
+        tell = getattr(self._processor, "_get_num_multimodal_tokens", None)
+        if tell is None:
+            return None
+        try:
+            return sum(tell(image_sizes=[list(size) for size in sizes])["num_image_tokens"])
+        except ERRORS as error:
+            raise self._refusal(error) from error
 
     def of_text(self, text: str, images: Sequence[Image], *, adds_special: bool) -> dict[str, Any]:
         """Return what the processor makes of a text with a placeholder for each image. Raises WrongPlaces where it has
@@ -84,21 +91,22 @@ class FolderProcessor:
         return int(self._processor.tokenizer.convert_tokens_to_ids(self.placeholder))
 
     def _tokens(self, text: str) -> list[int]:
-        with others_compute(), self._lock:
-            return list(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self._processor.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _call(self, text: str, images: Sequence[Image], *, adds_special: bool) -> dict[str, Any]:
         try:
-            with others_compute(), self._lock:
-                return dict(
-                    self._processor(
-                        text=[text], images=[list(images)], return_tensors="pt", add_special_tokens=adds_special,
-                        return_text_replacement_offsets=True,
-                    )
-                )  # fmt: skip
+            return dict(
+                self._processor(
+                    text=[text], images=[list(images)], return_tensors="pt", add_special_tokens=adds_special,
+                    return_text_replacement_offsets=True,
+                )
+            )  # fmt: skip
         except ERRORS as error:
-            name = type(self._processor).__name__
-            raise ValueError(f"{name} refuses the images: {type(error).__name__}: {str(error)[:300]}") from error
+            raise self._refusal(error) from error
+
+    def _refusal(self, error: Exception) -> ValueError:
+        name = type(self._processor).__name__
+        return ValueError(f"{name} refuses the images: {type(error).__name__}: {str(error)[:300]}")
 
 
 def places(ids: list[int], expanded: Sequence[list[int]], placeholder: int) -> list[int]:

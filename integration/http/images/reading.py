@@ -2,34 +2,45 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from contextlib import ExitStack, contextmanager, suppress
+from typing import TypeVar
 
 from ....rollout.engine import Engine
 from ....rollout.errors import DeadlineExceeded, MemoryReleased, SamplingRefused
 from ....rollout.giving_way import others_compute
 from ..edge.errors import BadField, HttpError
+from ..edge.threads import run_giving_way
 from .intake import ProcessedPrompt
+from .kept import Made, OpenImages
+from .pictures import SentPicture
 
 _LOOK_S = 1.0  # between two looks at whether the client is still there
+T = TypeVar("T")
 
 
 def read_images(
-    engine: Engine, prompts: Sequence[Sequence[int]], take: Callable[[int], None], check_here: Callable[[], None]
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    share: Callable[[list[Made]], None],
+    check_here: Callable[[], None],
 ) -> list[Sequence[int]]:
     """Return prompts for the engine, each processed one with its images as the engine reads them.
 
     Sizes of images that the engine has not met need a run of the model: that waits for a rollout phase, as a request's
-    steps do. take: counts bytes, and refuses too many. check_here: raises where the client has left meanwhile. Raises
-    BadField that names the field of the images, and HttpError 503 where no step may run until the weights are written.
+    steps do. share: counts what was made, and refuses too much. check_here: raises where the client has left meanwhile.
+    Raises BadField that names the field of the images, and HttpError 503 where no step may run until the weights are
+    written.
     """
     # By identity: the samples of a prompt that go on here share it.
     processed = {id(one): one for one in prompts if isinstance(one, ProcessedPrompt)}
-    take(sum(one.num_bytes for one in processed.values()))
+    share([one.made for one in processed.values()])
     read: dict[int, Sequence[int]] = {}
     for key, prompt in processed.items():
         try:
-            read[key] = engine.requests.read_images(prompt.inputs, lambda: _computing(engine, check_here))
+            read[key] = engine.requests.read_images(prompt.made.inputs, lambda: _computing(engine, check_here))
         except ValueError as error:
             raise BadField(prompt.field, str(error)) from None
         except (MemoryReleased, SamplingRefused) as error:
@@ -48,3 +59,16 @@ def _computing(engine: Engine, check_here: Callable[[], None]) -> Iterator[None]
                 stack.enter_context(engine.model.borrowed("a prompt with images", _LOOK_S))
                 break
         yield
+
+
+async def made_in_thread(
+    make: Callable[[], T], pictures: Sequence[SentPicture], threads: Executor, opened: OpenImages
+) -> T:
+    """Return `make()`, which decodes these images, from a thread for that. opened: counts them meanwhile. Raises
+    Overloaded, and its errors."""
+    loop, held = asyncio.get_running_loop(), object()
+    opened.take(held, sum(picture.num_bytes for picture in pictures))
+    try:
+        return await loop.run_in_executor(threads, run_giving_way, loop, make)
+    finally:
+        opened.release(held)

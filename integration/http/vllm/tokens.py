@@ -20,6 +20,7 @@ from ..edge.errors import BadField
 from ..generation.body import refuse_unsupported
 from ..generation.limits import RequestLimits
 from ..generation.subscriptions import hub_of
+from ..images.reading import made_in_thread
 from ..observe.model_info import refuse_unknown_model
 from ..openai.chat_prompt import ChatPrompt
 from ..openai.fields import ChatBody
@@ -65,7 +66,8 @@ async def tokenize(request: Request) -> Response:
     # On a thread, also where the body is short: a template may take long.
     body, ids = await read_as(request, read, is_slow=lambda values: True)
     if isinstance(ids, ChatPrompt):
-        ids = await hub.with_images(partial(ids.token_ids, _NO_ANSWER, None), ids.pictures)
+        make = partial(ids.token_ids, _NO_ANSWER, None)
+        ids = await made_in_thread(make, ids.pictures, hub.image_threads, hub.image_bytes)
     strings = _tokenizer(hub.engine).convert_ids_to_tokens(ids) if body.return_token_strs else None
     found = {"count": len(ids), "max_model_len": hub.engine.max_model_len, "tokens": ids, "token_strs": strings}
     return json_response(found)
