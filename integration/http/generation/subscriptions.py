@@ -3,7 +3,7 @@
 No thread waits for a request, so any number of requests can be open while the engine is paused. A step wakes the event
 loop once, for all of its sequences.
 
-    event loop      | subscribe ----> intake thread: tokenise, engine.requests.submit
+    event loop      | subscribe ----> intake thread, or one for images: tokenise, decode, engine.requests.submit
                     | take <--------- one call_soon_threadsafe a step <---- engine's thread: on_chunk
                     | leave --------> leaving thread: engine.requests.withdraw, one call for all clients that have left
                     | _withdrawn <--- one call_soon_threadsafe: only now their requests count no longer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +128,17 @@ def test_tokenize_expands_images(served: Served) -> None:
     found = served.ok("/tokenize", messages=messages)
     assert found["tokens"] == served.chat(*PARTS)["prompt_token_ids"]
     assert found["count"] == len(found["tokens"])
+
+
+def test_an_answer_over_images_follows_a_grammar_and_names_alternatives(served: Served) -> None:
+    pytest.importorskip("xgrammar")
+    answer = served.chat(*PARTS, regex="(true|false) [0-9]{3}", max_tokens=40, top_logprobs=2)
+    [choice] = answer["choices"]
+    assert re.fullmatch("(true|false) [0-9]{3}", choice["message"]["content"])
+    assert all(len(one["top_logprobs"]) == 2 for one in choice["logprobs"]["content"])
+
+
+def test_an_answer_over_images_is_the_same_with_a_prediction(served: Served) -> None:
+    plain = served.chat(*PARTS, max_tokens=20)["choices"][0]
+    predicted = served.chat(*PARTS, max_tokens=20, draft_token_ids=plain["token_ids"])["choices"][0]
+    assert predicted["token_ids"] == plain["token_ids"] and predicted["logprobs"] == plain["logprobs"]
