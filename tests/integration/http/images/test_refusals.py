@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.image_utils import load_image
 
 from lockstep.integration.grpo.tasks.arithmetic import build_tokenizer
 from lockstep.integration.http.edge.config import HttpConfig
@@ -108,6 +109,20 @@ def test_images_of_every_mode_become_rgb(served: Served, mode: str) -> None:
     kind = "JPEG" if mode == "CMYK" else "PNG"
     image = picture(1).convert("L").convert("I").convert(mode) if mode == "I;16" else picture(1).convert(mode)
     assert served.chat(image_part(data_url(png(image, format=kind), kind.lower())))["choices"]
+
+
+@pytest.mark.parametrize("mode", ["upright", "1", "L", "LA", "P", "RGBA", "CMYK"])
+def test_pixels_are_those_that_transformers_loads(mode: str) -> None:
+    image, options = picture(4, 33, 21), dict[str, Any]()
+    if mode == "upright":
+        options["exif"] = image.getexif()
+        options["exif"][0x0112] = 6  # a camera that was turned by a quarter
+    else:
+        image = image.convert(mode)
+    url = data_url(png(image, format="JPEG" if mode in ("upright", "CMYK") else "PNG", **options))
+    [found] = pixels_of([sent_picture(url, "url", HttpConfig())], HttpConfig())
+    expected = load_image(url)
+    assert (found.mode, found.size, found.tobytes()) == ("RGB", expected.size, expected.tobytes())
 
 
 @pytest.mark.parametrize("kind", ["WEBP", "GIF", "BMP", "JPEG"])
