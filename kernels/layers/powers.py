@@ -70,13 +70,9 @@ def reduction(function: Callable[..., Any]) -> Callable[..., Any]:
         result = function(x, *args, **named)
         if x.numel() < _ONE_THREAD or result.numel() != 1 or x.device.type != "cpu" or "out" in named:
             return result
-        dim = args[0] if args else named.get("dim")
-        if isinstance(dim, torch.dtype):
-            dim = None
         dtype = result.dtype if x.dtype != result.dtype else None
-        dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-        moved = [each % x.dim() + 1 for each in dims]
-        return function(torch.stack([x, x]), moved, dtype=dtype)[0].reshape(result.shape)
+        every = list(range(1, x.dim() + 1))  # those that were not reduced have one number each
+        return function(torch.stack([x, x]), every, dtype=dtype)[0].reshape(result.shape)
 
     return run
 

@@ -148,12 +148,12 @@ def invariant_functions(
             F.scaled_dot_product_attention: shared_query_attention(linear),
             F.conv2d: patch_convolution(linear, F.conv2d),
             F.conv3d: patch_convolution(linear, F.conv3d),
-            **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), power),
+            **_by_place((torch.pow, Tensor.pow, Tensor.__pow__), power),
             Tensor.__rpow__: lambda x, other: power(other, x),
-            **dict.fromkeys((torch.exp2, torch.special.exp2, Tensor.exp2), exp2),
-            **dict.fromkeys((torch.sinh, Tensor.sinh), sinh),
-            **dict.fromkeys((torch.atan2, torch.arctan2, Tensor.atan2, Tensor.arctan2), atan2),
-            **dict.fromkeys((torch.logaddexp, Tensor.logaddexp), logaddexp),
+            **_by_place((torch.exp2, torch.special.exp2, Tensor.exp2), exp2),
+            **_by_place((torch.sinh, Tensor.sinh), sinh),
+            **_by_place((torch.atan2, torch.arctan2, Tensor.atan2, Tensor.arctan2), atan2),
+            **_by_place((torch.logaddexp, Tensor.logaddexp), logaddexp),
             **{function: reduction(function) for function in (torch.sum, torch.mean, Tensor.sum, Tensor.mean)},
             F.silu: lambda x, inplace=False: silu(x),
             F.gelu: lambda x, approximate="none": gelu_tanh(x) if approximate == "tanh" else gelu(x),
@@ -209,6 +209,18 @@ def _changes_its_operand(function: Callable[..., object], named: Mapping[str, An
         return bool(function._schema.is_mutable)
     name = _name(function)
     return name.startswith("__i") or name in _SETTERS or (name.endswith("_") and not name.endswith("__"))
+
+
+def _by_place(functions: Sequence[Callable[..., Any]], ours: Callable[..., Tensor]) -> Table:
+    """Return a table in which ours takes the place of functions, unless these write to a tensor of the caller's."""
+
+    def replaced(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **named: Any) -> Any:
+            return ours(*args, **named) if named.get("out") is None else function(*args, **named)
+
+        return run
+
+    return {function: replaced(function) for function in functions}
 
 
 def _along_last(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:

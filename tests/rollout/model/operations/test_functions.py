@@ -111,6 +111,8 @@ def test_a_row_has_its_own_bits_in_any_batch_and_torchs_numbers_and_gradients(fu
 
 
 BY_SHAPE = {  # of operands that few modules have
+    "powers into a tensor": lambda x: torch.pow(x.abs(), 1.5, out=torch.empty(9, 48)),
+    "a number in exponents": lambda x: 2 ** x.long(),
     "vector with vector": lambda x: torch.matmul(x[0], WEIGHT[:, 0]),
     "vector with matrix": lambda x: x[0] @ WEIGHT,
     "vector with matrices": lambda x: x[0] @ WEIGHT.expand(2, 48, 40),
