@@ -189,7 +189,9 @@ PLACES = {
     "integration.weights": "plain_values service_config",
     "integration.failures": "one_line",
     "integration.grpo.rewards": "grpo.settings grpo.tasks grpo.user_code",
-    "integration.grpo.environments": "chat_tail grpo.rewards grpo.settings grpo.tasks grpo.user_code image_inputs service",
+    "integration.grpo.environments": (
+        "chat_tail grpo.rewards grpo.settings grpo.tasks grpo.user_code image_inputs service"
+    ),
     "integration.grpo.settings": "",
     "integration.grpo.user_code": "",
     "integration.chat_tail": "",
