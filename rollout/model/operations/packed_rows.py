@@ -15,8 +15,9 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ....kernels.attention.row_ends import row_ends, runs_of
 from ..layer_probe import PROBING, MaskFunction
+from ..steps.context import StepContext
 from ..steps.masks import has_blocks
-from .carried import needs_mask
+from .carried import PACKING, STEP_KEYWORD, carried, needs_mask
 
 # transformers' mask functions pass a 4-D attention mask on unchanged. This one means that the attention needs no mask.
 NO_MASK = torch.zeros(1, 1, 1, 1, dtype=torch.float32)
@@ -147,14 +148,25 @@ class _Blocks:
         """Return `hosted_mask` of them. window: of other tokens, beside which rows see their whole block."""
         batch, length = self.ids.shape
         if window is not None and length > window:
-            rows = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=self.ids.device)
             ids = self.ids.flatten()
-            _, ends = runs_of(ids, rows)
+            _, ends = runs_of(ids, _carried_start(batch, length, ids.device))
             behind = torch.arange(window, len(ids) + window, device=ids.device)
             if bool(((ids >= 0) & (ends > behind)).any()):
                 raise ValueError(f"images of more tokens than the window of {window} are not supported here")
         ids = self.ids.to(torch.int64)
         return ids[:, None, :, None] if self.is_packed else ids[:, None, None]
+
+
+def _carried_start(batch: int, length: int, device: torch.device) -> Tensor:
+    """Return row offsets [S + 1] of the sequences of the forward that runs now: blocks of two of them may stand side by
+    side."""
+    now = carried() or {}
+    step, packed = now.get(STEP_KEYWORD), now.get(PACKING)
+    if isinstance(step, StepContext):
+        return step.paged.query_start
+    if isinstance(packed, Tensor) and batch == 1:
+        return packed.to(device=device, dtype=torch.int32)
+    return torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=device)
 
 
 def _leaves(function: object) -> Iterator[object]:

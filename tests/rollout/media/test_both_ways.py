@@ -13,9 +13,12 @@ from transformers import PreTrainedModel
 from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.model.operations.carried import PACKING, carrying
 from lockstep.rollout.model.operations.packed_rows import ends_of_blocks, hosted_mask
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.families.compare import random_model
+from lockstep.tests.families.images import _prompt, _with_small_images
 from lockstep.tests.rollout.media.image_prompts import IMAGE, ImagePrompts, as_trained, trained_logprobs
 from lockstep.tests.rollout.model.test_vision_language import CLIP, CONFIGS, TEXT
 from lockstep.tests.rollout.test_out_of_memory import ShortOfMemory, short
@@ -274,6 +277,30 @@ def test_a_block_longer_than_the_window_beside_it_is_refused() -> None:
         else:
             with pytest.raises(ValueError, match="images of more tokens than the window of 4"):
                 hosted_mask(**given)
+
+
+def test_images_of_two_sequences_side_by_side_are_not_taken_for_a_long_one() -> None:
+    from transformers.masking_utils import blockwise_overlay, or_masks, sliding_window_causal_mask_function
+
+    ids = torch.zeros(1, 6)
+    function = or_masks(sliding_window_causal_mask_function(4), blockwise_overlay(ids))
+    given = {"mask_function": function, "local_size": 4, "allow_is_causal_skip": False}
+    with carrying({PACKING: torch.tensor([0, 3, 6])}):
+        assert hosted_mask(**given).flatten().tolist() == [0] * 6
+    with carrying({PACKING: torch.tensor([0, 1, 6])}), pytest.raises(ValueError, match="the window of 4"):
+        hosted_mask(**given)
+
+    model = random_model("vision", "gemma4_unified", torch.float32, _with_small_images)  # windows of 70 tokens
+    chunks = EngineConfig(kv_cache="64 blocks", max_num_seqs=4, chunked_prefill_size=64, max_num_batched_tokens=512)
+    engine = Engine(model, chunks)
+    prompts = [_prompt(engine, [(8, 8)]) for _ in range(2)]
+    for words, prompt in zip(([3], [3, 4]), prompts, strict=True):  # in the second step each runs its image
+        tokens = prompt["input_ids"][prompt["input_ids"] == model.config.image_token_id].tolist()
+        assert len(tokens) == 64
+        prompt["input_ids"] = torch.tensor([[*words, *tokens]])
+    alone = [answers(engine, [prompt])[0] for prompt in prompts]
+    engine.flush_cache()
+    assert answers(engine, prompts) == alone
 
 
 def test_text_with_types_of_tokens_is_causal() -> None:
