@@ -116,6 +116,7 @@ class GenerateRequest:
         Raises BadField."""
         token_ids: list[list[int]]
         if self.pictures:
+            self.limits.images.check_pixels([one for own in self.pictures for one in own])
             prompts = cast("list[str | list[int]]", self.prompts)
             token_ids = list(map(self._with_images, prompts, self.pictures, self.params))
         else:

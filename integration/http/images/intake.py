@@ -19,7 +19,7 @@ from ....rollout.media.reader import IDS, why_no_images
 from ..edge.config import HttpConfig
 from ..edge.errors import BadField
 from .kept import KeptPrompts, Made
-from .pictures import SentPicture, pixels_of, sent_picture
+from .pictures import SentPicture, check_pixels, pixels_of, sent_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -80,6 +80,10 @@ class ImageIntake:
         """Check the number of images of a request. Raises BadField."""
         if num > (limit := self._config.max_images):
             raise BadField(field, f"{num} images are more than the {limit} of a request (max_images)")
+
+    def check_pixels(self, pictures: Sequence[SentPicture]) -> None:
+        """Check the pixels of the pictures of a request, which may be of several prompts. Raises BadField."""
+        check_pixels(pictures, self._config)
 
     def processor(self, field: str) -> FolderProcessor:
         """Return the processor, which the first call loads. Raises BadField where there is none."""

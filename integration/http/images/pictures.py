@@ -80,6 +80,17 @@ def pixels_of(
     picture: for bytes that are no whole image, for animations, and for more pixels than `max_image_pixels` in all of
     them, also before any is decoded.
     """
+    opened = _all_opened(pictures, config)
+    check_sizes([(image.height, image.width) for image in opened])
+    return [_decoded(image, picture.field) for image, picture in zip(opened, pictures, strict=True)]
+
+
+def check_pixels(pictures: Sequence[SentPicture], config: HttpConfig) -> None:
+    """Read the heads of all pictures of a request. Raises BadField as `pixels_of` of them together."""
+    _all_opened(pictures, config)
+
+
+def _all_opened(pictures: Sequence[SentPicture], config: HttpConfig) -> list[Image]:
     opened, num_pixels = [], 0
     for picture in pictures:
         image = _opened(picture, config)
@@ -90,8 +101,7 @@ def pixels_of(
                 "together (max_image_pixels)"
             )  # fmt: skip
         opened.append(image)
-    check_sizes([(image.height, image.width) for image in opened])
-    return [_decoded(image, picture.field) for image, picture in zip(opened, pictures, strict=True)]
+    return opened
 
 
 def _opened(picture: SentPicture, config: HttpConfig) -> Image:
@@ -104,7 +114,8 @@ def _opened(picture: SentPicture, config: HttpConfig) -> Image:
         raise BadField(picture.field, f"is not base64: {error}") from None
     try:
         image: Any = Image.open(io.BytesIO(data), formats=_FORMATS)
-        is_animated = getattr(image, "is_animated", False)  # without a walk over all frames
+        # Without a walk over all frames. A camera's photo may have a small copy behind it (MPO), which is not shown.
+        is_animated = getattr(image, "is_animated", False) and image.format != "MPO"
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise BadField(picture.field, f"{error} (max_image_pixels is {config.max_image_pixels})") from None
     except _DAMAGED as error:

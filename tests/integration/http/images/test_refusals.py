@@ -125,6 +125,14 @@ def test_pixels_are_those_that_transformers_loads(mode: str) -> None:
     assert (found.mode, found.size, found.tobytes()) == ("RGB", expected.size, expected.tobytes())
 
 
+def test_a_photo_with_a_small_copy_behind_it_is_the_photo() -> None:
+    config, out = HttpConfig(), io.BytesIO()
+    picture(1).save(out, format="MPO", save_all=True, append_images=[picture(1).resize((7, 5))])
+    [image] = pixels_of([sent_picture(data_url(out.getvalue(), "jpeg"), "url", config)], config)
+    [alone] = pixels_of([sent_picture(data_url(png(picture(1), format="JPEG"), "jpeg"), "url", config)], config)
+    assert image.size == (70, 50) and image.tobytes() == alone.tobytes()
+
+
 @pytest.mark.parametrize("kind", ["WEBP", "GIF", "BMP", "JPEG"])
 def test_images_of_every_format_are_answered(served: Served, kind: str) -> None:
     data = png(picture(1), format=kind)
@@ -192,6 +200,9 @@ def test_images_beyond_the_limits_are_refused(served: Served) -> None:
         assert "(max_image_pixels)" in ask(limited, small)[1]
         param, message = limited.refused("/generate", text=["a"] * 3, image_data=data_url(GOOD))
         assert param == "image_data" and "3 images are more than the 2" in message
+        wide = data_url(png(picture(1, 80, 50), format="JPEG"))  # its prompt has fewer pixels, but not the batch
+        param, message = limited.refused("/generate", text=["a", "a"], image_data=[wide, wide])
+        assert param == "image_data.1" and "together (max_image_pixels)" in message
 
 
 def test_the_bytes_of_open_images_are_limited_and_given_back(served: Served, until: Callable[..., None]) -> None:
