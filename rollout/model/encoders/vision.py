@@ -7,6 +7,7 @@ windows do not overlap is a product of patches, whose rows keep their bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +125,31 @@ def _rows_of(is_its: Tensor) -> _Rows:
     return torch.tensor(rows, dtype=torch.int64, device=is_its.device)
 
 
+def attention_of_each(own: Callable[..., tuple[Tensor, Tensor | None]]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Return F.multi_head_attention_forward (of nn.MultiheadAttention, as in a projector of images) that computes one
+    batch row after the other: the library's bits depend on how many there are."""
+
+    def attend(
+        query: Tensor, key: Tensor, value: Tensor, *args: Any,
+        key_padding_mask: Tensor | None = None, attn_mask: Tensor | None = None, **named: Any,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        masks = {"key_padding_mask": key_padding_mask, "attn_mask": attn_mask}
+        if query.dim() < 3 or query.shape[1] < 2:
+            return own(query, key, value, *args, **masks, **named)
+        batch, found = query.shape[1], []
+        for index in range(batch):
+            if key_padding_mask is not None:
+                masks["key_padding_mask"] = key_padding_mask[index : index + 1]
+            if attn_mask is not None and attn_mask.dim() == 3:
+                masks["attn_mask"] = attn_mask.chunk(batch)[index]
+            rows = (t[:, index : index + 1] for t in (query, key, value))
+            found.append(own(*rows, *args, **masks, **named))
+        outs, weights = zip(*found, strict=True)
+        return torch.cat(outs, 1), None if weights[0] is None else torch.cat(weights)
+
+    return attend
+
+
 def patch_convolution(linear: Linear, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a convolution that is a product where its windows are patches that do not overlap, else torch's own of one
     image after the other: the library's bits depend on how many there are.
@@ -145,9 +171,10 @@ def patch_convolution(linear: Linear, own: Callable[..., Tensor]) -> Callable[..
         is_cut = padding == "valid" or (not isinstance(padding, str) and not any(_each(padding, size)))
         if not are_patches or not is_cut or x.dim() != weight.dim():
             others = (weight, bias, stride, padding, dilation, groups)
-            if x.dim() != weight.dim() or len(x) < 2:
+            if x.dim() != weight.dim() or not len(x):
                 return own(x, *others)
-            return torch.cat([own(one, *others) for one in x.split(1)])
+            # Contiguous ones: the bits depend on the strides too, and those of one image say less.
+            return torch.cat([own(one.contiguous(), *others) for one in x.split(1)])
         counts = [length // window for length, window in zip(x.shape[2:], size, strict=True)]
         for axis, (count, window) in enumerate(zip(counts, size, strict=True), start=2):
             x = x.narrow(axis, 0, count * window)  # as a convolution leaves out what fills no window

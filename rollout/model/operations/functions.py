@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ....kernels.layers.activation import celu, elu, gelu, gelu_tanh, glu, mish, rsqrt, selu, sigmoid, silu, softplus
 from ....kernels.layers.embedding import embedding
 from ....kernels.layers.powers import atan2, exp2, logaddexp, power, reduction, sinh
-from ..encoders.vision import patch_convolution
+from ..encoders.vision import attention_of_each, patch_convolution
 from . import deferred
 from .indexer import Recorded
 from .products import Linear, replaced_products
@@ -146,6 +146,7 @@ def invariant_functions(
             **(dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), deferred.add) if defers else {}),
             **({F.embedding: embedding} if defers else {}),
             F.scaled_dot_product_attention: shared_query_attention(linear),
+            F.multi_head_attention_forward: attention_of_each(F.multi_head_attention_forward),
             F.conv2d: patch_convolution(linear, F.conv2d),
             F.conv3d: patch_convolution(linear, F.conv3d),
             **_by_place((torch.pow, Tensor.pow, Tensor.__pow__), power),

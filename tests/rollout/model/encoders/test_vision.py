@@ -12,6 +12,7 @@ from transformers.masking_utils import bidirectional_mask_function
 
 from lockstep.kernels.linear.linear import invariant_linear
 from lockstep.rollout.model.encoders.vision import patch_convolution, whole_attention
+from lockstep.rollout.model.operations.functions import invariant_functions
 from lockstep.rollout.model.operations.packed_rows import hosted_mask
 
 
@@ -55,6 +56,15 @@ def test_an_image_has_the_same_bits_beside_others(channels, window, options):
     for index in range(9):
         one = slice(index, index + 1)
         assert torch.equal(together[one], convolution(pixels[one], kernel, bias, **options))
+
+
+def test_an_image_whose_channels_are_side_by_side_has_the_same_bits_beside_others():
+    convolution = patch_convolution(partial(invariant_linear, method="rows"), F.conv2d)
+    rows, kernel = noise(5, 16, 64), noise(128, 64, 3, 3)  # of patches, as a transformer has them
+    together = convolution(rows.transpose(1, 2).unflatten(2, (4, 4)), kernel, stride=2, padding=1)
+    for index in range(5):
+        one = rows[index : index + 1].clone().transpose(1, 2).unflatten(2, (4, 4))
+        assert torch.equal(together[index : index + 1], convolution(one, kernel, stride=2, padding=1))
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
@@ -105,6 +115,28 @@ def test_what_pads_an_image_is_left_out_of_its_attention_with_the_bits_of_the_im
     assert torch.equal(found[:1], whole)
     rows = (t[1:, :, real].contiguous() for t in (query, key, value))
     assert torch.equal(found[1:, real], whole_attention(Attention(), *rows, None, 0.25)[0])
+
+
+@pytest.mark.parametrize("mask", ["none", "padding", "of each head", "of all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torchs_multi_head_attention_has_the_same_bits_for_an_image_beside_others(dtype, mask):
+    attention = nn.MultiheadAttention(96, 4, batch_first=True).to(dtype)
+    queries, keys = noise(5, 3, 96).to(dtype), noise(5, 16, 96).to(dtype)
+    options: dict[str, Tensor] = {}
+    if mask == "padding":
+        options["key_padding_mask"] = torch.arange(16) > torch.arange(10, 15)[:, None]
+    elif mask != "none":
+        options["attn_mask"] = noise(20, 3, 16) > 1 if mask == "of each head" else noise(3, 16) > 1
+    plain = attention(queries, keys, keys, **options)
+    with invariant_functions(lambda x, weight, bias=None: invariant_linear(x, weight, bias, method="rows")):
+        found = attention(queries, keys, keys, **options)
+        for index in range(5):
+            own = {name: m.chunk(5)[index] if len(m) % 5 == 0 else m for name, m in options.items()}
+            one = slice(index, index + 1)
+            out, weights = attention(queries[one], keys[one], keys[one], **own)
+            assert torch.equal(out, found[0][one]) and torch.equal(weights, found[1][one])
+    tolerance = 1e-5 if dtype is torch.float32 else 0.02
+    assert all(torch.allclose(mine, its, atol=tolerance) for mine, its in zip(found, plain, strict=True))
 
 
 @pytest.mark.parametrize("told", [True, None])
