@@ -40,6 +40,21 @@ def model_prompts(trainer: Any, prompts: Sequence[Any]) -> list[ModelPrompt]:
     return made
 
 
+def refuse_uneven_images(trainer: Any, given: Sequence[ModelPrompt]) -> None:
+    """Raise ValueError, in all processes, where some have images in this generation and others have none, and TRL would
+    log them: its gathering of images, in the former alone, waits for the others for ever. All call it together."""
+    accelerator = trainer.accelerator
+    if not (trainer._is_vlm and trainer.log_multimodal and accelerator.num_processes > 1):
+        return
+    has_images = float(any(not isinstance(prompt, list) for prompt in given))
+    num = int(accelerator.gather(torch.tensor([has_images], device=accelerator.device)).sum().item())
+    if 0 < num < accelerator.num_processes:
+        raise ValueError(
+            f"{num} of {accelerator.num_processes} processes have images in this generation: TRL, which gathers them "
+            "for its log, would wait for the others. Set log_multimodal=False"
+        )
+
+
 def images_of(prompt: ModelPrompt) -> Mapping[str, Tensor]:
     """Return the tensors of a prompt's images."""
     if isinstance(prompt, list):

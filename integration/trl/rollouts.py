@@ -32,7 +32,7 @@ from ..service import RolloutService
 from .callback import RolloutCallback
 from .drawn import DrawnLogprobs
 from .forward import Images, PackedForward
-from .images import images_of, model_prompts
+from .images import images_of, model_prompts, refuse_uneven_images
 from .packed_rows import PackedRows
 from .refusals import refuse_unsupported
 from .settings import SampleSeeds, sampling_params
@@ -98,6 +98,7 @@ class LockstepRollouts:
             raise ValueError("these rollouts are another trainer's: make a LockstepRollouts for each GRPOTrainer")
         mode = "train" if trainer.model.training else "eval"
         given = model_prompts(trainer, prompts)
+        refuse_uneven_images(trainer, given)
         first = trainer.accelerator.process_index * len(prompts)
         places = range(first, first + len(prompts))
         seeds = self._seeds.next(trainer.args.seed, mode, trainer.state.global_step, places)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from datasets import Dataset
 from PIL import Image
 from trl import GRPOConfig, GRPOTrainer
 
+from lockstep.integration.trl.images import refuse_uneven_images
 from lockstep.integration.trl.rollouts import GAP, NUM_COMPARED, LockstepRollouts
 from lockstep.rollout.config import EngineConfig
 from lockstep.tests.optional_packages import needs_transformers
@@ -155,3 +158,16 @@ def test_an_adapter_is_trained_on_images(make_trainer):
     trainer.train()
     assert column(trainer, GAP) == [0.0, 0.0]
     assert column(trainer, "kl")[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("others", "logs", "is_refused"), [([1.0], True, False), ([0.0], True, True), ([0.0], False, False)]
+)
+def test_a_generation_whose_log_would_wait_for_ever_is_refused(others, logs, is_refused):
+    accelerator = SimpleNamespace(
+        num_processes=2, device="cpu", gather=lambda own: torch.cat([own, torch.tensor(others)])
+    )
+    trainer = SimpleNamespace(_is_vlm=True, log_multimodal=logs, accelerator=accelerator)
+    refused = pytest.raises(ValueError, match=r"1 of 2 processes have images .* Set log_multimodal=False")
+    with refused if is_refused else nullcontext():
+        refuse_uneven_images(trainer, [[1, 2], {"input_ids": [3]}])
