@@ -45,7 +45,7 @@ class ImageReader:
         """
         self._count, self._types, self._check, self._is_checked = count, types, check, False
         self._most_rows = most_rows
-        self._counts: dict[tuple[object, ...], int] = {}  # by the shapes of an image's tensors, and numbers of sizes
+        self._counts: dict[str, int] = {}  # by `sizes_digest` of an image's tensors
         self._model = module.base_model
         self._encode: Callable[..., Any] = self._model.get_image_features  # type: ignore[assignment]
         self._token = image_token(module) or 0
@@ -112,10 +112,7 @@ class ImageReader:
 
     def _count_of(self, inputs: Mapping[str, Tensor], computing: Callable[[], AbstractContextManager[object]]) -> int:
         """Return the number of features of one image, which follows from the shapes of its tensors and its sizes."""
-        key = tuple(
-            (name, *tensor.shape, *([] if tensor.is_floating_point() else tensor.flatten().tolist()))
-            for name, tensor in sorted(inputs.items())
-        )
+        key = sizes_digest(inputs)
         if key not in self._counts:
             with computing():
                 self._counts[key] = self._count(inputs)
@@ -213,8 +210,19 @@ def image_tensors(prompt: Mapping[str, object]) -> dict[str, Tensor]:
 
 def images_digest(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of the tensors of a prompt's images with their names, dtypes and shapes."""
+    return _digest(tensors, lambda tensor: True)
+
+
+def sizes_digest(tensors: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of the names, dtypes and shapes of an image's tensors, and of the numbers of those that tell
+    of its size: grids, masks of what pads it (a million numbers), places of its patches."""
+    return _digest(tensors, lambda tensor: not tensor.is_floating_point())
+
+
+def _digest(tensors: Mapping[str, Tensor], is_read: Callable[[Tensor], bool]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        if is_read(tensor):
+            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.media.reader import sizes_digest
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.rollout.media.image_prompts import IMAGE, ImagePrompts, trained_logprobs
 from lockstep.tests.rollout.model.test_vision_language import ENGINE, make
@@ -220,6 +221,21 @@ def test_positions_that_depend_on_the_other_prompts_of_a_batch_are_refused(monke
 
     monkeypatch.setattr(type(model.model), "get_rope_index", counting)
     refused(Engine(model, ENGINE), "other positions where it is the second of a batch")
+
+
+def test_sizes_of_images_are_told_apart_by_short_keys():
+    grid, mask = torch.tensor([[1, 4, 6]]), torch.ones(1, 5, 64, 64, dtype=torch.bool)
+    noise = [torch.randn(24, 8, dtype=torch.float32) for _ in range(2)]
+    keys = [sizes_digest({"pixel_values": one, "image_grid_thw": grid, "pixel_attention_mask": mask}) for one in noise]
+    assert keys[0] == keys[1] and len(keys[0]) == 64  # of a mask of 20,480 numbers
+    padded = mask.clone()
+    padded[0, 4, :, 60:] = False
+    others = [
+        {"image_grid_thw": grid.flip(1), "pixel_attention_mask": mask},
+        {"image_grid_thw": grid, "pixel_attention_mask": padded},
+        {"image_grid_thw": grid, "pixel_attention_mask": mask.transpose(2, 3)[:, :4]},
+    ]
+    assert len({keys[0], *(sizes_digest({"pixel_values": noise[0], **one}) for one in others)}) == 4
 
 
 def test_a_text_model_takes_no_images(make_model):
