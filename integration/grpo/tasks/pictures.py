@@ -44,12 +44,13 @@ def picture_size(picture: Picture) -> int:
 
 
 def opened(picture: Picture) -> Any:
-    """Return a picture as Pillow's image. Raises ValueError for a file that is none."""
-    if not isinstance(picture, str):
-        return picture
+    """Return a picture as Pillow's image, upright as its camera held it and in RGB, as the server decodes it. Raises
+    ValueError for a file that is none."""
     try:
+        if not isinstance(picture, str):
+            return _upright(picture)
         with _image_module().open(picture) as image:
-            return image.convert("RGB")
+            return _upright(image)
     except OSError as error:
         raise ValueError(f"{picture} is no picture that can be read: {error}") from error
 
@@ -62,6 +63,12 @@ def _parts(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         for part in message["content"]
         if isinstance(part, Mapping) and part.get("type") == "image"
     ]
+
+
+def _upright(image: Any) -> Any:
+    from PIL import ImageOps
+
+    return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def _image_module() -> Any:

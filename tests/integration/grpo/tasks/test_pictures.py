@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import runpy
 import shutil
@@ -25,8 +26,10 @@ from lockstep.integration.grpo.results.sample_images import images_path, read_im
 from lockstep.integration.grpo.results.samples import read_samples, sample_path
 from lockstep.integration.grpo.settings.config import JobConfig, load_config
 from lockstep.integration.grpo.tasks.picture_reader import PictureReader
-from lockstep.integration.grpo.tasks.pictures import placed
+from lockstep.integration.grpo.tasks.pictures import opened, placed
 from lockstep.integration.grpo.tasks.problems import load_problems
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.images.pictures import pixels_of, sent_picture
 from lockstep.integration.ranks import Ranks, process_group
 from lockstep.rollout.media.reader import images_digest
 from lockstep.tests.optional_packages import needs_transformers
@@ -80,6 +83,17 @@ def config_of(example: Path, runs: Path, *settings: str) -> JobConfig:
         f"reward={EXAMPLE}/reward.py:names_the_colour",
     ]
     return load_config(EXAMPLE / "config.toml", [*own, f"run.dir={runs}", *SMALL, *settings])
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_pictures_are_upright_as_the_server_sees_them(is_file: bool, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was turned
+    Image.linear_gradient("L").resize((6, 4)).save(tmp_path / "turned.png", exif=exif)
+    data = f"data:image/png;base64,{base64.b64encode((tmp_path / 'turned.png').read_bytes()).decode()}"
+    [served] = pixels_of([sent_picture(data, "url", HttpConfig())], HttpConfig())
+    found = opened(str(tmp_path / "turned.png") if is_file else Image.open(tmp_path / "turned.png"))
+    assert (found.size, found.mode, found.tobytes()) == ((4, 6), "RGB", served.tobytes())
 
 
 def test_a_run_has_no_gap_keeps_its_images_and_its_samples_are_proven(run, tmp_path, capsys):
