@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others of Pillow's have decoders that few clients need
 _ELSEWHERE = ("http:", "https:", "file:", "ftp:")
+# Of a JPEG: a few dozen bytes of a scan cost a walk over all pixels, and of metadata a copy of those before.
+_MOST_PARTS = ((b"\xff\xda", 100, "scans"), (b"\xff\xe1", 1000, "segments of metadata"))
 _HEAD_CHARS = 200  # of a URL, within which its data begin
 # What Pillow's decoders raise for bytes that are no image of theirs; warnings where the process makes errors of them.
 _DAMAGED = (
@@ -112,6 +114,9 @@ def _opened(picture: SentPicture, config: HttpConfig) -> Image:
         data = binascii.a2b_base64(picture.data, strict_mode=True)
     except (binascii.Error, ValueError) as error:
         raise BadField(picture.field, f"is not base64: {error}") from None
+    for marker, most, what in _MOST_PARTS if data.startswith(b"\xff\xd8") else ():
+        if (num := data.count(marker)) > most:
+            raise BadField(picture.field, f"is a JPEG of {num} {what}, more than {most}")
     try:
         image: Any = Image.open(io.BytesIO(data), formats=_FORMATS)
         # Without a walk over all frames. A camera's photo may have a small copy behind it (MPO), which is not shown.

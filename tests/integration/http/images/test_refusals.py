@@ -125,6 +125,20 @@ def test_pixels_are_those_that_transformers_loads(mode: str) -> None:
     assert (found.mode, found.size, found.tobytes()) == ("RGB", expected.size, expected.tobytes())
 
 
+def test_a_jpeg_of_parts_without_end_is_refused_before_it_is_decoded() -> None:
+    config, photo = HttpConfig(), png(picture(1), format="JPEG", progressive=True)
+    scan = photo[photo.rindex(b"\xff\xda") : -2]
+    named = photo[:2] + b"\xff\xe1" + struct.pack(">H", 9) + b"Exif\0\0a"
+    for many, message in (
+        (photo[:-2] + 200 * scan + photo[-2:], "is a JPEG of 210 scans, more than 100"),
+        (photo[:2] + 2000 * named[2:] + photo[2:], "is a JPEG of 2000 segments of metadata, more than 1000"),
+    ):
+        with pytest.raises(BadField, match=message):
+            pixels_of([sent_picture(data_url(many, "jpeg"), "url", config)], config)
+    [image] = pixels_of([sent_picture(data_url(photo, "jpeg"), "url", config)], config)
+    assert image.size == (70, 50)
+
+
 def test_a_photo_with_a_small_copy_behind_it_is_the_photo() -> None:
     config, out = HttpConfig(), io.BytesIO()
     picture(1).save(out, format="MPO", save_all=True, append_images=[picture(1).resize((7, 5))])
