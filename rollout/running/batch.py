@@ -207,7 +207,7 @@ def decode_rows(
     items: tuple[ScheduledSequence, ...], workers: WorkerSequenceManager, requests: Mapping[str, Request]
 ) -> StepRows | None:
     """Return the rows of a step that samples after the last known token of each sequence, and after its draft's; None
-    for any other step."""
+    for any other step, as one whose last known token is of an image."""
     ids: list[str] = []
     token_ids: list[int] = []
     positions: list[int] = []
@@ -218,6 +218,8 @@ def decode_rows(
         id, _, start, _, _, _, _, _, mask, _, draft, _ = item
         tokens, request = workers.sequence(id).token_ids, requests[id]
         if start != len(tokens) - 1 or request.wants_prompt_logprobs:
+            return None
+        if request.images is not None and request.images.tokens[-1] == start:
             return None
         offsets += [request.rotary_offset] * (1 + len(draft.token_ids))
         ids.append(id)

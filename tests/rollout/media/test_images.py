@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.media.reader import sizes_digest
+from lockstep.rollout.media.reader import image_tensors, sizes_digest
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.rollout.media.image_prompts import IMAGE, ImagePrompts, trained_logprobs
 from lockstep.tests.rollout.model.test_vision_language import ENGINE, make
@@ -221,6 +221,22 @@ def test_positions_that_depend_on_the_other_prompts_of_a_batch_are_refused(monke
 
     monkeypatch.setattr(type(model.model), "get_rope_index", counting)
     refused(Engine(model, ENGINE), "other positions where it is the second of a batch")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_hit_that_leaves_the_last_token_of_an_image_alone_leaves_it_its_features(name):
+    engine = Engine(make(name), ENGINE)
+    prompt = ImagePrompts(engine.model.module).prompt((4, 4), words=([],))
+    ids = prompt["input_ids"][0].tolist()
+    ids = ids[: len(ids) - ids[::-1].index(IMAGE)]  # it ends with the image, ...
+    ids = [*range(1, 1 + (1 - len(ids)) % 16), *ids]  # ... one token behind a block of KV
+    prompt = {"input_ids": torch.tensor([ids]), **image_tensors(prompt)}
+    params = SamplingParams(max_new_tokens=8, sampling_seed=5, logit_bias={IMAGE: -float("inf")})
+    [first] = engine.generate([prompt], params)
+    [again] = engine.generate([prompt], params)
+    assert again.num_cached_tokens == first.num_prompt_tokens - 1
+    assert (again.token_ids, again.logprobs) == (first.token_ids, first.logprobs)
+    assert list(again.logprobs) == trained_logprobs(engine, [prompt], [again])[0]
 
 
 def test_sizes_of_images_are_told_apart_by_short_keys():
