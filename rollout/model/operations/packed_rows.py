@@ -37,11 +37,12 @@ def query_start(
         if batch != 1:
             raise ValueError(f"packed sequences (cu_seq_lens_q) stand in one row, not in a batch of {batch}")
         return packed.to(device=device, dtype=torch.int32)
-    if mask is not None and mask.shape[:3] == (1, 1, 1) and mask is not NO_MASK and not mask.any():
+    are_blocks = mask is not None and has_blocks(mask)  # of one image alone they are zeros, too
+    if mask is not None and mask.shape[:3] == (1, 1, 1) and mask is not NO_MASK and not are_blocks and not mask.any():
         mask = PACKED  # DeepSeek-V4's code makes masks longer by zeros
-    if mask is PACKED or (mask is not None and has_blocks(mask) and mask.shape[2] > 1):
+    if mask is PACKED or (mask is not None and are_blocks and mask.shape[2] > 1):
         raise ValueError(_STARTS_OVER)
-    if mask is not None and mask is not NO_MASK and not has_blocks(mask):
+    if mask is not None and mask is not NO_MASK and not are_blocks:
         raise ValueError("a 4-D attention mask is not supported: attention is causal within each sequence")
     refuse_packed_positions(positions)
     return torch.arange(0, (batch + 1) * num_rows, num_rows, dtype=torch.int32, device=device)

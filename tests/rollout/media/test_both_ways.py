@@ -303,6 +303,17 @@ def test_images_of_two_sequences_side_by_side_are_not_taken_for_a_long_one() -> 
     assert answers(engine, prompts) == alone
 
 
+def test_a_prompt_may_be_one_image_alone() -> None:
+    engine = Engine(make(), ENGINE)
+    prompt = {
+        "input_ids": torch.full((1, NUM), IMAGE),
+        "pixel_values": prompts_of(engine.model.module)[1]["pixel_values"],
+    }
+    prompt["token_type_ids"] = torch.ones(1, NUM, dtype=torch.int64)
+    [answer] = engine.generate([prompt], SAMPLED)
+    assert [list(answer.logprobs)] == trained_logprobs(engine, [prompt], [answer])
+
+
 def test_text_with_types_of_tokens_is_causal() -> None:
     engine = Engine(make(), ENGINE)
     ids = torch.tensor([[4, 5, 6, 7]])
