@@ -27,11 +27,11 @@ train: setup
 # A process that crashes ends the run and its test is named: with a new process in its place xdist may wait for ever.
 SHARED := --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
-# Two processes share the test modules, since many tests wait more than they compute; with one thread each, for threads
+# Three processes share the test modules, since many tests wait more than they compute; with one thread each, for threads
 # that wait for each other are slow on cores that others use too. Tests of threads set their number themselves. The
-# longest modules begin (tests/conftest.py), so that both processes end together.
+# longest modules begin (tests/conftest.py), so that the processes end together.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not exhaustive" -n 2 $(SHARED) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not exhaustive" -n 3 $(SHARED) $(ARGS)
 
 # The quick tests where there is nothing but what a machine with a GPU may have: these versions, pytest, and no extra.
 # PYTHON_MINIMAL names its interpreter, since NumPy 2.5 needs Python 3.12. This torch brings the CUDA libraries: 5 GB.
@@ -55,7 +55,7 @@ test-newest:
 	$(NEWEST)/bin/python -m pip install --quiet -e '.[train,deepspeed,events,grammar,lora,serve,triton,test]'
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -q -m "not slow and not exhaustive" -n 2 $(SHARED) $(ARGS)
 
-# Three processes, since these mostly wait for others that they started.
+# Three processes here too: these mostly wait for others that they started.
 # pytest exits with 5 where it finds nothing to run, which is no failure here.
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "slow and not exhaustive" -n 3 $(SHARED) $(ARGS) || [ $$? -eq 5 ]
