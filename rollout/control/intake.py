@@ -123,14 +123,14 @@ class Intake:
         images: Images | None = None
         if isinstance(prompt, Mapping) and "pixel_values" in prompt and IDS in prompt and self._images is not None:
             prompt = self.read(prompt)
-        if isinstance(prompt, CheckedPrompt):
+        if is_checked := isinstance(prompt, CheckedPrompt):
             prompt, images = prompt
         elif isinstance(prompt, PromptWithImages):
             images = prompt.images
         if images is not None and self._images is None:
             raise ValueError("the prompt has images, which is not supported: the model runs on text")
         its_ids = prompt_ids(prompt, self._tokenizer, self._vocab_size)
-        media = {kind for id, kind in self._media_tokens.items() if id in its_ids}
+        media = set() if is_checked else {kind for id, kind in self._media_tokens.items() if id in its_ids}
         if found := media - ({"image"} if images is not None else set()):
             remedy = "it runs on text" if self._images is None else "pass images as their processor gives them"
             raise ValueError(

@@ -55,7 +55,8 @@ class GrammarSteps:
             return output
         started = time.perf_counter()
         self._look_ahead_s = LOOK_AHEAD_S
-        draft = _Draft(self._scheduler.row_limit.now - output.num_rows)
+        # A step with an image that has to be whole may be larger than the limit.
+        draft = _Draft(max(self._scheduler.row_limit.now - output.num_rows, 0))
         for item in output.scheduled:
             request = self._managers.engine.request(item.id)
             if request.grammar is None or not _is_sampled(item, request):

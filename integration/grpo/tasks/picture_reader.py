@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from transformers import AutoProcessor, ProcessorMixin
 
+from ...folder_processor import load_processor
 from .pictures import Picture, opened
 
 
@@ -34,7 +36,8 @@ class PictureReader:
         if not self._folder:
             raise ValueError("prompts with pictures need model.path: the built model runs on text")
         try:
-            found = AutoProcessor.from_pretrained(self._folder)
+            folder = Path(self._folder)
+            found = load_processor(folder) if folder.is_dir() else AutoProcessor.from_pretrained(self._folder)
         except (OSError, ValueError, ImportError) as error:
             raise ValueError(f"{self._folder} has no processor for prompts with pictures: {error}") from error
         if not isinstance(found, ProcessorMixin):

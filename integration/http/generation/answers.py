@@ -1,13 +1,43 @@
-"""Whole answers, which count as open until the client has read them."""
+"""The form of answers, and whole ones, which count as open until the client has read them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from ....rollout.completion import Completion
+from .admission import Size
+from .asked import Asked
+
 _PIECE = 1 << 18  # bytes that are sent at a time
+
+
+class Reply(Protocol):
+    """One HTTP request for completions: its prompts for the engine, and the format of its answer."""
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the answer is a stream of events."""
+
+    @property
+    def has_texts(self) -> bool:
+        """Whether log-probabilities come with the texts of their tokens, which have to be decoded."""
+
+    @property
+    def size(self) -> Size:
+        """The size that counts in the limits of the queue."""
+
+    def asked(self) -> Asked:
+        """Tokenise and check the prompts. Runs in a thread, because it may take long. Raises BadField."""
+
+    def whole(self, completions: list[Completion]) -> object:
+        """Make the JSON of an answer that is not streamed. Raises HttpError for a prompt that cannot run."""
+
+    def events(self, subscription: Any) -> AsyncIterator[bytes]:
+        """Make the events of an answer that is streamed, from the `Subscription`."""
 
 
 class Answer(Response):

@@ -1,10 +1,12 @@
-"""Aborts of requests that the engine has not got yet: their prompts are tokenised, or their grammars compiled."""
+"""Aborts of requests that the engine has not got yet: their prompts are tokenised, their images wait for the model, or
+their grammars are compiled."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ....rollout.completion import FinishReason
 from ....rollout.grammars.cache import Promise
@@ -25,9 +27,22 @@ class Preparing:
         rids = [] if self.asked is None else self.asked.rids
         return {own: reason for rid, reason in reversed(self.aborts) for own in rids if rid in (None, own)}
 
-    async def until_all_are_aborted(self) -> None:
-        """Wait until every id of the request was aborted."""
-        while self.asked is None or len(self.aborted()) < len(set(self.asked.rids)):
+    @property
+    def is_aborted(self) -> bool:
+        """Whether every id of the request was aborted."""
+        return self.asked is not None and len(self.aborted()) == len(set(self.asked.rids))
+
+    async def unless_aborted(self, done: asyncio.Future[Any]) -> bool:
+        """Wait for a future, and return whether it is done: a request that is aborted waits no more."""
+        aborted = asyncio.ensure_future(self._until_aborted())
+        try:
+            await asyncio.wait((done, aborted), return_when=asyncio.FIRST_COMPLETED)
+            return done.done()
+        finally:
+            aborted.cancel()
+
+    async def _until_aborted(self) -> None:
+        while not self.is_aborted:
             self.was_noted.clear()
             await self.was_noted.wait()
 
@@ -59,19 +74,14 @@ class EarlyAborts:
 async def are_compiled(missing: Sequence[Promise], preparing: Preparing) -> bool:
     """Wait for the grammars of a request, and return whether all are ready: one that is aborted waits no more. Raises
     the first error that is not one in a grammar; those `submit` raises, all together."""
-    aborted = asyncio.ensure_future(preparing.until_all_are_aborted())
-    try:
-        waiting = [asyncio.shield(asyncio.wrap_future(grammar)) for grammar in missing]
-        compiled = asyncio.gather(*waiting, return_exceptions=True)
-        await asyncio.wait((compiled, aborted), return_when=asyncio.FIRST_COMPLETED)
-        if not compiled.done():
-            return False
-        for outcome in compiled.result():
-            if isinstance(outcome, BaseException) and not isinstance(outcome, ValueError):
-                raise outcome
-        return True
-    finally:
-        aborted.cancel()
+    waiting = [asyncio.shield(asyncio.wrap_future(grammar)) for grammar in missing]
+    compiled = asyncio.gather(*waiting, return_exceptions=True)
+    if not await preparing.unless_aborted(compiled):
+        return False
+    for outcome in compiled.result():
+        if isinstance(outcome, BaseException) and not isinstance(outcome, ValueError):
+            raise outcome
+    return True
 
 
 def without_grammars(asked: Asked) -> Asked:

@@ -8,8 +8,9 @@ from fastapi.responses import Response
 from ..conversations.next_turn import NextTurn
 from ..conversations.params import SessionParams
 from ..conversations.store import Sessions
+from .answers import Reply
 from .sse import EventStream
-from .subscriptions import Hub, Reply
+from .subscriptions import Hub
 
 
 def begin_turn(request: Request, params: SessionParams | None, rid: str) -> NextTurn | None:

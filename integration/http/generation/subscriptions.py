@@ -17,17 +17,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ....rollout.completion import Completion, StreamChunk
+from ....rollout.control.intake import Prompt
 from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped, GrammarError
 from ....rollout.grammars.cache import Promise
@@ -38,11 +39,11 @@ from ..edge.disconnect import unless_gone
 from ..edge.errors import Draining, HttpError
 from ..edge.threads import run_giving_way, start_pool
 from ..images.kept import OpenImages
-from ..images.reading import read_images
+from ..images.reading import read_images, unread
 from .admission import Admission, Size
-from .answers import Answer
+from .answers import Answer, Reply
 from .asked import Asked
-from .early_aborts import EarlyAborts, are_compiled, without_grammars
+from .early_aborts import EarlyAborts, Preparing, are_compiled, without_grammars
 from .encoding import Encoder, completion_cost, encode
 from .grammar_limits import check_grammars
 from .limits import OpenEntries, RequestLimits
@@ -52,7 +53,7 @@ from .sse import EventStream
 logger = logging.getLogger(__name__)
 
 _INTAKE_THREADS = 4
-_IMAGE_THREADS = 2  # of requests with images, which may wait for the model there, and others not for them
+_IMAGE_THREADS = 2  # that decode images, and as many in which these wait for the model
 CLIENT_GONE = Response(status_code=499)  # returned to the framework; the client has disconnected
 T = TypeVar("T")
 
@@ -116,31 +117,6 @@ class Subscription:
         return [answers[id] for id in self.index_of]
 
 
-class Reply(Protocol):
-    """One HTTP request for completions: its prompts for the engine, and the format of its answer."""
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether the answer is a stream of events."""
-
-    @property
-    def has_texts(self) -> bool:
-        """Whether log-probabilities come with the texts of their tokens, which have to be decoded."""
-
-    @property
-    def size(self) -> Size:
-        """The size that counts in the limits of the queue."""
-
-    def asked(self) -> Asked:
-        """Tokenise and check the prompts. Runs in a thread, because it may take long. Raises BadField."""
-
-    def whole(self, completions: list[Completion]) -> object:
-        """Make the JSON of an answer that is not streamed. Raises HttpError for a prompt that cannot run."""
-
-    def events(self, subscription: Subscription) -> AsyncIterator[bytes]:
-        """Make the events of an answer that is streamed."""
-
-
 class Hub:
     """The open requests of one event loop."""
 
@@ -167,6 +143,7 @@ class Hub:
         self.image_threads = (
             self._intake if self.limits.images.refusal else start_pool(_IMAGE_THREADS, "lockstep-images")
         )
+        self._reading = self._intake if self.limits.images.refusal else start_pool(_IMAGE_THREADS, "lockstep-reading")
         self._leaving_thread = start_pool(1, "lockstep-leaving")
         self._leaving: deque[Subscription] = deque()
         self._news: deque[tuple[Subscription, StreamChunk | EngineStopped]] = deque()
@@ -257,23 +234,30 @@ class Hub:
     async def _queue(self, subscription: Subscription, prepare: Callable[[], Asked], *, streamed: bool) -> None:
         """Run `prepare` in a thread and queue its requests."""
 
+        prompts: Sequence[Prompt] = ()  # those with images as the engine has read them
+
         def submit() -> list[list[str]]:
             subscription.check_here()
             asked = subscription.asked
             return self.engine.requests.submit(
-                asked.prompts, asked.params, subscription, rids=asked.rids, options=asked.options, streamed=streamed
+                prompts or asked.prompts,
+                asked.params,
+                subscription,
+                rids=asked.rids,
+                options=asked.options,
+                streamed=streamed,
             )
 
         missing: list[Promise] = []
         preparing = self.early_aborts.begin()
 
-        def begin() -> list[list[str]]:
+        def make() -> None:
             subscription.check_here()
             subscription.asked = preparing.asked = prepare()
-            if subscription.has_images:
-                share = partial(self.image_bytes.share, subscription)
-                read = read_images(self.engine, subscription.asked.prompts, share, subscription.check_here)
-                subscription.asked = replace(subscription.asked, prompts=read)
+
+        def begin() -> list[list[str]]:
+            if not subscription.has_images:
+                make()
             asked = subscription.asked
             check_grammars(asked.params, self.config, asked.grammar_field)
             self.entries.take(subscription, self.limits.num_open_entries(asked.prompts, asked.params, asked.options))
@@ -283,14 +267,17 @@ class Hub:
             return [] if missing else submit()
 
         try:
-            groups = await self._in_thread(begin, subscription, missing)
+            if subscription.has_images:
+                await self._in_thread(make, subscription, self.image_threads)
+                prompts = await self._read(subscription, preparing)
+            groups = await self._in_thread(begin, subscription, self._intake, missing)
             if missing:  # a grammar may take long, and there are few intake threads: wait in the event loop
                 try:
                     if not await are_compiled(missing, preparing):
                         subscription.asked = without_grammars(subscription.asked)
                 finally:
                     self.engine.requests.leave_grammars(missing)
-                groups = await self._in_thread(submit, subscription)
+                groups = await self._in_thread(submit, subscription, self._intake)
         except GrammarError as error:
             raise HttpError(400, str(error), param=subscription.asked.grammar_field) from error
         finally:
@@ -302,14 +289,30 @@ class Hub:
             abort = partial(self.engine.abort_request, rid, finished_reason=reason)
             await self.loop.run_in_executor(self._intake, abort)
 
+    async def _read(self, subscription: Subscription, preparing: Preparing) -> list[Prompt]:
+        """Return the prompts of a request as the engine reads them, which may wait for the model."""
+        given = subscription.asked.prompts
+
+        def read() -> list[Prompt]:
+            share = partial(self.image_bytes.share, subscription)
+            return read_images(self.engine, given, share, subscription.check_here, lambda: preparing.is_aborted)
+
+        return await self._in_thread(read, subscription, self._reading, aborted=(preparing, partial(unread, given)))
+
     def _has_receipt(self, options: RequestOptions) -> bool:
         asked: object = options.return_receipt
         return asked not in (None, False) or (asked is None and self.engine.config.receipts != "off")
 
-    async def _in_thread(self, run: Callable[[], T], subscription: Subscription, missing: Sequence[Promise] = ()) -> T:
-        threads = self.image_threads if subscription.has_images else self._intake
-        running = self.loop.run_in_executor(threads, run_giving_way, self.loop, run)
+    async def _in_thread(
+        self, run: Callable[[], T], subscription: Subscription, threads: Executor, missing: Sequence[Promise] = (),
+        aborted: tuple[Preparing, Callable[[], T]] | None = None,
+    ) -> T:  # fmt: skip
+        """Return `run()` from a thread. aborted: what to return where the request is aborted before that begins."""
+        job = threads.submit(run_giving_way, self.loop, run)
+        running = asyncio.wrap_future(job)
         try:
+            if aborted and not await aborted[0].unless_aborted(running) and job.cancel():
+                return aborted[1]()
             return await asyncio.shield(running)
         except asyncio.CancelledError:  # a thread cannot be stopped: withdraw the requests that it queues
             subscription.has_left = True

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
-from transformers.processing_utils import ProcessorMixin
+from ...folder_processor import load_processor
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_FILES = ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json")  # that name the class
 _OF_TEXT = ("attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
 # What transformers raises for a folder's files, and processors for images that they cannot take.
 ERRORS = (OSError, ImportError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError,
@@ -33,7 +29,7 @@ class FolderProcessor:
     def __init__(self, folder: Path) -> None:
         """Load it. Slow. Raises ValueError that says what the folder lacks."""
         try:
-            self._processor: Any = without_videos(_class_of(folder)).from_pretrained(folder, local_files_only=True)
+            self._processor: Any = load_processor(folder)
         except ERRORS as error:
             said = str(error).replace(str(folder), folder.name).partition(". ")[0].partition("\n")[0][:300]
             raise ValueError(f"{folder.name} has no processor of images: {type(error).__name__}: {said}") from error
@@ -144,30 +140,3 @@ def _has_whole(ids: list[int], expanded: Sequence[list[int]], placeholder: int) 
             return False
         at += len(image)
     return placeholder not in ids[at:]
-
-
-def _class_of(folder: Path) -> type[ProcessorMixin]:
-    """Return the class of a folder's processor. Raises ValueError for a folder without one."""
-    for name in _FILES:
-        if (path := folder / name).is_file():
-            named = json.loads(path.read_text(encoding="utf-8")).get("processor_class")
-            found: type[ProcessorMixin] | None = processor_class_from_name(named) if named else None
-            if found is not None:
-                return found
-    config = type(AutoConfig.from_pretrained(folder, local_files_only=True))
-    if config not in PROCESSOR_MAPPING:
-        raise ValueError("no file names the class of a processor")
-    known: Any = PROCESSOR_MAPPING[config]  # typed as the pairs of classes that other mappings have
-    return known
-
-
-def without_videos(kind: type[ProcessorMixin]) -> type[ProcessorMixin]:
-    """Return a class of processors that has no part for videos, which would need torchvision."""
-
-    class WithoutVideos(kind):  # type: ignore[misc, valid-type]
-        @classmethod
-        def get_attributes(cls) -> list[str]:
-            return [name for name in super().get_attributes() if "video" not in name]
-
-    WithoutVideos.__name__ = kind.__name__
-    return WithoutVideos

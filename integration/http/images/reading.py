@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TypeVar
 
+from ....rollout.control.intake import CheckedPrompt, Prompt
 from ....rollout.engine import Engine
 from ....rollout.errors import DeadlineExceeded, MemoryReleased, SamplingRefused
 from ....rollout.giving_way import others_compute
@@ -26,21 +27,28 @@ def read_images(
     prompts: Sequence[Sequence[int]],
     share: Callable[[list[Made]], None],
     check_here: Callable[[], None],
-) -> list[Sequence[int]]:
+    is_aborted: Callable[[], bool],
+) -> list[Prompt]:
     """Return prompts for the engine, each processed one with its images as the engine reads them.
 
     Sizes of images that the engine has not met need a run of the model: that waits for a rollout phase, as a request's
-    steps do. share: counts what was made, and refuses too much. check_here: raises where the client has left meanwhile.
-    Raises BadField that names the field of the images, and HttpError 503 where no step may run until the weights are
-    written.
+    steps do, and no longer once the request is aborted. share: counts what was made, and refuses too much. check_here:
+    raises where the client has left meanwhile. Raises BadField that names the field of the images, and HttpError 503
+    where no step may run until the weights are written.
     """
     # By identity: the samples of a prompt that go on here share it.
     processed = {id(one): one for one in prompts if isinstance(one, ProcessedPrompt)}
     share([one.made for one in processed.values()])
-    read: dict[int, Sequence[int]] = {}
+    read: dict[int, Prompt] = {}
+
+    def computing() -> AbstractContextManager[None]:
+        return _computing(engine, check_here, is_aborted)
+
     for key, prompt in processed.items():
         try:
-            read[key] = engine.requests.read_images(prompt.made.inputs, lambda: _computing(engine, check_here))
+            read[key] = engine.requests.read_images(prompt.made.inputs, computing)
+        except _Aborted:
+            return unread(prompts)
         except ValueError as error:
             raise BadField(prompt.field, str(error)) from None
         except (MemoryReleased, SamplingRefused) as error:
@@ -49,12 +57,23 @@ def read_images(
     return [read.get(id(prompt), prompt) for prompt in prompts]
 
 
+def unread(prompts: Sequence[Sequence[int]]) -> list[Prompt]:
+    """Return the prompts of a request that is aborted, those with images as their tokens alone: none of it runs."""
+    return [CheckedPrompt(list(one)) if isinstance(one, ProcessedPrompt) else one for one in prompts]
+
+
+class _Aborted(Exception):
+    """The request was aborted while its images waited for the model."""
+
+
 @contextmanager
-def _computing(engine: Engine, check_here: Callable[[], None]) -> Iterator[None]:
-    """Wait until the model may run beside the steps, and keep it so."""
+def _computing(engine: Engine, check_here: Callable[[], None], is_aborted: Callable[[], bool]) -> Iterator[None]:
+    """Wait until the model may run beside the steps, and keep it so. Raises _Aborted."""
     with others_compute(), ExitStack() as stack:
         while True:
             check_here()
+            if is_aborted():
+                raise _Aborted
             with suppress(DeadlineExceeded):
                 stack.enter_context(engine.model.borrowed("a prompt with images", _LOOK_S))
                 break

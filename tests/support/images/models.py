@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 
+from ....integration.folder_processor import without_videos
 from ..bpe_tokenizer import train_tokenizer
 
 MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -38,7 +39,7 @@ def qwen2_5_vl(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Pro
         patch_size=4, merge_size=2, temporal_patch_size=2, min_pixels=64, max_pixels=64 * 64
     )
     template = _CHAT.replace("IMAGE", "<|vision_start|><|image_pad|><|vision_end|>")
-    processor = _without_videos()(images, tokenizer, chat_template=template)
+    processor = without_videos(transformers.Qwen2_5_VLProcessor)(images, tokenizer, chat_template=template)
     ids = {
         name: tokenizer.convert_tokens_to_ids(mark)
         for name, mark in zip(
@@ -79,15 +80,3 @@ def llava(dtype: torch.dtype = torch.float32) -> tuple[PreTrainedModel, Processo
 def _made(config: Any, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(1)
     return transformers.AutoModelForImageTextToText.from_config(config).to(dtype).eval()
-
-
-def _without_videos() -> type[ProcessorMixin]:
-    """Return Qwen2.5-VL's processor without that of videos, which needs torchvision."""
-
-    class ImageProcessor(transformers.Qwen2_5_VLProcessor):
-        def check_argument_for_proper_class(self, argument_name: str, argument: object) -> object:
-            if argument_name == "video_processor":
-                return None
-            return super().check_argument_for_proper_class(argument_name, argument)
-
-    return ImageProcessor

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from lockstep.integration.http.images.processor import without_videos
+from lockstep.integration.folder_processor import without_videos
 
 CONTEXT = 512
 # As templates of models of images are written: content is a text, or a list of texts and images.

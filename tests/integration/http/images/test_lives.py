@@ -130,8 +130,9 @@ def test_reports_say_that_images_are_understood(served: Served, trained: Served)
     assert served.ok("/model_info")["has_image_understanding"] is True
 
 
-def test_a_router_passes_images_on(served: Served) -> None:
-    with route_in_background(RouterConfig((served.server.url,), HttpConfig(port=0))) as router:
+def test_a_router_passes_images_on(served: Served, tmp_path: Path) -> None:
+    config = RouterConfig((served.server.url,), HttpConfig(port=0), journal=tmp_path / "journal.json")
+    with route_in_background(config) as router:
         answer = httpx.post(f"{router.url}{CHATS}", json=chat_of(served), timeout=PATIENCE)
         assert answer.status_code == 200, answer.text
         direct = served.ok(CHATS, **chat_of(served))
@@ -171,3 +172,24 @@ def test_an_answer_over_images_goes_on_where_another_server_has_left_it(served: 
     found = served.ok("/generate", **body, begun=begun)
     assert found["output_ids"] == whole["output_ids"]
     assert found["meta_info"]["output_token_logprobs"] == drawn
+
+
+def test_images_that_wait_for_a_phase_are_aborted_and_others_are_tokenised(
+    trained: Served, until: Callable[..., None]
+) -> None:
+    asked = [chat_of(trained, size, rid=f"r{index}") for index, size in enumerate([*SIZES, (60, 20)])]
+    waiting = [submit(trained.client.post, CHATS, json=one) for one in asked]
+    hub = trained.server.app.state.hub
+    until(lambda: len(hub.open) == len(waiting) and all(hasattr(one, "asked") for one in hub.open))
+    tokens = trained.client.post("/tokenize", json={"messages": asked[0]["messages"]}, timeout=30)
+    assert tokens.status_code == 200
+    trained.client.post("/abort_request", json={"rid": "r1"}).raise_for_status()
+    answer = soon(waiting[1]).json()
+    assert answer["choices"][0]["finish_reason"] == "abort" and answer["usage"]["completion_tokens"] == 0
+    trained.client.post("/abort_request", json={"abort_all": True}).raise_for_status()
+    answers = [soon(one).json() for one in waiting]
+    assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["abort"] * len(waiting)
+    assert answers[0]["usage"]["prompt_tokens"] == tokens.json()["count"]
+    until(lambda: not hub.open and hub.image_bytes.num == 0 and hub.admission.num_sequences == 0)
+    with trained.service.rollout():
+        assert trained.ok(CHATS, **chat_of(trained))["choices"]
