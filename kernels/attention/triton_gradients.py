@@ -109,10 +109,10 @@ def _scores(left, right, is_seen, near, scale, softcap, HAS_SOFTCAP: tl.constexp
 
 
 @triton.jit
-def _seen(position, row_end, other, num_rows, window, HAS_WINDOW: tl.constexpr):
-    """Return whether the row at `position` of a sequence, which sees keys up to `row_end`, sees the key at `other`;
+def _seen(position, last_key, other, num_rows, window, HAS_WINDOW: tl.constexpr):
+    """Return whether the row at `position` of a sequence, which sees keys up to `last_key`, sees the key at `other`;
     shapes broadcast."""
-    is_seen = (other < row_end) & (other < num_rows)
+    is_seen = (other <= last_key) & (other < num_rows)
     if HAS_WINDOW:
         is_seen = is_seen & (other > position - window)
     return is_seen
@@ -159,10 +159,10 @@ def _query_kernel(
     delta = tl.sum(grad.to(tl.float32) * _tile_of(out, at * E, is_real, E, E_PAD).to(tl.float32), 1)
     kv_heads = num_heads // group
     end = tl.minimum((first_pair + ROWS - 1) // group + 1, num_rows)
-    row_end = position + 1
+    last_key = position  # and no sum: without ends the kernel has no register to spare
     if HAS_ENDS:
-        row_end = tl.load(row_ends + start + position, mask=is_real, other=0)
-        end = tl.max(row_end, 0)
+        last_key = tl.load(row_ends + start + position, mask=is_real, other=0) - 1
+        end = tl.max(last_key, 0) + 1
     first_key = tile * 0
     if HAS_WINDOW:
         first_key = tl.maximum(first_pair // group - window + 1, 0) // KEYS * KEYS
@@ -174,7 +174,7 @@ def _query_kernel(
         other = first + tl.arange(0, KEYS)
         key_at = ((start + other).to(tl.int64) * kv_heads + kv_head) * D
         k = _tile_of(key, key_at, other < num_rows, D, D_PAD)
-        is_seen = _seen(position[:, None], row_end[:, None], other[None, :], num_rows, window, HAS_WINDOW)
+        is_seen = _seen(position[:, None], last_key[:, None], other[None, :], num_rows, window, HAS_WINDOW)
         near = 0.0
         if HAS_BIAS:
             near = near_keys(bias, bias_at[:, None], of_real[:, None], position[:, None] - other[None, :])
@@ -202,7 +202,7 @@ def _query_kernel(
         k = _tile_of(key, key_at * D, is_key, D, D_PAD)
         v = _tile_of(value, key_at * E, is_key, E, E_PAD)
         is_seen = (
-            _seen(position[:, None], row_end[:, None], other[None, :], num_rows, window, HAS_WINDOW) & is_real[:, None]
+            _seen(position[:, None], last_key[:, None], other[None, :], num_rows, window, HAS_WINDOW) & is_real[:, None]
         )
         distance = position[:, None] - other[None, :]
         near = 0.0
@@ -214,7 +214,9 @@ def _query_kernel(
         of_score = prob * (of_prob - delta[:, None])
         if HAS_BIAS_GRAD:
             of_near = rounded(of_score, grad_bias.dtype.element_ty)
-            is_near = is_seen & (distance >= 0) & (distance < reach)
+            is_near = is_seen & (distance < reach)
+            if HAS_ENDS:  # keys behind the row have no number; without ends none is seen, and registers are scarce
+                is_near = is_near & (distance >= 0)
             tl.store(grad_bias + bias_at[:, None] + distance, of_near, mask=is_near)
         of_score = of_score * slope * scale
         total_grad = dot_added(total_grad, rounded(of_score, k.dtype), k)
@@ -253,16 +255,16 @@ def _key_kernel(
         pair = first_pair + tl.arange(0, ROWS)
         is_real = pair < num_rows * group
         position = pair // group
-        row_end = position + 1
+        last_key = position
         if HAS_ENDS:
-            row_end = tl.load(row_ends + start + position, mask=is_real, other=0)
+            last_key = tl.load(row_ends + start + position, mask=is_real, other=0) - 1
         at = (start + position).to(tl.int64) * num_heads + kv_head * group + pair % group
         q = _tile_of(query, at * D, is_real, D, D_PAD)
         grad = _tile_of(grad_out, at * E, is_real, E, E_PAD)
         log_sum = tl.load(log_sums + at, mask=is_real, other=0.0)
         delta = tl.load(deltas + at, mask=is_real, other=0.0)
         is_seen = (
-            _seen(position[None, :], row_end[None, :], other[:, None], num_rows, window, HAS_WINDOW) & is_real[None, :]
+            _seen(position[None, :], last_key[None, :], other[:, None], num_rows, window, HAS_WINDOW) & is_real[None, :]
         )
         near = 0.0
         if HAS_BIAS:
