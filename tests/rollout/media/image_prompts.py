@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.sampling_params import SamplingParams
 
 IMAGE = 250  # the token of an image's feature in the models of test_vision_language
 WORDS = ([3, 4, 5, 6, 7], [8, 9], list(range(20, 50)))
@@ -93,3 +94,20 @@ def trained_logprobs(engine: Engine, prompts: list[Any], completions: list[Compl
         own = logits[row, completion.num_prompt_tokens - 1 : len(sequence) - 1].detach()
         found.append(selected_logprobs(own, torch.tensor(completion.token_ids), 1.0).tolist())
     return found
+
+
+def assert_pauses_change_nothing(
+    engine: Engine, prompts: list[dict[str, Any]], params: SamplingParams, mode: str
+) -> None:
+    """Compare answers to prompts with those of a run that is paused after every fourth step."""
+    expected = {c.prompt_ids: (c.token_ids, c.logprobs) for c in engine.generate(prompts, params)}
+    for prompt in prompts:
+        engine.add(prompt, params)
+    found, num_steps = [], 0
+    while engine.has_work:
+        found += engine.step()
+        num_steps += 1
+        if num_steps % 4 == 0:  # a retraction after every chunk would let no prompt end
+            engine.pause_generation(mode)
+            engine.continue_generation()
+    assert {c.prompt_ids: (c.token_ids, c.logprobs) for c in found} == expected

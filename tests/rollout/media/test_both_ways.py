@@ -19,7 +19,13 @@ from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.families.compare import random_model
 from lockstep.tests.families.images import _prompt, _with_small_images
-from lockstep.tests.rollout.media.image_prompts import IMAGE, ImagePrompts, as_trained, trained_logprobs
+from lockstep.tests.rollout.media.image_prompts import (
+    IMAGE,
+    ImagePrompts,
+    as_trained,
+    assert_pauses_change_nothing,
+    trained_logprobs,
+)
 from lockstep.tests.rollout.model.test_vision_language import CLIP, CONFIGS, TEXT
 from lockstep.tests.rollout.test_out_of_memory import ShortOfMemory, short
 
@@ -159,18 +165,7 @@ def test_a_hit_may_end_within_an_image_and_equal_images_in_other_places_share_no
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_pause_changes_nothing(mode: str) -> None:
     engine = Engine(make(), ENGINE)
-    prompts = prompts_of(engine.model.module)
-    expected = {c.prompt_ids: (c.token_ids, c.logprobs) for c in engine.generate(prompts, SAMPLED)}
-    for prompt in prompts:
-        engine.add(prompt, SAMPLED)
-    found, num_steps = [], 0
-    while engine.has_work:
-        found += engine.step()
-        num_steps += 1
-        if num_steps % 4 == 0:  # a retraction after every chunk would let no prompt end
-            engine.pause_generation(mode)
-            engine.continue_generation()
-    assert {c.prompt_ids: (c.token_ids, c.logprobs) for c in found} == expected
+    assert_pauses_change_nothing(engine, prompts_of(engine.model.module), SAMPLED, mode)
 
 
 def test_packed_rows_have_the_logprobs_of_the_rollout() -> None:

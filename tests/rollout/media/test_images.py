@@ -15,7 +15,12 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.media.reader import image_tensors, sizes_digest
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.tests.rollout.media.image_prompts import IMAGE, ImagePrompts, trained_logprobs
+from lockstep.tests.rollout.media.image_prompts import (
+    IMAGE,
+    ImagePrompts,
+    assert_pauses_change_nothing,
+    trained_logprobs,
+)
 from lockstep.tests.rollout.model.test_vision_language import ENGINE, make
 
 FAMILIES = ["qwen3_vl", "qwen2_5_vl", "llava", "gemma3"]
@@ -115,18 +120,7 @@ def test_samples_of_a_prompt_share_its_images_and_no_other_image_does(name):
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_a_pause_changes_nothing(mode):
     engine = Engine(make("qwen3_vl"), ENGINE)
-    prompts = prompts_of(engine.model.module)
-    expected = {c.prompt_ids: (c.token_ids, c.logprobs) for c in engine.generate(prompts, SAMPLED)}
-    for prompt in prompts:
-        engine.add(prompt, SAMPLED)
-    found, num_steps = [], 0
-    while engine.has_work:
-        found += engine.step()
-        num_steps += 1
-        if num_steps % 4 == 0:  # a retraction after every chunk would let no prompt end
-            engine.pause_generation(mode)
-            engine.continue_generation()
-    assert {c.prompt_ids: (c.token_ids, c.logprobs) for c in found} == expected
+    assert_pauses_change_nothing(engine, prompts_of(engine.model.module), SAMPLED, mode)
 
 
 def test_a_started_engine_reads_images_between_its_steps():
