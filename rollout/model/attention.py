@@ -33,6 +33,7 @@ from .operations.indexer import IndexChoice
 from .operations.packed_rows import ends_of_blocks, hosted_mask, query_start
 from .operations.pool_choice import PoolChoice
 from .operations.shared_attention import LAYER
+from .operations.shared_queries import SHARED_QUERIES, are_shared
 from .steps.context import KVWritten, LayerKV, StepContext
 from .steps.masks import has_blocks
 
@@ -100,8 +101,8 @@ def hosted_attention(
     module that `distance_bias.py` knows. Raises ValueError that names every unknown keyword; none is ignored.
     """
     step = others.pop(STEP_KEYWORD, None)
-    if WHOLE in vars(module):
-        return whole_attention(module, query, key, value, attention_mask, scaling, others.get("is_causal"))
+    if (result := _outside_layers(module, query, key, value, attention_mask, scaling, others)) is not None:
+        return result, None
     layer = cast(int, others.pop(LAYER, getattr(module, "layer_idx", None)))  # the probe refuses a module without
     rotation, query, key = _unrotated(step, query, key) if IS_USED else (None, query, key)
     _refuse_call(module, others, dropout)
@@ -134,6 +135,19 @@ def hosted_attention(
         starts = query_start(mask, cu_seq_lens_q, others.get("position_ids"), batch, num_rows, query)
         out = _packed(rows, starts, chunk, options, choice, blocks)
     return out.view(batch, num_rows, num_heads, value.shape[3]), None
+
+
+def _outside_layers(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
+    others: Mapping[str, object],
+) -> Tensor | None:  # fmt: skip
+    """Compute attention that has no KV, [B, T, H, D]: of an encoder, or of a few queries to states of each position.
+    None for that of a layer."""
+    if WHOLE in vars(module):
+        return whole_attention(module, query, key, value, mask, scaling, others.get("is_causal"))[0]
+    if SHARED_QUERIES in vars(module) and mask is None and are_shared(query, key):
+        return cast(Tensor, vars(module)[SHARED_QUERIES](query, key, value, scale=scaling).transpose(1, 2))
+    return None
 
 
 def _choice_of(module: nn.Module, mask: object, indices: IndexChoice | None) -> _Choice:

@@ -46,6 +46,7 @@ from .operations.pools import MASK_OF, mask_of_choice, pooled_indexer_forward
 from .operations.row_positions import CHECKPOINTS_CACHE, counting_forward, telling_forward
 from .operations.shared_attention import shared_attention_forward
 from .operations.shared_input import SharedInput, siblings_of
+from .operations.shared_queries import SHARED_QUERIES, makes_no_queries, shared_query_attention
 from .own_attention.key_bias import key_bias_of
 from .own_attention.layers import OwnAttention, own_attentions
 from .recurrent.heads import HeadDivision
@@ -168,14 +169,16 @@ class Numerics:
         """Plan the forwards of recurrent layers, of indexers and of attention that counts rows, and chunks of some."""
         heads = HeadDivision(StageRanks.of(division.mesh), division.mesh.tp_rank)
         own = own_attentions(root)
+        recurrent = set()
         for module in root.modules():
             if (forward := recurrent_forward(module, heads)) is not None:
                 self._patches.append((module, "forward", forward))
+                recurrent.add(module)
         for module in root.modules():
             pooled = pooled_indexer_forward(module) or block_indexer_forward(module) or ngram_forward(module)
             telling = None if module in own else counting_forward(module)
             counting = telling
-            telling = telling or telling_forward(module) or shared_attention_forward(module)
+            telling = telling or telling_forward(module, recurrent) or shared_attention_forward(module)
             forward = pooled or indexer_forward(module) or telling or distance_bias_forward(module)
             if forward is not None:
                 self._patches.append((module, "forward", forward))
@@ -191,7 +194,8 @@ class Numerics:
                 self._patches += [(found[0], "forward", found[1]), (module, COMPRESSOR, id(found[0]))]
             if (chunk := chunk_of(module)) is not None:
                 self._patches.append((module, CHUNK, chunk))
-
+            if makes_no_queries(module):
+                self._patches.append((module, SHARED_QUERIES, shared_query_attention(self._linear())))
         self._patches += [(part, WHOLE, True) for part in whole_attention_parts(root)]
 
     def _plan_own_attention(self, root: PreTrainedModel) -> None:

@@ -2,7 +2,8 @@
 
 A part of such an attention mixes profiles of distances by each row's states, and spreads the result over the keys of
 the cache. Here it stays by distance, [B, H, T, R], and the hosted attention looks it up for the keys that a row sees.
-The part is recognised by its results, not by its name.
+The part is recognised by its results, not by its name. It is given the states and the positions of queries and keys,
+or it makes the states itself and is given hidden states, distances and positions (Inkling 2 since transformers 5.24).
 """
 
 from __future__ import annotations
@@ -26,44 +27,76 @@ _UNLIKE = (AttributeError, TypeError, ValueError, RuntimeError, IndexError)
 
 def distance_bias_forward(module: nn.Module) -> Forward | None:
     """Return the forward of a part that gives [B, H, T, R] by distance; None for any other module."""
-    parameters = list(module.named_parameters())
-    if len(parameters) != 1 or parameters[0][1].dim() != 2 or any(True for _ in module.children()):
+    profiles = list(module.named_parameters(recurse=False))
+    if len(profiles) != 1 or profiles[0][1].dim() != 2:
         return None
-    name, profiles = parameters[0]
     code = innermost(type(module).forward)
-    if code is None or len(inspect.signature(code).parameters) != 4 or not _is_like(module, name, profiles):
+    if code is None or len(inspect.signature(code).parameters) != 4:
+        return None
+    name, width = profiles[0][0], profiles[0][1].shape[0]
+    layers = _layers_of(module, width)
+    if layers is None and any(True for _ in module.children()):
         return None
 
-    def forward(states: Tensor, _queries: Tensor, _keys: Tensor) -> Tensor:
+    def forward(states: Tensor, _: Tensor, positions: Tensor) -> Tensor:
+        # states [B, T, H, width], or hidden ones [B, T, C] with positions [B, T] where the part makes the states
+        if layers is not None:
+            projection, norm = layers
+            states = norm(projection(states).unflatten(-1, (-1, width)), positions)
         return (states @ getattr(module, name)).transpose(1, 2)
 
-    return forward
+    return forward if _is_like(module, forward, width, layers and layers[0]) else None
 
 
 def reach_of(module: nn.Module) -> int | None:
     """Return the distances that such a part of an attention reaches; None for any other module."""
     for part in module.children():
         if distance_bias_forward(part) is not None:
-            return next(part.parameters()).shape[1]
+            return next(part.parameters(recurse=False)).shape[1]
     return None
 
 
-def _is_like(module: nn.Module, name: str, profiles: Tensor) -> bool:
+def _layers_of(module: nn.Module, width: int) -> tuple[nn.Linear, nn.Module] | None:
+    """Return the projection and the norm by which a part makes states of a width; None where it has no such layers."""
+    children = list(module.children())
+    linear = [child for child in children if type(child) is nn.Linear and child.out_features % width == 0]
+    norms = [child for child in children if type(child) is not nn.Linear]
+    return (linear[0], norms[0]) if len(linear) == len(norms) == 1 else None
+
+
+class _Both(nn.Module):
+    """A part, and the forward that shall take its place: a trial gives both the same parameters."""
+
+    def __init__(self, part: nn.Module, forward: Forward) -> None:
+        super().__init__()
+        self.part, self._forward = part, forward
+
+    def forward(self, states: Tensor, queries: Tensor, keys: Tensor, makes_states: bool) -> tuple[Tensor, Tensor]:
+        """Return what the part spreads over the keys, and what its place keeps by distance."""
+        second, third = (queries[:, None] - keys, queries[None]) if makes_states else (queries, keys)
+        return self.part(states, second, third), self._forward(states, second, third)
+
+
+def _is_like(module: nn.Module, forward: Forward, width: int, projection: nn.Linear | None) -> bool:
     """Return whether the module spreads rows' mixed profiles over keys by their distance, and 0 beyond the profiles."""
-    (width, reach), device = profiles.shape, profiles.device
+    reach, device = next(module.parameters(recurse=False)).shape[1], next(module.parameters()).device
     generator = torch.Generator().manual_seed(0)
-    states, trial = (
-        torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
-        for shape in ((1, _NUM_QUERIES, _NUM_HEADS, width), (width, reach))
-    )
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32).to(device)
+
+    rows = (_NUM_HEADS, width) if projection is None else (projection.in_features,)
+    states = drawn(1, _NUM_QUERIES, *rows)
+    trial = {f"part.{name}": drawn(*parameter.shape) for name, parameter in module.named_parameters()}
     keys = torch.arange(_NUM_KEYS, device=device) * max(1, reach // 4)  # some of them beyond the reach
     queries = keys[-_NUM_QUERIES:] + 1
     try:
         with torch.no_grad():
-            found = torch.func.functional_call(module, {name: trial}, (states, queries, keys))
+            call = (states, queries, keys, projection is not None)
+            found, mixed = torch.func.functional_call(_Both(module, forward), trial, call)
+            distance = (queries[:, None] - keys).expand(*mixed.shape[:2], -1, -1)
+            expected = mixed.gather(3, distance.clamp(0, reach - 1))
     except _UNLIKE:
         return False
-    distance = (queries[:, None] - keys).expand(1, _NUM_HEADS, -1, -1)
-    mixed = (states @ trial).transpose(1, 2).gather(3, distance.clamp(0, reach - 1))
-    expected = mixed.masked_fill((distance < 0) | (distance >= reach), 0)
+    expected = expected.masked_fill((distance < 0) | (distance >= reach), 0)
     return isinstance(found, Tensor) and found.shape == expected.shape and torch.allclose(found, expected, atol=1e-5)

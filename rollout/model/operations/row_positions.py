@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +28,8 @@ Forward = Callable[..., Any]
 CHECKPOINTS_CACHE = "_can_checkpoint_with_cache"
 _CACHES, _LENGTH, _HIDDEN = ("past_key_values", "cache"), "get_seq_length", "hidden_states"  # the second since 5.24
 _INPUTS, _MASK = ("input_ids", "inputs_embeds"), "attention_mask"
-_STATES = "cache_params"  # the cache's name in models whose layers are all recurrent
+_STATES = "cache_params"  # the cache's name in models whose layers are all recurrent, up to transformers 5.23
+_POSITIONS = "position_ids"
 # Attributes of parts that are told of the cache alone: convolutions of a layer that has several, compressors, indexers,
 # and selective scans.
 _UNTOLD = (
@@ -58,6 +59,8 @@ def counting_forward(module: nn.Module) -> Forward | None:
         return None
 
     def run(*args: Any, **named: Any) -> Any:
+        if any(isinstance(named.get(name), RowCache) for name in _CACHES):  # its model told it
+            return own(*args, **named)
         hidden = signature.bind(*args, **named).arguments[_HIDDEN]
         cache = RowCache.of(module, hidden.shape[1], hidden.device, named)
         name = taken or next((name for name in _CACHES if name in named), _CACHES[0])
@@ -70,21 +73,21 @@ def counting_forward(module: nn.Module) -> Forward | None:
     return run
 
 
-def telling_forward(module: nn.Module) -> Forward | None:
+def telling_forward(module: nn.Module, recurrent: Collection[nn.Module]) -> Forward | None:
     """Return the forward of a model that passes its layers a mask and a cache alone (Mamba), with a cache that brings
-    them the keywords of the call; None for any other module.
+    them the keywords of the call; None for any other module. recurrent: the recurrent layers in it.
 
     It raises ValueError for a cache that its caller brings, as generate() does, and for position_ids of packed rows
     without cu_seq_lens_q, which the model's own code ignores.
     """
-    if not isinstance(module, PreTrainedModel) or _STATES not in inspect.signature(module.forward).parameters:
+    if not isinstance(module, PreTrainedModel) or (states := _states_of(module, recurrent)) is None:
         return None
     own = types.MethodType(type(module).forward, module)
     signature = inspect.signature(own)
 
     def run(*args: Any, **named: Any) -> Any:
         given = signature.bind(*args, **named)
-        if not isinstance(given.arguments.get(_STATES), RowCache | None):
+        if not isinstance(given.arguments.get(states), RowCache | None):
             raise ValueError(
                 f"{type(module).__name__} was given a cache: hosted layers keep their own states, so call the module "
                 "with use_cache=False and not through generate()"
@@ -92,14 +95,26 @@ def telling_forward(module: nn.Module) -> Forward | None:
         inputs = [x for name in _INPUTS if (x := given.arguments.get(name)) is not None]
         cache = RowCache.of(module, inputs[0].shape[1], inputs[0].device, named) if inputs else None
         if cache is not None:
-            given.arguments[_STATES] = cache
+            given.arguments[states] = cache
         else:
-            refuse_packed_positions(named.get("position_ids"))
+            refuse_packed_positions(named.get(_POSITIONS))
         if given.arguments.get(_MASK) is NO_MASK:
             given.arguments[_MASK] = None
         return own(*given.args, **given.kwargs)
 
     return run
+
+
+def _states_of(module: PreTrainedModel, recurrent: Collection[nn.Module]) -> str | None:
+    """Return the name of the cache in the forward of a model whose layers are all recurrent: it takes no positions.
+    None for any other model."""
+    taken = inspect.signature(module.forward).parameters
+    if _STATES in taken:
+        return _STATES
+    layers = [part for part in module.modules() if isinstance(part, GradientCheckpointingLayer)]
+    if _POSITIONS in taken or not layers or not all(any(p in recurrent for p in each.modules()) for each in layers):
+        return None
+    return next((name for name in _CACHES if name in taken), None)
 
 
 def contexts_of(keywords: Mapping[str, object]) -> Tensor | None:

@@ -1,6 +1,7 @@
 """Attention of the same few queries at every position to a few states of that position (the residuals of Inkling 2).
 
 PyTorch may choose a kernel by the number of positions; here each position's result depends on its own states alone.
+The module's code calls PyTorch's function or, since transformers 5.24, the attention interface.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
+
+SHARED_QUERIES = "lockstep_shared_queries"  # attribute of a module that `makes_no_queries`: the attention of its place
 
 Linear = Callable[..., Tensor]  # x [...,K], weight [N,K], bias [N] or None -> [...,N]
 
@@ -24,7 +27,7 @@ def shared_query_attention(linear: Linear) -> Callable[..., Tensor]:
         is_causal: bool = False, *, scale: float | None = None, **others: Any,
     ) -> Tensor:  # fmt: skip
         is_plain = attn_mask is None and not dropout_p and not is_causal and not any(others.values())
-        if not is_plain or not _is_shared(query) or query.shape[:-2] != key.shape[:-2]:
+        if not is_plain or not are_shared(query, key):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **others
             )
@@ -39,7 +42,21 @@ def shared_query_attention(linear: Linear) -> Callable[..., Tensor]:
     return attention
 
 
-def _is_shared(query: Tensor) -> bool:
-    """Return whether queries [..., Q, D] are the same at every position, as an expanded tensor shows."""
+def makes_no_queries(module: nn.Module) -> bool:
+    """Return whether a module calls the attention interface outside of any layer and makes no queries of rows: it has
+    parameters of its own, and no products."""
+    if getattr(module, "is_causal", None) is not False or hasattr(module, "layer_idx"):
+        return False
+    return any(True for _ in module.parameters(recurse=False)) and not any(_is_product(m) for m in module.children())
+
+
+def are_shared(query: Tensor, key: Tensor) -> bool:
+    """Return whether queries [..., Q, D] are the same at every position of keys [..., S, D], as an expanded tensor
+    shows."""
     positions = zip(query.shape[:-2], query.stride()[:-2], strict=True)
-    return query.dim() > 2 and all(size == 1 or not stride for size, stride in positions)
+    same = query.dim() > 2 and all(size == 1 or not stride for size, stride in positions)
+    return same and query.shape[:-2] == key.shape[:-2]
+
+
+def _is_product(module: nn.Module) -> bool:
+    return any(parameter.dim() > 1 for parameter in module.parameters())

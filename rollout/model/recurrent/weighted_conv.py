@@ -32,11 +32,10 @@ def weighted_conv_forward(module: nn.Module) -> Forward | None:
     if not _is_like(module):
         return None
 
-    def forward(
-        hidden_states: Tensor, dynamic_input: Tensor, past_key_values: RowCache | None = None, **_: object
-    ) -> Tensor:
+    def forward(hidden_states: Tensor, dynamic_input: Tensor, *given: object, **named: object) -> Tensor:
         own = module.weight_proj(dynamic_input)  # type: ignore[operator]
-        return _compute(module, module.static_weight, own, hidden_states, past_key_values)  # type: ignore[arg-type]
+        cache = next((one for one in (*given, *named.values()) if isinstance(one, RowCache)), None)
+        return _compute(module, module.static_weight, own, hidden_states, cache)  # type: ignore[arg-type]
 
     return forward
 

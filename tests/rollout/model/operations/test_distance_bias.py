@@ -48,6 +48,37 @@ class Scaled(Spread):
         self.scale = nn.Parameter(torch.ones(1, 1))
 
 
+class Norm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, states: Tensor, positions: Tensor) -> Tensor:
+        return states * self.weight * (1 + positions[..., None, None])
+
+
+class Making(nn.Module):
+    """A part that makes the states itself, of hidden ones, as Inkling 2's since transformers 5.24."""
+
+    def __init__(self, width: int = 4, reach: int = 12) -> None:
+        super().__init__()
+        self.profiles = nn.Parameter(torch.zeros(width, reach))
+        self.scale, self.project = Norm(width), nn.Linear(10, 3 * width, bias=False)
+
+    def forward(self, hidden: Tensor, distance: Tensor, positions: Tensor) -> Tensor:
+        states = self.scale(self.project(hidden).view(*hidden.shape[:2], 3, -1), positions)
+        near = (distance >= 0) & (distance < self.profiles.shape[1])
+        mixed = torch.einsum("bqhd,dr->bhqr", states, self.profiles)
+        return mixed.gather(3, distance.clamp(0, self.profiles.shape[1] - 1).expand(*mixed.shape[:2], -1, -1)) * near
+
+
+class Late(Making):
+    """A part whose positions count from one."""
+
+    def forward(self, hidden: Tensor, distance: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(hidden, distance, positions) + positions[0, 0]
+
+
 class Attention(nn.Module):
     def __init__(self, part: nn.Module) -> None:
         super().__init__()
@@ -70,7 +101,28 @@ def test_a_part_that_spreads_mixed_profiles_is_recognised_and_stays_by_distance(
             torch.testing.assert_close(spread[:, :, query, key], near)
 
 
-@pytest.mark.parametrize("part", [Ahead(), Endless(), Scaled(), nn.Linear(4, 12, bias=False), nn.Bilinear(2, 3, 4)])
+@pytest.mark.parametrize("reach", [1, 12, 700])
+def test_a_part_that_makes_its_states_is_recognised_and_stays_by_distance(reach: int) -> None:
+    part = Making(reach=reach)
+    forward = distance_bias_forward(part)
+    assert forward is not None and reach_of(Attention(part)) == reach
+    for parameter in part.parameters():
+        parameter.data.normal_()
+    hidden, positions = torch.randn(2, 30, 10), torch.arange(30).expand(2, -1) + torch.tensor([[0], [7]])
+    found = forward(hidden, torch.zeros(0, 0), positions)
+    assert found.shape == (2, 3, 30, reach)
+    spread = part(hidden, torch.arange(30)[:, None] - torch.arange(30), positions)
+    near = spread.new_zeros(spread.shape)
+    for query in range(30):
+        for key in range(max(0, query - reach + 1), query + 1):
+            near[:, :, query, key] = found[:, :, query, query - key]
+    torch.testing.assert_close(spread, near)
+
+
+OTHERS = [Ahead(), Endless(), Scaled(), Late(), nn.Linear(4, 12, bias=False), nn.Bilinear(2, 3, 4)]
+
+
+@pytest.mark.parametrize("part", OTHERS, ids=lambda part: type(part).__name__)
 def test_other_parts_are_not_recognised(part: nn.Module) -> None:
     assert distance_bias_forward(part) is None and reach_of(Attention(part)) is None
 

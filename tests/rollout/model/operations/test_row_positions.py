@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.model.operations.indexer import indexer_forward
-from lockstep.rollout.model.operations.row_positions import RowCache, counting_forward
+from lockstep.rollout.model.operations.packed_rows import NO_MASK
+from lockstep.rollout.model.operations.row_positions import RowCache, counting_forward, telling_forward
 
 LENGTHS = [1, 37, 2, 1, 50, 3]  # some are shorter than a convolution, or than a window that is compressed
 
@@ -73,6 +75,50 @@ def test_a_layers_cache_is_found_by_its_name(kind, name):
     assert found.update(keys, keys, 0, kwargs={"more": 1}) == (keys, keys)
     if kind is not OfAnyName:
         assert isinstance(forward(hidden, object(), cu_seq_lens_q=starts), RowCache)  # by its place
+
+
+def test_a_layer_keeps_the_cache_that_its_model_told_it():
+    told = RowCache(nn.Identity(), 3, torch.tensor([0, 3]), torch.tensor([3]))
+    assert counting_forward(OfNewName())(torch.zeros(1, 3, 4), cache=told) is told
+
+
+class OldModel(PreTrainedModel):
+    """A model of recurrent layers alone, with the cache's name up to transformers 5.23."""
+
+    def __init__(self) -> None:
+        super().__init__(PreTrainedConfig())
+        self.layer = OfNewName()
+
+    def forward(self, inputs_embeds: Tensor, cache_params: object = None, attention_mask: object = None, **_: object):
+        return cache_params, attention_mask
+
+
+class NewModel(OldModel):
+    def forward(self, inputs_embeds: Tensor, cache: object = None, attention_mask: object = None, **_: object):
+        return cache, attention_mask
+
+
+class OfPositions(NewModel):
+    def forward(self, inputs_embeds: Tensor, position_ids: object = None, cache: object = None, **_: object):
+        return cache, None
+
+
+@pytest.mark.parametrize("kind", [OldModel, NewModel])
+def test_a_model_of_recurrent_layers_alone_tells_them_of_its_rows(kind):
+    model, starts = kind(), torch.tensor([0, 2, 5], dtype=torch.int32)
+    forward = telling_forward(model, {model.layer})
+    cache, mask = forward(torch.zeros(1, 5, 4), attention_mask=NO_MASK, cu_seq_lens_q=starts)
+    assert isinstance(cache, RowCache) and cache.keywords["cu_seq_lens_q"] is starts and mask is None
+    name = "cache_params" if kind is OldModel else "cache"
+    with pytest.raises(ValueError, match=f"{kind.__name__} was given a cache"):
+        forward(torch.zeros(1, 5, 4), **{name: object()})
+    with pytest.raises(ValueError, match="start over"):
+        forward(torch.zeros(1, 4, 4), position_ids=torch.tensor([[0, 1, 0, 1]]))
+
+
+def test_models_with_positions_or_with_other_layers_tell_theirs_nothing():
+    model = NewModel()
+    assert telling_forward(model, set()) is None and telling_forward(OfPositions(), set(model.modules())) is None
 
 
 class OldIndexer(nn.Module):
