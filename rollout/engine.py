@@ -15,7 +15,7 @@ from .config import EngineConfig
 from .control.drafts import EngineDrafts
 from .control.driver import Driver
 from .control.inbox import Inbox
-from .control.intake import Params, Prompt, prompt_ids
+from .control.intake import Params, Prompt
 from .control.mailboxes import Mailboxes
 from .control.requests import ManyOptions, ManyParams, Prompts, RequestDesk
 from .control.weights import EngineWeights
@@ -307,12 +307,12 @@ class Engine(OfOneProcess):
         op_id: str | None = None,
         timeout_s: float | None = None,
     ) -> PinReport:
-        """Pin the cached blocks at the start of a prompt, text or token ids. The report has their hashes, for
-        `unpin_blocks`, and counts full blocks of the prompt that are not cached as unknown."""
-        ids = prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
+        """Pin the cached blocks at the start of a prompt. The report has their hashes, for `unpin_blocks`, and counts
+        full blocks of the prompt that are not cached as unknown."""
+        ids, images = self.requests.tokens_of(prompt)
         return self.driver.control(
-            "pin_prefix", lambda: self._between_steps.pin_prefix(ids, extra_key, owner, ttl_s), op_id, timeout_s,
-            token_ids=ids, owner=owner, ttl_s=ttl_s, extra_key=extra_key,
+            "pin_prefix", lambda: self._between_steps.pin_prefix(ids, images, extra_key, owner, ttl_s), op_id,
+            timeout_s, token_ids=ids, owner=owner, ttl_s=ttl_s, extra_key=extra_key,
         )  # fmt: skip
 
     def evict_descendants(self, hash: int, *, op_id: str | None = None, timeout_s: float | None = None) -> EvictReport:
@@ -330,11 +330,11 @@ class Engine(OfOneProcess):
         timeout_s: float | None = None,
     ) -> CacheTree:
         """Return the prefix cache between two steps: all of it or the blocks under one, at most `depth` levels. With a
-        prompt (text or token ids) it also names the prompt's first block that is not cached. Raises ValueError for an
-        unknown block or a depth below 1."""
-        ids = None if prompt is None else prompt_ids(prompt, self.tokenizer, self.model.vocab_size)
+        prompt it also names the prompt's first block that is not cached. Raises ValueError for an unknown block or a
+        depth below 1."""
+        its = None if prompt is None else self.requests.tokens_of(prompt)
         look = self._between_steps.cache_tree
-        return self.driver.control("cache_tree", lambda: look(depth, under, ids, extra_key), None, timeout_s)
+        return self.driver.control("cache_tree", lambda: look(depth, under, its, extra_key), None, timeout_s)
 
     @property
     def kv_events(self) -> KVEventLog:

@@ -302,7 +302,8 @@ def _state_batch(state: CacheState) -> EventBatch:
     log.attach(batches.append)
     log.append(AllBlocksCleared())
     for node in state.nodes:
-        log.append(BlockStored((node.hash,), node.parent, tuple(node.token_ids), state.block_size, node.salt))
+        keys = (node.image_key,) if node.image_key else ()
+        log.append(BlockStored((node.hash,), node.parent, tuple(node.token_ids), state.block_size, node.salt, keys))
     log.flush()
     [batch] = batches
     return EventBatch("kv", state.event_seq, batch.timestamp, batch.events)

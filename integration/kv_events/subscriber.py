@@ -46,6 +46,7 @@ class MirroredBlock:
     parent: int | None  # hash of the block before it; None: the first of its prefix
     token_ids: tuple[int, ...]
     salt: str
+    image_key: str = ""  # names its images; "": none
 
 
 class CacheMirror:
@@ -71,7 +72,8 @@ class CacheMirror:
         if incomplete:
             raise ValueError(f"not a whole cache tree: parents or children of {incomplete[:5]} are missing")
         blocks = {
-            hash: MirroredBlock(node["parent"], tuple(node["token_ids"]), node["salt"]) for hash, node in nodes.items()
+            hash: MirroredBlock(node["parent"], tuple(node["token_ids"]), node["salt"], node["image_key"])
+            for hash, node in nodes.items()
         }
         return cls(blocks, tree["event_seq"])
 
@@ -104,13 +106,14 @@ class CacheMirror:
 
     def _store(self, seq: int, event: BlockStored) -> None:
         size, parent = event.block_size, event.parent_block_hash
+        keys = event.image_keys or ("",) * len(event.block_hashes)
         if len(event.token_ids) != size * len(event.block_hashes):
             raise MirrorBroken(f"batch {seq} stores {len(event.token_ids)} tokens in blocks of {size}")
         for index, hash in enumerate(event.block_hashes):
             if hash in self.blocks or (parent is not None and parent not in self.blocks):
                 raise MirrorBroken(f"batch {seq} stores block {hash}, which is there already or whose parent is not")
             tokens = event.token_ids[index * size : (index + 1) * size]
-            self.blocks[hash] = MirroredBlock(parent, tokens, event.cache_salt)
+            self.blocks[hash] = MirroredBlock(parent, tokens, event.cache_salt, keys[index])
             parent = hash
 
 

@@ -7,7 +7,8 @@ A message on the PUB socket has three frames:
     payload    msgpack: [timestamp, events, dp_rank], each event a map with its "type"
 
     {"type": "BlockStored", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
-     "cache_salt", "session_id", "lora_name"}; a missing value is null
+     "cache_salt", "session_id", "lora_name", "extra_keys"}; a missing value is null. extra_keys, as vLLM's: of each
+     block a list of the names of what its KV depends on beside its tokens, here of its images, or null
     {"type": "BlockRemoved", "block_hashes", "medium"}
     {"type": "AllBlocksCleared"}
     {"type": "PinEvent", "kind", "block_hashes", "owner", "reason"}, on "pins" only
@@ -69,6 +70,7 @@ def _as_map(event: KVEvent | PinEvent) -> dict[str, object]:
             "cache_salt": event.cache_salt or None,
             "session_id": None,
             "lora_name": None,
+            "extra_keys": [[key] if key else None for key in event.image_keys] or None,
         }
     if isinstance(event, BlockRemoved):
         return {"type": "BlockRemoved", "block_hashes": event.block_hashes, "medium": _MEDIUM}
@@ -86,7 +88,7 @@ def _as_map(event: KVEvent | PinEvent) -> dict[str, object]:
 _FROM_MAP: dict[str, Callable[[dict[str, Any]], KVEvent | PinEvent]] = {
     "BlockStored": lambda m: BlockStored(
         tuple(m["block_hashes"]), m["parent_block_hash"], tuple(m["token_ids"]), m["block_size"],
-        m.get("cache_salt") or "",
+        m.get("cache_salt") or "", tuple("".join(keys or ()) for keys in m.get("extra_keys") or ()),
     ),
     "BlockRemoved": lambda m: BlockRemoved(tuple(m["block_hashes"])),
     "AllBlocksCleared": lambda m: AllBlocksCleared(),

@@ -117,6 +117,18 @@ class Intake:
         ids, images = self._images.read(prompt, computing)
         return ids if images is None else PromptWithImages(ids, images)
 
+    def tokens_of(self, prompt: Prompt) -> CheckedPrompt:
+        """Return the token ids and images of a prompt that is looked for in the cache. Raises ValueError, not for
+        tokens of images without any: no block of them is cached."""
+        if isinstance(prompt, Mapping) and IDS in prompt and self._images is not None:
+            prompt = self.read(prompt)
+        images: Images | None = None
+        if isinstance(prompt, CheckedPrompt):
+            prompt, images = prompt
+        elif isinstance(prompt, PromptWithImages):
+            images = prompt.images
+        return CheckedPrompt(prompt_ids(prompt, self._tokenizer, self._vocab_size), images)
+
     def _read(self, prompt: Prompt) -> CheckedPrompt:
         """Return a prompt's token ids and images. Raises ValueError, also for other media, and for tokens of images
         without any."""

@@ -73,6 +73,10 @@ class RequestDesk:
         self._driver.check_open()
         return self._intake.read(prompt, computing)
 
+    def tokens_of(self, prompt: Prompt) -> CheckedPrompt:
+        """Return the token ids and images of a prompt that is looked for in the cache. Raises ValueError."""
+        return self._intake.tokens_of(prompt)
+
     # -- without waiting --------------------------------------------------------------------------------------------
 
     def add(self, prompt: Prompt, params: Params, options: RequestOptions | None, rid: str | None) -> list[str]:

@@ -22,6 +22,7 @@ class CacheNode:
     token_ids: tuple[int, ...]
     epoch: int  # epoch of the weights that computed its KV; a block of an older epoch is never in the tree
     salt: str  # extra_key of the requests that may use it
+    image_key: str  # names the images that its KV depends on, beside the blocks before; "": none
     num_holders: int  # running sequences that hold it
     num_pins: int  # pins on this block itself
     owners: dict[str, int]  # number of these pins by owner; "" is the owner of pins without one
@@ -40,6 +41,7 @@ class Divergence:
     hash: int | None  # of the first block that is not cached; None: all are cached
     nearest: int | None  # of the cached block after the same prefix that starts most alike; None: there is none
     num_common_tokens: int  # tokens, from the start of the prompt, that agree with that block
+    differs_in_images: bool = False  # whether all tokens of that block agree, and its images or their positions do not
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class CacheTree:
             where = f"leaves the cache at block {d.num_matched}, hash {d.hash}" if d.hash is not None else "is cached"
             beside = ""
             if d.nearest is not None:
-                beside = f"; nearest is {d.nearest}, equal up to token {d.num_common_tokens}"
+                images = " but for its images" if d.differs_in_images else ""
+                beside = f"; nearest is {d.nearest}, equal up to token {d.num_common_tokens}{images}"
             lines.append(f"the prompt of {d.num_blocks} full blocks {where}{beside}")
         return "\n".join(lines)
 
@@ -152,6 +155,7 @@ def _describe(ledger: KVLedger, node: Node, now: float) -> CacheNode:
         token_ids=tuple(node.token_ids),
         epoch=ledger.epoch,
         salt=node.salt,
+        image_key=node.image_key,
         num_holders=node.num_holders,
         num_pins=sum(owners.values()),
         owners=owners,
@@ -163,20 +167,21 @@ def _describe(ledger: KVLedger, node: Node, now: float) -> CacheNode:
 
 
 def _divergence(ledger: KVLedger, prompt: Prefix, num_blocks: int) -> Divergence:
-    path = ledger.path_of(prompt, num_blocks)
-    num_common = len(path) * ledger.block_size
-    if len(path) == num_blocks:
+    path = ledger.paths.of(prompt, num_blocks)
+    num_matched, num_common = len(path), len(path) * ledger.block_size
+    if num_matched == num_blocks:
         return Divergence(num_blocks, num_blocks, None, None, num_common)
     if path:
         beside = list((path[-1].children or {}).values())
     else:
         beside = [node for node in ledger.cache if node.parent is None and node.salt == prompt.salt]
-    tokens = prompt.tokens(len(path))
+    tokens, hash = prompt.tokens(num_matched), prompt.hash(num_matched)
     nearest = max(beside, key=lambda node: _num_equal(node.tokens, tokens), default=None)
-    if nearest is not None:
-        num_common += _num_equal(nearest.tokens, tokens)
-    hash = prompt.hash(len(path))
-    return Divergence(num_blocks, len(path), hash, nearest.hash if nearest else None, num_common)
+    if nearest is None:
+        return Divergence(num_blocks, num_matched, hash, None, num_common)
+    num_common += _num_equal(nearest.tokens, tokens)
+    differs_in_images = nearest.tokens == tokens and nearest.image_key != prompt.image_key(num_matched)
+    return Divergence(num_blocks, num_matched, hash, nearest.hash, num_common, differs_in_images)
 
 
 def _num_equal(a: bytes, b: bytes) -> int:

@@ -20,6 +20,7 @@ class BlockStored:
     token_ids: tuple[int, ...]  # of all these blocks
     block_size: int
     cache_salt: str = ""  # extra_key of the requests that may use them
+    image_keys: tuple[str, ...] = ()  # of each block, "" for one without images; empty: none has any
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def _merged(events: list[KVEvent | PinEvent]) -> Iterator[KVEvent | PinEvent]:
         if stored:
             hashes = tuple(hash for event in stored for hash in event.block_hashes)
             token_ids = tuple(id for event in stored for id in event.token_ids)
-            yield replace(stored[0], block_hashes=hashes, token_ids=token_ids)
+            keys = tuple(key for event in stored for key in event.image_keys or ("",) * len(event.block_hashes))
+            yield replace(stored[0], block_hashes=hashes, token_ids=token_ids, image_keys=keys if any(keys) else ())
         elif removed:
             yield BlockRemoved(tuple(removed))
         stored.clear()

@@ -24,8 +24,8 @@ from ..states.slots import SlotLedger
 from .accounts import Account, KVUsage, wrong_blocks
 from .block_pool import BlockPool
 from .events import KVEventLog
+from .paths import CachedPaths
 from .pins import Pins
-from .prefix import Prefix
 from .radix_cache import Node, RadixCache
 
 _PRESSURE_MEMORY = 0.9  # share of the eviction pressure so far that each further allocation keeps
@@ -59,8 +59,8 @@ class KVLedger:
         self.states = states
         if states is not None:
             self.cache.on_removed = states.drop
+        self.paths = CachedPaths(self.cache, block_size, prefix_cache, states)
         self._accounts: dict[Request, Account] = {}
-        self._prefixes: dict[Request, Prefix] = {}  # of live requests
         self.epoch = 0
         self.num_looked_up_tokens = 0  # known tokens of all admitted requests, counted again after a retraction
         self.num_hit_tokens = 0  # tokens of them whose KV was in the cache
@@ -85,48 +85,13 @@ class KVLedger:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def prefix(self, request: Request) -> Prefix:
-        """Return the full blocks of a live request's tokens, by hash."""
-        prefix = self._prefixes.get(request)
-        if prefix is None:
-            prefix = Prefix(request.sequence.token_ids, self.block_size, request.cache_key)
-            self._prefixes[request] = prefix
-        return prefix
-
     def hash_of_block(self, request: Request, index: int) -> int:
         """Return the chained hash of the request's full block number `index`."""
-        return self.prefix(request).hash(index)
+        return self.paths.prefix(request).hash(index)
 
     def match(self, request: Request) -> list[Node]:
-        """Return the cached path of the request's prefix, as far as it may be reused. Changes nothing.
-
-        With recurrent layers it ends at the deepest snapshot.
-        """
-        nodes = self._cached_path(request)
-        return nodes if self.states is None else self._up_to_snapshot(nodes)
-
-    def _cached_path(self, request: Request) -> list[Node]:
-        if not self.prefix_cache:
-            return []
-        return self.path_of(self.prefix(request), request.max_reusable_tokens // self.block_size)
-
-    def _up_to_snapshot(self, nodes: list[Node]) -> list[Node]:
-        assert self.states is not None
-        num_nodes = len(nodes)
-        while num_nodes and not self.states.has_snapshot(nodes[num_nodes - 1]):
-            num_nodes -= 1
-        return nodes[:num_nodes]
-
-    def path_of(self, prefix: Prefix, num_blocks: int) -> list[Node]:
-        """Return the cached nodes of a prefix's first blocks, up to the first missing one. Changes nothing."""
-        nodes: list[Node] = []
-        parent = None
-        for hash, tokens in prefix.blocks(0, num_blocks):
-            parent = self.cache.find(hash, tokens, parent, prefix.salt)
-            if parent is None:
-                break
-            nodes.append(parent)
-        return nodes
+        """Return the nodes that the request may take, see `CachedPaths.match`. Changes nothing."""
+        return self.paths.match(request)
 
     def open(self, request: Request, nodes: list[Node]) -> None:
         """Admit the request with the matched path as the first blocks of its table."""
@@ -150,7 +115,7 @@ class KVLedger:
         """
         if not self.prefix_cache:
             return ()
-        ends = {len(self._cached_path(request)), (request.sequence.num_tokens - 1) // self.block_size}
+        ends = {len(self.paths.cached(request)), (request.sequence.num_tokens - 1) // self.block_size}
         return tuple(sorted(end * self.block_size for end in ends if end > num_matched))
 
     def num_rows_to_snapshot(self, request: Request, start: int, num_rows: int) -> int:
@@ -268,14 +233,14 @@ class KVLedger:
         first, end = len(account.nodes), num_tokens // self.block_size
         if not account.is_publishing or end <= first:
             return
-        prefix = self.prefix(request)
+        prefix = self.paths.prefix(request)
         parent = account.nodes[-1] if account.nodes else None
-        for block, (hash, tokens) in zip(account.blocks[first:end], prefix.blocks(first, end), strict=True):
-            node = cache.find(hash, tokens, parent, prefix.salt)
+        for block, (hash, tokens, key) in zip(account.blocks[first:end], prefix.blocks(first, end), strict=True):
+            node = cache.find(hash, tokens, parent, prefix.salt, key)
             if node is not None:
                 cache.hold(node)
             else:
-                node = cache.insert(hash, tokens, block, parent, prefix.salt)
+                node = cache.insert(hash, tokens, block, parent, prefix.salt, key)
             if node is None:
                 account.is_publishing = False
                 return
@@ -294,8 +259,7 @@ class KVLedger:
         given up. With recurrent layers it may be earlier: see `first_row_after_roll_back`.
         """
         account = self._accounts[request]
-        if (prefix := self._prefixes.get(request)) is not None:
-            prefix.cut(num_tokens // self.block_size)
+        self.paths.cut(request, num_tokens // self.block_size)
         start = self.first_row_after_roll_back(request, num_tokens)
         num_full = start // self.block_size
         if self.states is not None and not self.states.stands_at(request, start):
@@ -321,7 +285,7 @@ class KVLedger:
         start = num_tokens if len(nodes) <= num_full else num_full * self.block_size
         if self.states is None or self.states.stands_at(request, start):
             return start
-        return len(self._up_to_snapshot(nodes[:num_full])) * self.block_size
+        return len(self.paths.up_to_snapshot(nodes[:num_full])) * self.block_size
 
     def close(self, request: Request) -> None:
         """Release all blocks of the request: published blocks stay cached, the rest is free."""
@@ -337,7 +301,7 @@ class KVLedger:
     def forget(self, request: Request) -> None:
         """Drop the remembered hashes of a request that has ended. It must be closed."""
         assert request not in self._accounts
-        self._prefixes.pop(request, None)
+        self.paths.forget(request)
 
     def flush(self) -> tuple[int, int]:
         """Free every cached block and drop every pin.

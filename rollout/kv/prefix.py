@@ -1,17 +1,20 @@
 """Names for the blocks of a token prefix: a chained 64-bit hash per full block.
 
 Equal prefixes have equal hashes in any process and run: the first hash covers a seed and the salt, each further one its
-parent's hash and the block's tokens. A hash is for quick lookup; the reader of a found block compares the tokens too,
-so a collision only costs a cache hit.
+parent's hash, the block's tokens, and the key of its images if it has one (`media/kv_keys.py`). A hash is for quick
+lookup; the reader of a found block compares the tokens and the key too, so a collision only costs a cache hit.
 """
 
 from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import repeat
+from types import MappingProxyType
 
 _HASH_SEED = b"lockstep-kv-1"
+_NO_KEYS: Mapping[int, str] = MappingProxyType({})
 
 
 def root_hash(salt: str = "") -> int:
@@ -20,9 +23,9 @@ def root_hash(salt: str = "") -> int:
     return _from_bytes(_digest(_HASH_SEED + salt.encode(errors="surrogatepass")))
 
 
-def block_hash(parent_hash: int, tokens: bytes) -> int:
+def block_hash(parent_hash: int, tokens: bytes, image_key: str = "") -> int:
     """Return the chained hash of one full block, a signed 64-bit number. tokens: `token_bytes` of the block."""
-    return _from_bytes(_digest(_to_bytes(parent_hash) + tokens))
+    return _from_bytes(_digest(_to_bytes(parent_hash) + tokens + image_key.encode()))
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
@@ -50,10 +53,14 @@ def _from_bytes(digest: bytes) -> int:
 class Prefix:
     """The full blocks of a growing list of tokens; each is hashed once, at its first use."""
 
-    __slots__ = ("salt", "_block_size", "_token_ids", "_hashes", "_tokens")
+    __slots__ = ("salt", "_block_size", "_token_ids", "_image_keys", "_hashes", "_tokens")
 
-    def __init__(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> None:
+    def __init__(
+        self, token_ids: Sequence[int], block_size: int, salt: str = "", image_keys: Mapping[int, str] = _NO_KEYS
+    ) -> None:
+        """Name the blocks of these tokens. image_keys: by the number of the block, see `media/kv_keys.py`."""
         self.salt = salt
+        self._image_keys = image_keys
         self._block_size = block_size
         self._token_ids = token_ids
         self._hashes: list[int] = []
@@ -71,11 +78,16 @@ class Prefix:
             self._reach(index + 1)
         return self._tokens[index]
 
-    def blocks(self, start: int, stop: int) -> Iterable[tuple[int, bytes]]:
-        """Return hash and tokens of the full blocks number `start` to `stop` - 1."""
+    def image_key(self, index: int) -> str:
+        """Return the key of the images of full block number `index`; "" for one without."""
+        return self._image_keys.get(index, "")
+
+    def blocks(self, start: int, stop: int) -> Iterable[tuple[int, bytes, str]]:
+        """Return hash, tokens and key of images of the full blocks number `start` to `stop` - 1."""
         if stop > len(self._hashes):
             self._reach(stop)
-        return zip(self._hashes[start:stop], self._tokens[start:stop], strict=True)
+        keys = map(self.image_key, range(start, stop)) if self._image_keys else repeat("", stop - start)
+        return zip(self._hashes[start:stop], self._tokens[start:stop], keys, strict=True)
 
     def cut(self, num_blocks: int) -> None:
         """Forget the hashes after the first `num_blocks` blocks, because later tokens may have changed."""
@@ -89,8 +101,11 @@ class Prefix:
         blocks = [data[start : start + size * 4] for start in range(0, len(data), size * 4)]
         parent = _to_bytes(self._hashes[-1] if self._hashes else root_hash(self.salt))
         digests, blake2b = [], hashlib.blake2b
-        for tokens in blocks:  # as `block_hash`, at half its cost
-            parent = blake2b(parent + tokens, digest_size=8).digest()
+        told = blocks
+        if self._image_keys:
+            told = [own + self.image_key(index).encode() for index, own in enumerate(blocks, start=num_known)]
+        for own in told:  # as `block_hash`, at half its cost
+            parent = blake2b(parent + own, digest_size=8).digest()
             digests.append(parent)
         self._hashes += [int.from_bytes(digest, "little", signed=True) for digest in digests]
         self._tokens += blocks

@@ -1,8 +1,8 @@
 """The cached KV blocks by token prefix: a tree with one node per full block.
 
-A node is found by the chained hash of its whole prefix, and its own tokens, parent and salt are compared before it is
-used, so a collision can cost a hit but never serve another prefix's KV. One node per block means that no node is ever
-split: prefixes diverge at a block boundary or not at all.
+A node is found by the chained hash of its whole prefix, and its own tokens, images, parent and salt are compared before
+it is used, so a collision can cost a hit but never serve another prefix's KV. One node per block means that no node is
+ever split: prefixes diverge at a block boundary or not at all.
 
 Rules for removing a block from the tree:
 
@@ -27,14 +27,15 @@ class Node:
     """One full block of KV and its tokens."""
 
     __slots__ = (
-        "hash", "tokens", "salt", "block", "parent", "depth", "children", "num_holders", "is_pinned", "num_guards",
-        "last_used", "last_used_at", "num_hits",
+        "hash", "tokens", "salt", "image_key", "block", "parent", "depth", "children", "num_holders", "is_pinned",
+        "num_guards", "last_used", "last_used_at", "num_hits",
     )  # fmt: skip
 
-    def __init__(self, hash: int, tokens: bytes, block: int, parent: Node | None, salt: str) -> None:
+    def __init__(self, hash: int, tokens: bytes, block: int, parent: Node | None, salt: str, image_key: str) -> None:
         self.hash = hash
         self.tokens = tokens
         self.salt = salt
+        self.image_key = image_key  # see `media/kv_keys.py`; "": its KV depends on tokens alone
         self.block = block
         self.parent = parent  # None: the first block of a prefix
         self.depth: int = 0 if parent is None else parent.depth + 1
@@ -93,18 +94,20 @@ class RadixCache:
         """Return the node of that hash, whatever its tokens are. Changes nothing."""
         return self._index.get(hash)
 
-    def find(self, hash: int, tokens: bytes, parent: Node | None, salt: str = "") -> Node | None:
+    def find(self, hash: int, tokens: bytes, parent: Node | None, salt: str = "", image_key: str = "") -> Node | None:
         """Return the node of this block, or None. Changes nothing."""
         node = self._index.get(hash)
-        if node is None or node.parent is not parent or node.tokens != tokens or node.salt != salt:
+        if node is None or node.parent is not parent or node.tokens != tokens:
             return None
-        return node
+        return node if node.salt == salt and node.image_key == image_key else None
 
-    def insert(self, hash: int, tokens: bytes, block: int, parent: Node | None, salt: str = "") -> Node | None:
+    def insert(
+        self, hash: int, tokens: bytes, block: int, parent: Node | None, salt: str = "", image_key: str = ""
+    ) -> Node | None:
         """Put a block in the tree, held once by the caller. Returns None and changes nothing if the hash is taken."""
         if hash in self._index:
             return None
-        node = Node(hash, tokens, block, parent, salt)
+        node = Node(hash, tokens, block, parent, salt, image_key)
         self._index[hash] = node
         if parent is not None:
             assert parent.num_holders > 0, "a sequence holds every ancestor of the block it publishes"
@@ -116,9 +119,8 @@ class RadixCache:
         node.last_used = self._clock
         if self._events.is_on:
             parent_hash = None if parent is None else parent.hash
-            self._events.append(
-                BlockStored((hash,), parent_hash, tuple(node.token_ids), self._block_size, cache_salt=salt)
-            )
+            keys = (image_key,) if image_key else ()
+            self._events.append(BlockStored((hash,), parent_hash, tuple(node.token_ids), self._block_size, salt, keys))
         return node
 
     def hold(self, node: Node) -> None:

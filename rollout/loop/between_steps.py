@@ -9,8 +9,9 @@ from ..check.module_check import check_hosted
 from ..completion import FinishReason
 from ..errors import NotIdle
 from ..kv.cache_tree import CacheTree, cache_tree
+from ..kv.paths import prefix_of
 from ..kv.pins import PinReport
-from ..kv.prefix import Prefix
+from ..media.images import Images
 from ..model.adapters.folder import AdapterFolder, AdapterLayers
 from ..replica.controller import ReplicaRunner
 from ..sequences.request import Request
@@ -128,10 +129,13 @@ class BetweenSteps:
         """Raise MemoryReleased or SamplingRefused where the model must not run with the weights as they are."""
         self._gate.check_weights()
 
-    def pin_prefix(self, token_ids: list[int], extra_key: str, owner: str | None, ttl_s: float | None) -> PinReport:
+    def pin_prefix(
+        self, token_ids: list[int], images: Images | None, extra_key: str, owner: str | None, ttl_s: float | None
+    ) -> PinReport:
         """Pin the cached blocks of a prompt; its full blocks that are not cached count as unknown."""
         num_blocks = len(token_ids) // self._ledger.block_size
-        path = self._ledger.path_of(Prefix(token_ids, self._ledger.block_size, extra_key), num_blocks)
+        prefix = prefix_of(token_ids, images, self._ledger.block_size, extra_key)
+        path = self._ledger.paths.of(prefix, num_blocks)
         report = self._ledger.pins.pin([node.hash for node in path], owner, ttl_s)
         return replace(report, num_unknown=num_blocks - len(path))
 
@@ -146,12 +150,15 @@ class BetweenSteps:
         num_held = sum(n.num_holders > 0 for n in left)
         return EvictReport(True, num_evicted, num_held, len(left) - num_held)
 
-    def cache_tree(self, depth: int | None, under: int | None, prompt: list[int] | None, extra_key: str) -> CacheTree:
-        """Return the current prefix cache, for `Engine.cache_tree`."""
+    def cache_tree(
+        self, depth: int | None, under: int | None, prompt: tuple[list[int], Images | None] | None, extra_key: str
+    ) -> CacheTree:
+        """Return the current prefix cache, for `Engine.cache_tree`. prompt: token ids and their images."""
         size = self._ledger.block_size
         if prompt is None:
             return cache_tree(self._ledger, depth, under)
-        return cache_tree(self._ledger, depth, under, Prefix(prompt, size, extra_key), len(prompt) // size)
+        prefix = prefix_of(*prompt, size, extra_key)
+        return cache_tree(self._ledger, depth, under, prefix, len(prompt[0]) // size)
 
     # -- weights and KV ---------------------------------------------------------------------------------------------
 

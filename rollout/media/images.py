@@ -19,11 +19,13 @@ class Images:
     tokens: Sequence[int]  # ascending indices of the prompt's tokens that stand for images
     ends: Sequence[int]  # of each image, in `tokens`
     digest: str  # SHA-256 of the tensors
-    kv_key: str  # SHA-256 of the tensors and of what is in `blocks`: two prompts share KV only where it is the same
+    digests: Sequence[str]  # SHA-256 of the tensors of each image
     prompt_positions: Tensor | None = None  # int64 [S, P], of each part of the rotary; None: those of the tokens
     offset: int = 0  # of the rotary positions behind the prompt, to those of the tokens
     beside: Mapping[str, Tensor] = field(default_factory=dict)  # [1, P]: what else of the tokens a processor has given
     blocks: Sequence[tuple[int, int]] = ()  # tokens [begin, end) that see each other both ways; ascending
+    block_tokens: Sequence[str] = ()  # SHA-256 of the tokens of each of them
+    block_keys: dict[int, Mapping[int, str]] = field(default_factory=dict)  # by size, see `kv_keys`
 
     def parts(self, start: int, end: int) -> Iterator[ImagePart]:
         """Yield the parts of images whose tokens are among the prompt's tokens from `start` to `end` - 1."""

@@ -92,9 +92,11 @@ class ImageReader:
                 f"{self._most_rows} rows of a prompt: raise chunked_prefill_size and max_num_batched_tokens"
             )
         ends, digest = np.cumsum(counts).tolist(), images_digest(tensors)
-        known = [(begin, end, ids[begin:end]) for begin, end in blocks]  # a token's KV depends on its whole block
-        kv_key = hashlib.sha256(f"{digest} {known}".encode()).hexdigest() if known else digest
-        images = Images(inputs, tokens, ends, digest, kv_key, positions, offset, beside | types, blocks)
+        block_tokens = [hashlib.sha256(f"{ids[begin:end]}".encode()).hexdigest() for begin, end in blocks]
+        images = Images(
+            inputs, tokens, ends, digest, [images_digest(one) for one in inputs], positions, offset, beside | types,
+            blocks, block_tokens,
+        )  # fmt: skip
         if not self._is_checked:
             with computing():
                 self._check(ids, images)

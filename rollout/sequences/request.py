@@ -73,10 +73,10 @@ class Request:
     id: ClassVar[str] = property(attrgetter("sequence.id"))  # type: ignore[assignment]  # without a call of Python
 
     @property
-    def cache_key(self) -> str:
-        """The key that separates prefix caches, and samples for drafts, of equal tokens."""
+    def samples_key(self) -> str:
+        """The key that separates samples for drafts of prompts of equal tokens."""
         key = self.options.extra_key
-        return key if self.images is None else f"{key}\n{self.images.kv_key}"
+        return key if self.images is None else f"{key}\n{self.images.digest}"
 
     @property
     def wants_prompt_logprobs(self) -> bool:

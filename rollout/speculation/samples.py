@@ -93,7 +93,7 @@ class Samples:
         """Return the samples of a live request's prompt, as the ones used last."""
         if (key := self._keys.get(request)) is None:
             sequence = request.sequence
-            key = self._keys[request] = _key(sequence.token_ids[: sequence.num_prompt_tokens], request.cache_key)
+            key = self._keys[request] = _key(sequence.token_ids[: sequence.num_prompt_tokens], request.samples_key)
         prompt = self._prompts.pop(key, None) or _Prompt()
         self._prompts[key] = prompt
         prompt.live[request] = None

@@ -32,8 +32,8 @@ PLACES = {
         "sampling_params sequences speculation"
     ),
     "rollout.loop": (
-        "check completion config errors grammars kept_kv kv model nothing ranks receipt replica reports running "
-        "scheduling sequences speculation states"
+        "check completion config errors grammars kept_kv kv media model nothing ranks receipt replica reports "
+        "running scheduling sequences speculation states"
     ),
     "rollout.replica": (
         "completion errors grammars kept_kv kv model ranks reports request_options running sampling_params sequences "
@@ -42,7 +42,7 @@ PLACES = {
     "rollout.running": "completion errors kv media model reports sampling_params sequences states",
     "rollout.scheduling": "config kv sequences",
     "rollout.speculation": "config sequences",
-    "rollout.kv": "config errors model sequences states",
+    "rollout.kv": "config errors media model sequences states",
     "rollout.states": "errors model sequences",
     "rollout.model": "errors held_signals media ranks sharding",
     "rollout.media": "",

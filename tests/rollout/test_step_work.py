@@ -61,7 +61,7 @@ def decode(model, num_prompt_tokens: int, **config: object) -> tuple[Counter, in
             for sequence in sequences.values():
                 sequence.token_ids = Watched(sequence.token_ids)
                 watched.append(sequence.token_ids)
-        for request, prefix in parts.ledger._prefixes.items():
+        for request, prefix in parts.ledger.paths._prefixes.items():
             prefix._token_ids = request.sequence.token_ids
         assert len(watched) == 6
         gc.disable()  # others' callbacks on a collection are not the step's

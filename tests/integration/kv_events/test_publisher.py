@@ -200,14 +200,15 @@ def test_a_foreign_decoder_reads_the_events_as_described(engine, publisher, list
     publisher.attach(engine)
     before = time.time()
     emit(engine, STORED, BlockStored((5,), STORED.block_hashes[1], (9, 9, 9, 9), 4, "salt"))
+    emit(engine, BlockStored((6, 7), 5, (8,) * 8, 4, "", ("", "image")))
     emit(engine, PinEvent("pinned", (5,), "me"))
     emit(engine, BlockRemoved((5,)))
     emit(engine, AllBlocksCleared())
-    messages = [foreigner.next() for _ in range(4)]
-    assert [(topic, seq) for topic, seq, _ in messages] == [(b"kv-events", seq) for seq in range(4)]  # and no pins
+    messages = [foreigner.next() for _ in range(5)]
+    assert [(topic, seq) for topic, seq, _ in messages] == [(b"kv-events", seq) for seq in range(5)]  # and no pins
     for _, _, (timestamp, _, dp_rank) in messages:
         assert before - 60 < timestamp < time.time() + 60 and dp_rank == 0
-    nothing = {"lora_id": None, "session_id": None, "lora_name": None}
+    nothing = {"lora_id": None, "session_id": None, "lora_name": None, "extra_keys": None}
     assert [events for _, _, (_, events, _) in messages] == [
         [{"type": "AllBlocksCleared"}],  # the blocks that were cached when it was attached
         [
@@ -218,6 +219,12 @@ def test_a_foreign_decoder_reads_the_events_as_described(engine, publisher, list
             {
                 "type": "BlockStored", "block_hashes": [5], "parent_block_hash": 2**63 - 1,
                 "token_ids": [9, 9, 9, 9], "block_size": 4, "medium": "GPU", "cache_salt": "salt", **nothing,
+            },
+        ],
+        [
+            {
+                "type": "BlockStored", "block_hashes": [6, 7], "parent_block_hash": 5, "token_ids": [8] * 8,
+                "block_size": 4, "medium": "GPU", "cache_salt": None, **nothing, "extra_keys": [None, ["image"]],
             },
         ],
         [{"type": "BlockRemoved", "block_hashes": [5], "medium": "GPU"}],
@@ -242,7 +249,7 @@ def test_pins_have_a_topic_and_numbers_of_their_own(engine, publisher, listen):
 @pytest.mark.parametrize("topic", ["kv", "pins"])
 def test_batches_come_back_from_the_wire_as_they_were(topic):
     events = {
-        "kv": (STORED, BlockStored((1,), 7, (2, 3), 2, "salt"), BlockRemoved((1, 2)), AllBlocksCleared()),
+        "kv": (STORED, BlockStored((1,), 7, (2, 3), 2, "salt", ("image",)), BlockRemoved((1, 2)), AllBlocksCleared()),
         "pins": (PinEvent("dropped", (1, 1), "owner", "why"), PinEvent("unpinned", (), None)),
     }
     batch = EventBatch(topic, 3, 0.5, events[topic])

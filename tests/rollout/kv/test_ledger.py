@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from lockstep.rollout.errors import LedgerError
 from lockstep.rollout.kv.ledger import KVLedger
+from lockstep.rollout.kv.paths import CachedPaths
 from lockstep.rollout.kv.prefix import Prefix
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
@@ -161,15 +163,21 @@ class OneHashPrefix(Prefix):
     def hash(self, index: int) -> int:
         return 77
 
-    def blocks(self, start: int, stop: int) -> list[tuple[int, bytes]]:
-        return [(77, self.tokens(index)) for index in range(start, stop)]
+    def blocks(self, start: int, stop: int) -> list[tuple[int, bytes, str]]:
+        return [(77, self.tokens(index), "") for index in range(start, stop)]
+
+
+class OneHashPaths(CachedPaths):
+    def prefix(self, request: Request) -> Prefix:
+        return OneHashPrefix(request.sequence.token_ids, SIZE, request.options.extra_key)
 
 
 class OneHash(KVLedger):
     """Give every block the same hash: the worst possible collision."""
 
-    def prefix(self, request: Request) -> Prefix:
-        return OneHashPrefix(request.sequence.token_ids, self.block_size, request.options.extra_key)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.paths = OneHashPaths(self.cache, SIZE, self.prefix_cache, self.states)
 
 
 def test_colliding_hashes_cost_hits_but_never_serve_another_prefix():

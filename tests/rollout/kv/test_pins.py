@@ -34,7 +34,7 @@ class Cache:
 
     def request(self, token_ids: list[int]) -> Request:
         request = Request(Sequence("r", token_ids), SamplingParams(), RequestOptions(), 0, 0, 0.0, 0, None)
-        self.ledger._prefixes[request] = self._blocks(request.sequence.token_ids, SIZE)
+        self.ledger.paths._prefixes[request] = self._blocks(request.sequence.token_ids, SIZE)
         return request
 
     def run(self, token_ids: list[int]) -> Request:
@@ -60,7 +60,7 @@ class Cache:
         return hashes
 
     def path(self, token_ids: list[int]) -> list[Node]:
-        return self.ledger.path_of(self._blocks(token_ids, SIZE), len(token_ids) // SIZE)
+        return self.ledger.paths.of(self._blocks(token_ids, SIZE), len(token_ids) // SIZE)
 
     def evict(self, num_blocks: int = 999) -> int:
         """Evict up to `num_blocks` blocks, as a growing request would."""
@@ -356,8 +356,8 @@ class Extremes(Prefix):
     def hash(self, index: int) -> int:
         return (-(2**63), 2**63 - 1, -1, 0)[index]
 
-    def blocks(self, start: int, stop: int) -> list[tuple[int, bytes]]:
-        return [(self.hash(index), self.tokens(index)) for index in range(start, stop)]
+    def blocks(self, start: int, stop: int) -> list[tuple[int, bytes, str]]:
+        return [(self.hash(index), self.tokens(index), "") for index in range(start, stop)]
 
 
 def test_negative_zero_and_extreme_hashes_are_hashes_like_others():

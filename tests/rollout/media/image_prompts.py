@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.media.reader import image_token
 from lockstep.rollout.sampling_params import SamplingParams
 
 IMAGE = 250  # the token of an image's feature in the models of test_vision_language
@@ -20,7 +21,7 @@ class ImagePrompts:
     """A maker of prompts with random images for one model."""
 
     def __init__(self, model: PreTrainedModel, seed: int = 3) -> None:
-        self.config = model.config
+        self.config, self.token = model.config, image_token(model)
         self.generator = torch.Generator().manual_seed(seed)
 
     def prompt(self, *sizes: tuple[int, int], words: Any = WORDS) -> dict[str, torch.Tensor]:
@@ -31,7 +32,7 @@ class ImagePrompts:
         merge, dim = vision.spatial_merge_size, 3 * vision.temporal_patch_size * vision.patch_size**2
         ids: list[int] = []
         for (height, width), said in zip(sizes, words, strict=False):
-            ids += [252, *[IMAGE] * (height * width // merge**2), 253, *said]
+            ids += [252, *[self.token] * (height * width // merge**2), 253, *said]
         num_patches = sum(height * width for height, width in sizes)
         return self._with_types(
             ids,
@@ -43,15 +44,16 @@ class ImagePrompts:
         vision = self.config.vision_config
         size, num_tokens = vision.image_size, (vision.image_size // vision.patch_size) ** 2
         num_tokens = getattr(self.config, "mm_tokens_per_image", num_tokens)
-        ids = [id for _, said in zip(range(num), words, strict=False) for id in (*[IMAGE] * num_tokens, *said)]
+        ids = [id for _, said in zip(range(num), words, strict=False) for id in (*[self.token] * num_tokens, *said)]
         pixels = torch.randn(num, 3, size, size, generator=self.generator, dtype=torch.float32)
         token_ids = torch.tensor([ids])
-        types = {"token_type_ids": (token_ids == IMAGE).long()} if hasattr(self.config, "mm_tokens_per_image") else {}
+        has_types = hasattr(self.config, "mm_tokens_per_image")
+        types = {"token_type_ids": (token_ids == self.token).long()} if has_types else {}
         return {"input_ids": token_ids, "attention_mask": torch.ones_like(token_ids), "pixel_values": pixels, **types}
 
     def _with_types(self, ids: list[int], **tensors: torch.Tensor) -> dict[str, torch.Tensor]:
         token_ids = torch.tensor([ids])
-        types = (token_ids == IMAGE).int()
+        types = (token_ids == self.token).int()
         return {
             "input_ids": token_ids,
             "attention_mask": torch.ones_like(token_ids),
@@ -77,9 +79,9 @@ def as_trained(
     if "pixel_values" in given:
         given["pixel_values"] = given["pixel_values"].to(model.dtype)
     if "image_grid_thw" in given:
-        given["mm_token_type_ids"] = ((ids == IMAGE) & mask.bool()).int()
+        given["mm_token_type_ids"] = ((ids == image_token(model)) & mask.bool()).int()
     if hasattr(model.config, "mm_tokens_per_image"):
-        given["token_type_ids"] = ((ids == IMAGE) & mask.bool()).int()
+        given["token_type_ids"] = ((ids == image_token(model)) & mask.bool()).int()
     return {"input_ids": ids, "attention_mask": mask, **given}, sequences
 
 

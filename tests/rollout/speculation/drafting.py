@@ -169,7 +169,7 @@ def check_all_is_free(engine: Engine) -> None:
     """Check that an engine without requests holds nothing for any."""
     parts = engine.parts
     parts.ledger.check_idle()
-    assert parts.ledger.usage.num_held == 0 and not parts.ledger._accounts and not parts.ledger._prefixes
+    assert parts.ledger.usage.num_held == 0 and not parts.ledger._accounts and not parts.ledger.paths._prefixes
     if parts.ledger.states is not None:
         assert not parts.ledger.states._accounts
     if (speculation := parts.speculation) is not None:

@@ -102,6 +102,28 @@ def test_turns_with_pictures_have_the_logprobs_of_one_forward(tmp_path):
     assert episode.token_ids.count(token) == 2 * 16, "of the pictures of later turns"
 
 
+def test_a_turn_takes_the_kv_of_the_turns_before_and_encodes_its_own_pictures_alone(tmp_path):
+    talk = Talk("llava", tmp_path)
+    encoder, engine = talk.service.engine.model.images, talk.service.engine
+    own, encoded, sizes = encoder.keywords, [], []
+
+    def watched(images: Any, token_ids: Any) -> Any:
+        encoded.extend((len(part.images.ends), part.index) for part in images.parts)
+        return own(images, token_ids)
+
+    async def environment(session: Session) -> Any:
+        for new in (shown("the name", picture(10)), "and", shown("the value", picture(200), picture(90))):
+            sizes.append(session.num_tokens)
+            await session.turn(new)
+        return session.episode(1.0)
+
+    encoder.keywords = watched
+    episode, _ = talk.play(environment)
+    size = engine.config.block_size
+    assert episode.num_cached_tokens == sum((num - 1) // size * size for num in sizes[1:]) > 32
+    assert set(encoded) == {(1, 0), (3, 1), (3, 2)}
+
+
 def test_receipts_of_turns_are_proven_with_the_images_of_each(tmp_path):
     talk = Talk("llava", tmp_path)
     episode, _ = talk.play(two_pictures)

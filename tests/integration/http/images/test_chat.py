@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.integration.http.conversations.history import num_equal
 from lockstep.rollout.media.reader import image_token
 from lockstep.tests.integration.http.images.folders import data_url, load_processor, picture, png
 from lockstep.tests.integration.http.images.served import CHAT, Served, image_part, text_part, trained_logprobs
@@ -75,6 +76,15 @@ def test_the_prefix_cache_is_shared_by_equal_images_alone(served: Served) -> Non
 
     assert (cached(31), cached(32)) == (0, 0)
     assert cached(31) > 0
+    known = served.chat(image_part(data_url(png(picture(31)))), text_part("the name of the value"))
+    turns = [
+        {"role": "user", "content": [image_part(data_url(png(picture(31)))), text_part("the name of the value")]},
+        {"role": "assistant", "content": known["choices"][0]["message"]["content"]},
+        {"role": "user", "content": [text_part("and"), image_part(data_url(png(picture(34))))]},
+    ]
+    later = served.ok("/v1/chat/completions", **CHAT, messages=turns, return_meta_info=True)
+    shared = num_equal(known["prompt_token_ids"], later["prompt_token_ids"])
+    assert later["choices"][0]["meta_info"]["cached_tokens"] >= shared // 16 * 16 > 0, "of a turn with one more image"
     jpeg = image_part(data_url(png(picture(33), format="JPEG"), "jpeg"))
     assert served.chat(jpeg, text_part("the name of the value"))["usage"]["prompt_tokens"] > 16
 

@@ -1,0 +1,80 @@
+"""The cached paths of requests: which blocks of a prefix are in the tree, and which of them a request may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..media.images import Images
+from ..media.kv_keys import block_keys
+from ..sequences.request import Request
+from ..states.slots import SlotLedger
+from .prefix import Prefix
+from .radix_cache import Node, RadixCache
+
+
+def prefix_of(token_ids: Sequence[int], images: Images | None, block_size: int, extra_key: str) -> Prefix:
+    """Return the full blocks of tokens, by hash. images: of the prompt that they begin with."""
+    if images is None:
+        return Prefix(token_ids, block_size, extra_key)
+    return Prefix(token_ids, block_size, extra_key, block_keys(images, block_size))
+
+
+class CachedPaths:
+    """The paths in one tree. It remembers the prefixes of live requests, and changes no node."""
+
+    def __init__(self, cache: RadixCache, block_size: int, prefix_cache: bool, states: SlotLedger | None) -> None:
+        """Look in this tree. prefix_cache: whether requests take blocks from it; states: the slots of recurrent states,
+        if the model has such layers."""
+        self._cache, self._block_size, self._is_on, self._states = cache, block_size, prefix_cache, states
+        self._prefixes: dict[Request, Prefix] = {}  # of live requests
+
+    def prefix(self, request: Request) -> Prefix:
+        """Return the full blocks of a live request's tokens, by hash."""
+        prefix = self._prefixes.get(request)
+        if prefix is None:
+            key = request.options.extra_key
+            prefix = prefix_of(request.sequence.token_ids, request.images, self._block_size, key)
+            self._prefixes[request] = prefix
+        return prefix
+
+    def cut(self, request: Request, num_blocks: int) -> None:
+        """Forget the hashes after a request's first blocks, whose tokens may have changed."""
+        if (prefix := self._prefixes.get(request)) is not None:
+            prefix.cut(num_blocks)
+
+    def forget(self, request: Request) -> None:
+        """Drop the remembered hashes of a request that has ended."""
+        self._prefixes.pop(request, None)
+
+    def match(self, request: Request) -> list[Node]:
+        """Return the cached path of the request's prefix, as far as it may be reused.
+
+        With recurrent layers it ends at the deepest snapshot.
+        """
+        nodes = self.cached(request)
+        return nodes if self._states is None else self.up_to_snapshot(nodes)
+
+    def cached(self, request: Request) -> list[Node]:
+        """Return the cached path of the request's prefix that may be reused, with snapshots of states or without."""
+        if not self._is_on:
+            return []
+        return self.of(self.prefix(request), request.max_reusable_tokens // self._block_size)
+
+    def of(self, prefix: Prefix, num_blocks: int) -> list[Node]:
+        """Return the cached nodes of a prefix's first blocks, up to the first missing one."""
+        nodes: list[Node] = []
+        parent = None
+        for hash, tokens, image_key in prefix.blocks(0, num_blocks):
+            parent = self._cache.find(hash, tokens, parent, prefix.salt, image_key)
+            if parent is None:
+                break
+            nodes.append(parent)
+        return nodes
+
+    def up_to_snapshot(self, nodes: list[Node]) -> list[Node]:
+        """Return the nodes up to the deepest one with a snapshot of the recurrent states."""
+        assert self._states is not None
+        num_nodes = len(nodes)
+        while num_nodes and not self._states.has_snapshot(nodes[num_nodes - 1]):
+            num_nodes -= 1
+        return nodes[:num_nodes]
