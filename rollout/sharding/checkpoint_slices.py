@@ -30,13 +30,14 @@ SINGLE_FILE = "model.safetensors"
 
 @dataclass
 class _StoredParameter:
-    """The pieces of a parameter in the folder: one tensor, perhaps of pairs, several that are concatenated, or groups
-    of tensors, stacked and then concatenated."""
+    """The pieces of a parameter in the folder: one tensor, of pairs or padded perhaps, several that are concatenated,
+    or groups of tensors, stacked and then concatenated."""
 
     groups: dict[str, list[str]]  # by source pattern, in the order of the converter; keys of the folder
     stacked: bool
     cat_dim: int = 0  # of the stacked tensors, which have a dimension more than each
     pairs_dim: int | None = None  # dimension whose two halves lie interleaved in the folder
+    is_padded: bool = False  # whether rows of padding lie behind those of the parameter
 
 
 class CheckpointSlices:
@@ -95,6 +96,8 @@ class CheckpointSlices:
         keys = next(iter(pieces.groups.values()))
         if pieces.pairs_dim is not None:
             return self._from_pairs(name, keys[0], pieces.pairs_dim, shard)
+        if pieces.is_padded:
+            return self._first_rows(name, keys[0], shard)
         if len(keys) > 1:
             return self._concatenated(name, keys, pieces.cat_dim - 1, shard)
         return self._cut(name, keys[0], shard.full_shape, shard)
@@ -136,6 +139,13 @@ class CheckpointSlices:
                     pairs = self._cut(name, key, shape, Shard(shape, dim, ((2 * begin, 2 * end),)))
                     parts.append(pairs.unflatten(dim, (end - begin, 2)).select(dim + 1, second))
         return torch.cat(parts, dim)
+
+    def _first_rows(self, name: str, key: str, shard: Shard) -> Tensor:
+        """Read the shard of a tensor behind whose rows the folder has rows of padding."""
+        (num_rows, *width), stored = shard.full_shape, self._shape(key)
+        if stored[1:] != tuple(width) or stored[0] < num_rows:
+            raise ValueError(f"{name}: the folder's {key} is {list(stored)}, and {list(shard.full_shape)} is no part")
+        return self._cut(name, key, stored, Shard(stored, shard.dim, shard.ranges))[:num_rows]
 
     def _joined(self, name: str, pieces: _StoredParameter, shard: Shard) -> Tensor:
         """Read a stack [experts, ...], each group's pieces one range of cat_dim after another."""
@@ -181,8 +191,8 @@ class CheckpointSlices:
         return self._files[name]
 
     def _map_names(self) -> None:
-        """Fill `_pieces`. Raises ValueError naming every conversion other than stacking, concatenating and
-        parting pairs."""
+        """Fill `_pieces`. Raises ValueError naming every conversion other than stacking, concatenating, parting pairs
+        and leaving out padding."""
         published = PublishedNames(self._skeleton)
         wrong: dict[str, str] = {}
         for key in sorted(self._file_of, key=dot_natural_key):
@@ -190,11 +200,11 @@ class CheckpointSlices:
             if not found.patterns:
                 self._pieces[found.name] = _StoredParameter({"": [key]}, stacked=False)
                 continue
-            if found.others and found.pairs_dim is None:
+            if found.others and found.pairs_dim is None and not found.is_padded:
                 wrong[found.name] = found.others
                 continue
             groups: dict[str, list[str]] = {pattern: [] for pattern in found.patterns}
-            stored = _StoredParameter(groups, found.stacked, found.cat_dim, found.pairs_dim)
+            stored = _StoredParameter(groups, found.stacked, found.cat_dim, found.pairs_dim, found.is_padded)
             pieces = self._pieces.setdefault(found.name, stored)
             pieces.groups[found.patterns[found.group]].append(key)
         if wrong:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -27,6 +27,9 @@ from transformers.core_model_loading import (
 )
 
 from .shards import Range, Shard
+
+# The head of Inkling 2, which is published with rows of padding: an operation of transformers from 5.24 on.
+_UNPADS = getattr(core_model_loading, "Inkling2UnpadVocab", None)
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class Conversion:
     cat_dim: int = 0  # of the stacked tensors, which have a dimension more than each
     others: str = ""  # the operations of a conversion that is neither: it has no place
     pairs_dim: int | None = None  # dimension whose two halves lie interleaved in the published tensor, a case of these
+    is_padded: bool = False  # whether rows of padding lie behind the module's, another case of these
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,9 @@ class PublishedNames:
         pairs_dim = None
         if kinds == [Interleave] and not (operation := cast(Interleave, converter.operations[0])).inverse:
             pairs_dim = operation.dim
-        return Conversion(name, renamed, patterns, patterns.index(pattern), stacked, cat_dim, others, pairs_dim)
+        is_padded = kinds == [_UNPADS] and not getattr(converter.operations[0], "inverse", False)
+        group = patterns.index(pattern)
+        return Conversion(name, renamed, patterns, group, stacked, cat_dim, others, pairs_dim, is_padded)
 
     def piece(self, key: str) -> PublishedPiece | None:
         """Return the place of a published tensor; None for a name of the module's own, and for an unknown one.

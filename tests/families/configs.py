@@ -71,6 +71,8 @@ _GEMMA4_UNIFIED_VISION = {
     **{"patch_size": 8, "pooling_kernel_size": 1, "mm_embed_dim": 64, "mm_posemb_size": 64, "output_proj_dims": 64}
 }
 EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "apertus1p5": {"image_token_offset": 244, "audio_token_offset": 252},  # behind those that stand for media
+    "apertus1p5_vision_tokenizer": {"codebook_size": 8},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "bloom": {"seq_length": 512},
@@ -90,6 +92,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "n_routed_experts": 4,
     },
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32, "global_head_dim": 32},
+    "dory": {"n_input_layers": 1, "n_recurrent_layers": 2, "n_output_layers": 1},
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
     "emu3": {"vocabulary_map": {"<image>": 250}},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_MROPE["rope_parameters"], "mrope_section": [3, 3, 2]}},
@@ -130,6 +133,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": _INDEXER,
     "reformer": {"axial_pos_embds": False},
     "step3p5": {"sliding_window": 20},
+    "wavtokenizer_encoder": {"codebook_size": 4},
     "vipllava": {"vision_feature_layer": [-2, -3]},
     "zamba": {"num_hidden_layers": 12, "layers_block_type": None},
     "zamba2": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},  # of one shared block
