@@ -81,7 +81,7 @@ class HostedModel:
         self.images = image_encoder(self.module, self.numerics.around, self.mesh.num_ranks)
         use_huge_pages((parameter for _, parameter in self._tensors.parameters()), now=True)
         probe = self._probe()
-        self._called_layers = probe.called_layers(self.division.layers)
+        self._places = probe.places(self.division.layers)
         self.kv_shapes = probe.kv_shapes(self.division.layers, self.dtype)  # of this rank's layers, or of their calls
         self.windows = probe.windows  # tokens that rows of some layers see, with the attention of the first of them
         self.state_shapes: StateShapes = probe.states  # of this rank's recurrent layers; empty: it has none
@@ -347,7 +347,7 @@ class HostedModel:
         """
         mask = None if self.numerics.numbers_keys else mask  # such code takes the mask of a batch alone
         common: dict[str, Any] = {"position_ids": positions.unsqueeze(-2), "attention_mask": mask, "use_cache": False}
-        common |= {STEP_KEYWORD: step.begun(self._called_layers) if isinstance(step, StepContext) else step, **features}
+        common |= {STEP_KEYWORD: step.begun(self._places) if isinstance(step, StepContext) else step, **features}
         if getattr(self.config, "output_router_logits", False):  # they are of the trainer's loss
             common["output_router_logits"] = False
         if self._stage_input is None:

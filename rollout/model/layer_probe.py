@@ -21,6 +21,7 @@ from .recurrent.states import StateShape
 OWN_ATTENTION = "lockstep_own_attention"  # attribute of an attention that its class computes with code of its own
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # batch, head, query and key indices -> visible
+CallPlaces = dict[tuple[int, int], int]  # layer, and the number of its call in a forward -> among a rank's caches
 
 
 @dataclass(frozen=True)
@@ -123,26 +124,28 @@ class LayerProbe:
     def _blame(self, layer: int, fault: str) -> None:
         self.faults.setdefault(fault, set()).add(layer)
 
-    def called_layers(self, expected: Sequence[int]) -> int | None:
-        """Return the number of layers where each calls its attention equally often in a forward, and more than once:
-        several times with KV of its own, or as often as the configuration has layers. None: not so.
+    def places(self, expected: Sequence[int]) -> CallPlaces | None:
+        """Return the place of each call's KV where layers call their attention several times, call by call, each in the
+        order of layers. None: all call it once, or a module does that has states or an indexer, or whose configuration
+        counts neither its layers nor their calls.
 
         expected: see `refuse_faults`.
         """
-        layers, num_calls = sorted(self.layers), set(self.num_calls.values())
-        if len(num_calls) != 1 or num_calls == {1} or self.states or any(s.index_dim for s in self.layers.values()):
+        layers, most = sorted(self.layers), max(self.num_calls.values(), default=0)
+        if most < 2 or self.states or any(shape.index_dim for shape in self.layers.values()):
             return None
-        if layers != list(expected)[: len(layers)] or len(expected) not in (len(layers), len(layers) * max(num_calls)):
+        if layers != list(expected)[: len(layers)] or len(expected) not in (len(layers), self.num_calls.total()):
             return None
-        return len(layers)
+        calls = [(layer, call) for call in range(most) for layer in layers if call < self.num_calls[layer]]
+        return {each: place for place, each in enumerate(calls)}
 
     def kv_shapes(self, expected: Sequence[int], dtype: torch.dtype) -> list[KVShape]:
         """Return the shape of a token's KV in each layer, without heads where it has none. Where layers call their
-        attention several times: of each call, call by call, each in the order of layers."""
-        if self.called_layers(expected) is None:
+        attention several times: of each call, in the order of `places`."""
+        if (places := self.places(expected)) is None:
             none = KVShape(0, 0, 0, dtype)
             return [self.layers.get(layer, none) for layer in expected]
-        return [self.layers[layer] for _ in range(max(self.num_calls.values())) for layer in sorted(self.layers)]
+        return [self.layers[layer] for layer, _ in places]
 
     def refuse_faults(self, expected: Sequence[int], name: str) -> None:
         """Raise ValueError that names everything that cannot be hosted.
@@ -150,7 +153,7 @@ class LayerProbe:
         expected: this rank's layers with KV or states; name: of the module's class.
         """
         wrong = [f"{fault} (layers {_listed(layers)})" for fault, layers in self.faults.items()]
-        repeated = self.called_layers(expected)
+        repeated = self.places(expected)
         missing = set(expected) - set(self.layers) - set(self.states) - self.skipped
         if missing and not repeated:
             wrong.append(f"layers {_listed(missing)} do not use transformers' attention interface")

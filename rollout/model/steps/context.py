@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -35,21 +36,23 @@ class StepContext:
     ends_at: int | None = None  # the layer with whose KV the forward ends (`KVWritten`); None: it runs to its logits
     wanted: Tensor | None = None  # int64 [R]: the rows that the last layer returns; None: all N
     index_caches: list[Tensor] = field(default_factory=list)  # per layer [num_blocks, block_size, D] of its indexer
-    called_layers: int | None = None  # number of layers, where each calls its attention several times; None: once
-    calls: Counter[int] = field(default_factory=Counter)  # of each layer in this forward, where it calls several times
+    places: Mapping[tuple[int, int], int] | None = None  # of KV, by layer and call, where some call several times
+    calls: Counter[int] = field(default_factory=Counter)  # of each layer in this forward, where some call several times
     _chunked: dict[int, tuple[PagedStep, int]] = field(default_factory=dict)  # by length of a chunk
 
-    def begun(self, called_layers: int | None) -> StepContext:
-        """Return itself at the begin of a forward. called_layers: see the attribute."""
-        self.called_layers = called_layers
+    def begun(self, places: Mapping[tuple[int, int], int] | None) -> StepContext:
+        """Return itself at the begin of a forward. places: see the attribute."""
+        self.places = places
         self.calls.clear()
         return self
 
     def of_layer(self, layer: int, chunk: int | None) -> LayerKV:
-        """Return a layer's KV of its next call. chunk: see `CHUNK`."""
+        """Return a layer's KV of its next call. chunk: see `CHUNK`. Raises ValueError for a call that has no place."""
         place = layer - self.first_layer
-        if self.called_layers is not None:
-            place += self.calls[layer] * self.called_layers
+        if self.places is not None:
+            if (layer, self.calls[layer]) not in self.places:
+                raise ValueError(f"layer {layer} calls its attention more often than when its module was hosted")
+            place = self.places[layer, self.calls[layer]]
             self.calls[layer] += 1
         keys, values = (caches[place] for caches in (self.key_caches, self.value_caches))
         if chunk is None:

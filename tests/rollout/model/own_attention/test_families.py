@@ -12,13 +12,17 @@ from collections.abc import Sequence
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lockstep.kernels.attention.paged import PagedStep
 from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.model.layer_probe import KVShape, LayerProbe
+from lockstep.rollout.model.recurrent.states import StateShape
+from lockstep.rollout.model.steps.context import StepContext
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.random_models import spread_weights
 
@@ -243,8 +247,31 @@ def test_each_call_of_a_layer_has_kv_of_its_own(monkeypatch):
         return own(self, *args, **named)
 
     monkeypatch.setattr(kind, "forward", twice_in_the_first)
-    with pytest.raises(ValueError, match=r"layers \[0, 1, 2\] call their attention 4 times in a forward"):
-        make_engine(make("diffllama"))
+    model = make("diffllama")
+    engine = make_engine(model)
+    assert len(engine.model.kv_shapes) == 3 * 2 + 2
+    assert_trainers_bits(engine, model, generate(engine))
+
+
+def test_layers_that_have_states_call_their_attention_once():
+    probe = LayerProbe(512)
+    for layer in (0, 1, 1):
+        probe.attention_called(nn.Identity(), layer, KVShape(2, 8, 8, torch.float32), None, None, None)
+    assert probe.places(range(2)) == {(0, 0): 0, (1, 0): 1, (1, 1): 2}
+    probe.states[1] = {"conv": StateShape((4, 3), torch.float32)}
+    with pytest.raises(ValueError, match=r"layers \[1\] call their attention 2 times in a forward"):
+        probe.refuse_faults(range(2), "Looped")
+
+
+def test_a_call_of_a_layer_that_was_not_there_at_the_start_is_refused():
+    keys, values = ([torch.full((1, 1, 1, 1), 10 * kind + place) for place in range(3)] for kind in range(2))
+    table, starts, lengths = (torch.tensor(one, dtype=torch.int32) for one in ([[0]], [0, 1], [1]))
+    rows = PagedStep(table, starts, lengths)
+    step = StepContext(torch.zeros(1), rows, keys, values).begun({(0, 0): 0, (1, 0): 1, (1, 1): 2})
+    found = [step.of_layer(layer, None) for layer in (1, 0, 1)]
+    assert [(int(one.keys), int(one.values)) for one in found] == [(1, 11), (0, 10), (2, 12)]
+    with pytest.raises(ValueError, match="layer 1 calls its attention more often than when its module was hosted"):
+        step.of_layer(1, None)
 
 
 def test_layers_that_text_leaves_out_have_no_kv_and_images_are_refused():
