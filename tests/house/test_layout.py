@@ -186,6 +186,7 @@ PLACES = {
     "integration.router.config": "http.edge",
     "integration.replay": "",
     "integration.trl": "image_inputs service",
+    "integration.verl": "push.http_target push.pusher",
     "integration.weights": "plain_values service_config",
     "integration.failures": "one_line",
     "integration.grpo.rewards": "grpo.settings grpo.tasks grpo.user_code",

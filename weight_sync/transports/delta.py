@@ -27,6 +27,8 @@ class DeltaTransport:
     It keeps a copy of the targets' weights in host memory.
     """
 
+    takes_pieces = False
+
     def __init__(self, inner: DistributedTransport | TensorTransport | DiskTransport, *, check: Check = "pre") -> None:
         """Wrap a transport. check: how closely targets check the bytes that they hold; "touched" is enough where the
         result is verified."""

@@ -18,6 +18,8 @@ class DiskTransport:
     """Send weights as a folder of safetensors that every target reads. The folder is removed afterwards, or by the
     next sender there if this process is killed."""
 
+    takes_pieces = False
+
     def __init__(self, folder: Path | str) -> None:
         self._folder = Path(folder)
         remove_leftovers(self._folder)

@@ -20,6 +20,8 @@ from .transport import on_all, raise_failures
 class GroupTransport(ABC):
     """A group with this process as rank 0 and every rank of every target. A subclass knows the targets' verbs."""
 
+    takes_pieces = True
+
     def __init__(self, backend: Backend, host: str, device: torch.device | None = None) -> None:
         self._backend, self._host, self._device = backend, host, device
         self._group: WeightGroup | None = None

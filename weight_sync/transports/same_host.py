@@ -16,6 +16,8 @@ from .transport import Sent, on_all, raise_failures
 class TensorTransport:
     """Send weights through memory of this host, bucket by bucket. Each target answers when its copy is complete."""
 
+    takes_pieces = True
+
     def __init__(
         self, *, bucket_bytes: int = DEFAULT_BUCKET_BYTES, folder: Path | str = "/dev/shm", cuda: bool = False
     ) -> None:

@@ -27,6 +27,10 @@ class Sent:
 class Transport(Protocol):
     """One way for weights to travel."""
 
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether an update may be sent in several calls, each with the manifest of its piece."""
+
     def prepare(self, targets: Sequence[Target], timeout_s: float) -> None:
         """Prepare the targets before their sessions begin, where the wire wants that. Raises as `send`."""
 

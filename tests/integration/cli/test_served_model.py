@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
+import httpx
 import pytest
 
 SCRIPT = """
@@ -39,3 +44,53 @@ def test_no_request_or_checksum_waits_for_a_compiler(make_model, tmp_path, famil
     loaded, later = json.loads(run.stdout.splitlines()[-1])
     assert "sha256/sha256_tiles.cpp" in loaded
     assert later == []
+
+
+@contextmanager
+def serving(folder: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """Start a server that ends with its standard input, and yield it with its url."""
+    command = [sys.executable, "-m", "lockstep.integration.cli", "serve", "--model", folder, "--port", "0"]
+    command += ["--until-eof", "--engine", "kv_cache=32 blocks"]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield server, next(line for line in server.stderr if " at http" in line).split()[-1]
+    finally:
+        server.kill()
+        server.wait()
+        server.stderr.close()
+
+
+def test_a_server_ends_with_its_standard_input(make_model, tmp_path):
+    make_model("qwen3").save_pretrained(tmp_path)
+    with serving(str(tmp_path)) as (server, url):
+        server.stdin.write("this is not read\n")
+        server.stdin.flush()
+        assert httpx.get(f"{url}/health").status_code == 200
+        server.stdin.close()
+        assert server.wait(timeout=60) == 0
+
+
+STARTER = """
+import subprocess, sys
+server = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE)
+print(server.pid, flush=True)
+server.wait()
+"""
+
+
+def test_a_server_ends_when_the_program_that_started_it_is_killed(make_model, tmp_path):
+    make_model("qwen3").save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "lockstep.integration.cli", "serve", "--model", str(tmp_path), "--port", "0"]
+    command += ["--until-eof", "--engine", "kv_cache=32 blocks"]
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    pid = int(starter.stdout.readline())
+    try:
+        next(line for line in starter.stderr if " at http" in line)
+        starter.send_signal(signal.SIGKILL)
+        assert starter.stderr.read() is not None  # to its end: the server, which has the pipe too, is gone
+    finally:
+        starter.kill()
+        starter.communicate()
+    assert not Path(f"/proc/{pid}").exists() or "zombie" in Path(f"/proc/{pid}/status").read_text()

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.integration.push.adapters.trainer_tensors import trainer_tensors
 from lockstep.integration.push.local_target import LocalTarget
-from lockstep.integration.push.pusher import PushFailed, WeightPusher
+from lockstep.integration.push.pusher import PushFailed, WeightPusher, pieces_of
 from lockstep.integration.service import RolloutService
 from lockstep.integration.service_config import ServiceConfig
 from lockstep.rollout.config import EngineConfig
@@ -90,6 +90,49 @@ class Failing(LocalTarget):
 
 
 # -- pushes that land --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if not name.startswith(("delta", "disk"))])
+def test_tensors_whose_names_come_with_them_are_sent_in_pieces(make_pusher, services, model, transport, monkeypatch):
+    monkeypatch.setattr("lockstep.integration.push.pusher.PIECE_BYTES", 20_000)
+    pusher, drawn = make_pusher(transport), []
+
+    def gathered() -> Iterator:
+        for name, tensor in trainer_tensors(model):
+            drawn.append(name)
+            yield name, tensor
+
+    for version in ("1", "2"):
+        train(model)
+        pushed = pusher.push_tensors(gathered(), None, version)
+        assert pushed.digest == digest_of(model) and pushed.sent.num_bytes == sum(t.nbytes for t in model.parameters())
+        assert [standing(service) for service in services] == [(version, pushed.digest)] * 2
+    assert drawn == 2 * [name for name, _ in trainer_tensors(model)]
+
+
+def test_a_piece_is_as_large_as_asked_for_or_one_tensor():
+    sizes = [8, 4, 4, 40, 4]
+    drawn = [(str(number), torch.zeros(size, dtype=torch.uint8)) for number, size in enumerate(sizes)]
+    assert [[len(tensor) for _, tensor in piece] for piece in pieces_of(iter(drawn), 12)] == [[8, 4], [4], [40], [4]]
+    assert [*pieces_of([], 12)] == []
+
+
+def test_a_stream_that_breaks_or_lacks_a_tensor_leaves_all_old_weights(make_pusher, services, model, monkeypatch):
+    monkeypatch.setattr("lockstep.integration.push.pusher.PIECE_BYTES", 20_000)
+    before = [standing(service) for service in services]
+    train(model)
+    lacking = [*trainer_tensors(model)][:-1]
+
+    def broken() -> Iterator:
+        yield from lacking
+        raise RuntimeError("the gathering broke")
+
+    for tensors, why in ((broken(), "the gathering broke"), (lacking, "norm.weight")):
+        with pytest.raises(PushFailed, match=why):
+            make_pusher("tensor", timeout_s=5.0).push_tensors(tensors, None, "1")
+        assert [standing(service) for service in services] == before
+    with pytest.raises(ValueError, match="DiskTransport needs to know all names"):
+        make_pusher("disk").push_tensors(trainer_tensors(model), None, "1")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.integration.trl.entropy import row_entropy
 from lockstep.integration.trl.forward import PackedForward
 from lockstep.integration.trl.packed_rows import pack_rows
+from lockstep.kernels.sampling.entropy import row_entropy
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
@@ -170,7 +170,7 @@ def test_batches_that_cannot_be_packed_are_refused(mask, labels, message):
 
 
 def test_entropy_is_computed_in_blocks_with_the_right_gradient(monkeypatch):
-    monkeypatch.setattr("lockstep.integration.trl.entropy._MAX_WIDENED", 14)
+    monkeypatch.setattr("lockstep.kernels.sampling.entropy._MAX_WIDENED", 14)
     torch.manual_seed(0)
     logits = torch.randn(5, 7, requires_grad=True)
     weights = torch.arange(1.0, 6.0)

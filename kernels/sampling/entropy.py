@@ -12,35 +12,36 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...kernels.sampling.logprobs import scaled_logprobs
+from .logprobs import scaled_logprobs
 
 _MAX_WIDENED = 1 << 22  # logits that are widened to float32 at a time
 
 
-def row_entropy(logits: Tensor, temperature: float) -> Tensor:
-    """Compute the entropy float32 [R], in nats, of softmax(logits / temperature). logits [R, V].
+def row_entropy(logits: Tensor, temperature: Tensor | float) -> Tensor:
+    """Compute the entropy float32 [R], in nats, of softmax(logits / temperature). logits [R, V]; temperature: one, or
+    float32 [R].
 
     Differentiable once in the logits. The backward pass does nothing where the entropy is in no loss.
     """
-    return _RowEntropy.apply(logits, temperature)
+    temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
+    return _RowEntropy.apply(logits, temperatures.expand(len(logits)))
 
 
-def _blocks(logits: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
+def _blocks(logits: Tensor, temperatures: Tensor) -> Iterator[tuple[slice, Tensor]]:
     count = max(1, _MAX_WIDENED // max(logits.shape[1], 1))
     for start in range(0, len(logits), count):
         rows = slice(start, start + count)
-        yield rows, scaled_logprobs(logits[rows], temperature)
+        yield rows, scaled_logprobs(logits[rows], temperatures[rows])
 
 
 class _RowEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, temperature: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, temperatures: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         out = logits.new_empty(len(logits), dtype=torch.float32)
-        for rows, logprobs in _blocks(logits, temperature):
+        for rows, logprobs in _blocks(logits, temperatures):
             out[rows] = -(logprobs.exp() * logprobs).sum(-1)
-        ctx.save_for_backward(logits, out)
-        ctx.temperature = temperature
+        ctx.save_for_backward(logits, out, temperatures)
         return out
 
     @staticmethod
@@ -48,9 +49,10 @@ class _RowEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         if grad is None:
             return None, None
-        logits, entropy = ctx.saved_tensors
+        logits, entropy, temperatures = ctx.saved_tensors
         slope = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        for rows, logprobs in _blocks(logits, ctx.temperature):
-            factor = grad[rows].unsqueeze(-1) * (logprobs + entropy[rows].unsqueeze(-1)) / ctx.temperature
+        for rows, logprobs in _blocks(logits, temperatures):
+            factor = grad[rows].unsqueeze(-1) * (logprobs + entropy[rows].unsqueeze(-1))
+            factor = factor / temperatures[rows].unsqueeze(-1)
             slope[rows] = -(logprobs.exp() * factor).to(logits.dtype)
         return slope, None
