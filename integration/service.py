@@ -31,7 +31,7 @@ from .weights.host import Commit
 from .weights.lora import LoraVerbs
 from .weights.memory import MemoryVerbs
 from .weights.options import DigestTime, check_required_version
-from .weights.pauses import PauseLease, PauseVerbs
+from .weights.pauses import Clients, PauseLease, PauseVerbs
 from .weights.sessions import WeightSessions
 from .weights.sources import SharedMemory
 
@@ -65,8 +65,10 @@ class RolloutService(MemoryVerbs, LoraVerbs, PauseVerbs, OfOneProcess):
             self.replica,
             commit_before_sampling=self.commit_implicit_update,
             on_lease_over=self._give_up_session,
+            end_pause=self.end_pause_of,
         )
         self.pause_lease = PauseLease(self)
+        self.clients = Clients(self)
         self._receiver = TensorReceiver(self.config.shared_memory_folder)
         self._shared_memory = SharedMemory(self._receiver)
         self._checks = WeightChecks(engine, self.sessions, self.replica)

@@ -60,7 +60,7 @@ LONGEST = (
     "attention/test_triton_kernels", "replica/test_interruption", "rollout/test_invariance_table",
     "rollout/test_interruption_random", "push/test_pushed_engines", "push/test_http_target", "replica/test_engine",
     "sha256/test_triton_kernels", "rollout/test_interruption", "grammars/test_engine", "attention/test_paged",
-    "push/test_pusher", "sampling/test_draws", "delta/test_apply",
+    "push/test_pusher", "push/test_lost_pushers", "sampling/test_draws", "delta/test_apply",
 )  # fmt: skip
 
 

@@ -52,6 +52,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "integration/http/vllm/test_generate.py": ("openai",),
     "integration/pages/test_rollouts_page.py": SERVE,
     "integration/push/test_http_target.py": SERVE,
+    "integration/push/test_lost_pushers.py": SERVE,
     "integration/push/test_vllm_wire.py": SERVE,
     "integration/router": SERVE,
     "integration/router/test_parts.py": HYPOTHESIS,

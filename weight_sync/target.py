@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
 
 from .errors import WeightSyncError
 
@@ -34,3 +35,13 @@ class Target(Protocol):
 
     def close(self) -> None:
         """End the connection; the engine keeps running."""
+
+
+@runtime_checkable
+class AttendedTarget(Target, Protocol):
+    """A target that is told at once when its client is gone."""
+
+    def attend(self, client: str, *, timeout_s: float) -> AbstractContextManager[None]:
+        """Keep a connection open in the block. When it closes, also by the end of this process, the target takes back
+        the update of `client` and ends its pause, if it has not ended them. Raises TargetError where it cannot be
+        opened within `timeout_s`."""

@@ -6,7 +6,7 @@ from fastapi import FastAPI
 
 from ..service import RolloutService
 from ..version import version
-from .admin import cache, control, lora, profile, unsupported, updates, verbs, weights
+from .admin import attendance, cache, control, lora, profile, unsupported, updates, verbs, weights
 from .admin.common import DOCUMENTED
 from .admin.flushes import Flushes
 from .admin.operations import Operations, UpdateGate
@@ -53,6 +53,7 @@ ROUTERS = (
     lora,
     cache,
     profile,
+    attendance,  # before the verbs, whose path has a parameter
     verbs,
     metrics,
     debug_page,
@@ -69,10 +70,10 @@ def create_app(
     kept_samples: those of the run of the job that the engine belongs to, by step, as their page shows them.
 
     Handlers find in `app.state`: service, config, reads and operations (they run blocking calls), updates (the gate),
-    flushes, conversations (their sessions), profiler, scrapes, traffic, plain_paths (paths without
-    parameters), is_draining (the server takes no new requests), is_closing (it is about to end), is_asleep (vLLM's
-    /sleep was called), weight_way and update_watch (of vLLM's updates), rollouts (`kept_samples`). A server adds its
-    `connections`.
+    attendance (of clients of updates), flushes, conversations (their sessions), profiler, scrapes, traffic, plain_paths
+    (paths without parameters), is_draining (the server takes no new requests), is_closing (it is about to end),
+    is_asleep (vLLM's /sleep was called), weight_way and update_watch (of vLLM's updates), rollouts (`kept_samples`). A
+    server adds its `connections`.
     """
     config = config or HttpConfig()
     app = FastAPI(title="Lockstep", version=version(), docs_url=None, redoc_url=None)
@@ -80,6 +81,7 @@ def create_app(
     app.state.config = config
     app.state.reads = Threads(config.max_admin_calls)  # separate: reports are answered while all operations wait
     app.state.operations = Operations(Threads(config.max_admin_calls), service.engine.driver.once_per_id)
+    app.state.attendance = attendance.Attendance(service, Threads(config.max_admin_calls))
     app.state.updates = UpdateGate()
     app.state.profiler = Profiler(service.engine)
     app.state.traffic = Traffic()

@@ -72,6 +72,7 @@ class _Server(uvicorn.Server):
         if self._captured_signals or self.drains is not None:
             await self._drain(app)
         app.state.is_closing = True
+        app.state.attendance.close()
         limit_s = max(self.config.timeout_graceful_shutdown or 0, _LOOK_AGAIN_S)
         cutting_off = asyncio.get_running_loop().call_later(limit_s, self._cut_off)  # just before tasks are cancelled
         await super().shutdown(sockets)

@@ -104,6 +104,35 @@ class HttpTarget:
         raise TargetError(self._name, verb, message, kind)
 
     @contextmanager
+    def attend(self, client: str, *, timeout_s: float) -> Iterator[None]:
+        """Keep a connection open in the block; see `AttendedTarget.attend`."""
+        if self._client.is_closed:
+            raise TargetError(self._name, "attend", "this target was closed")
+        limits = httpx.Timeout(timeout_s + _GRACE_S, connect=min(timeout_s, _CONNECT_S))
+        request = self._client.build_request(
+            "POST", f"{self.url}/lockstep/attend", json={"client": client}, timeout=limits
+        )
+        try:
+            response = self._client.send(request, stream=True)
+        except httpx.HTTPError as error:
+            raise TargetError(
+                self._name, "attend", f"no answer within {timeout_s:g} s: {in_one_line(error)}"
+            ) from error
+        try:
+            if response.status_code != 200:
+                raise TargetError(self._name, "attend", *self._refusal_in(response))
+            yield
+        finally:
+            response.close()
+
+    def _refusal_in(self, response: httpx.Response) -> tuple[str, str]:
+        try:
+            response.read()
+        except httpx.HTTPError as error:
+            return f"status {response.status_code}: {in_one_line(error)}", ""
+        return _error_of(response, _json_of(response))
+
+    @contextmanager
     def stream(self, path: str, body: bytes, timeout_s: float) -> Iterator[httpx.Response]:
         """Send a generation request and yield its answer when the head is there; the body is read inside the block.
         timeout_s: of each wait for further bytes. Raises httpx.HTTPError, also for errors inside the block."""

@@ -17,28 +17,14 @@ from ...weight_sync.errors import SessionBusy, SessionError, WeightSyncError
 from ...weight_sync.layout.bucket import DEFAULT_BUCKET_BYTES
 from ...weight_sync.manifest import Manifest, NamedTensors, TensorSpec, specs_of
 from ...weight_sync.target import Target, TargetError
-from ...weight_sync.transports.transport import Sent, TargetsFailed, Transport, on_all, raise_failures
+from ...weight_sync.transports.transport import Sent, Transport, on_all, raise_failures
 from .adapters.trainer_tensors import trainer_specs, trainer_tensors
+from .attendance import attended
+from .failures import PushFailed, failures_of
 
 logger = logging.getLogger(__name__)
 
-PIECE_BYTES = (
-    DEFAULT_BUCKET_BYTES  # of tensors that are gathered before they are sent, where their names come with them
-)
-
-
-class PushFailed(WeightSyncError):
-    """No target has the new version; the message names each failed target and its error.
-
-    failures: errors by target name, "" for this process. stranded: targets that could not be restored or not be
-    reached; their weights are not known, and they must not generate before a full update.
-    """
-
-    def __init__(self, version: str, failures: dict[str, str], stranded: Sequence[str] = ()) -> None:
-        self.version, self.failures, self.stranded = version, failures, tuple(stranded)
-        listed = "; ".join(f"{name or 'this process'}: {why}" for name, why in failures.items())
-        lost = f"; could not be taken back from: {', '.join(stranded)}" if stranded else ""
-        super().__init__(f"version {version} was not pushed: {listed}{lost}")
+PIECE_BYTES = DEFAULT_BUCKET_BYTES  # of tensors that are read ahead where their names come with them
 
 
 @dataclass(frozen=True)
@@ -152,50 +138,63 @@ class WeightPusher:
         self, tensors: NamedTensors, specs: Sequence[TensorSpec] | None, version: str, in_flight: OnCommit | None
     ) -> Pushed:
         assert self._transport is not None
-        started, digests = time.perf_counter(), _Digests()
         try:
             self._transport.prepare(self.targets, self._timeout_s)
         except (WeightSyncError, ValueError) as error:
-            raise PushFailed(version, _failures(error)) from error
-        resume = self._prepare(version)
+            raise PushFailed(version, failures_of(error)) from error
+        with attended(self.targets, version, self._timeout_s) as targets:
+            return self._push_to(targets, tensors, specs, version, in_flight)
+
+    def _push_to(
+        self,
+        targets: Sequence[Target],
+        tensors: NamedTensors,
+        specs: Sequence[TensorSpec] | None,
+        version: str,
+        in_flight: OnCommit | None,
+    ) -> Pushed:
+        """Push to targets whose calls have the name of this push: what it has begun there it ends, and nothing else."""
+        assert self._transport is not None
+        started, digests = time.perf_counter(), _Digests()
+        self._prepare(targets, version)
         try:
             passing = digests.passing(tensors) if self._verify else tensors
-            sent = self._send(passing, specs, version)
+            sent = self._send(targets, passing, specs, version)
             if self._verify:
                 roots = {name: root.hex() for name, root in digests.roots.items()}
-                self._on_all("verify_weight_update", digests=roots)
+                raise_failures(on_all(targets, lambda one: self._call(one, "verify_weight_update", digests=roots)))
         except BaseException as error:
-            stranded = self._take_back(resume)
+            stranded = self._take_back(targets)
             if not isinstance(error, Exception):
                 raise
-            raise PushFailed(version, _failures(error), stranded) from error
-        self._commit(version, resume, in_flight)
+            raise PushFailed(version, failures_of(error), stranded) from error
+        self._commit(targets, version, in_flight)
         try:
             self._transport.committed()
-            self._tell(self.targets, "release_weight_undo")
+            self._tell(targets, "release_weight_undo")
         finally:
-            self._tell(resume, "continue_generation")
+            self._tell(targets, "continue_generation")
         digest = model_root(digests.roots.items()) if self._verify else None
         return Pushed(version, digest, sent, time.perf_counter() - started)
 
-    def _send(self, tensors: NamedTensors, specs: Sequence[TensorSpec] | None, version: str) -> Sent:
+    def _send(
+        self, targets: Sequence[Target], tensors: NamedTensors, specs: Sequence[TensorSpec] | None, version: str
+    ) -> Sent:
         """Send the tensors in one go, or piece by piece where nothing is known of them before."""
         assert self._transport is not None
         if specs is not None:
-            return self._transport.send(self.targets, Manifest(version, tuple(specs)), tensors, self._timeout_s)
+            return self._transport.send(targets, Manifest(version, tuple(specs)), tensors, self._timeout_s)
         num_bytes = 0
         for piece in pieces_of(tensors, PIECE_BYTES):
             manifest = Manifest(version, specs_of(piece))
-            num_bytes += self._transport.send(self.targets, manifest, piece, self._timeout_s).num_bytes
+            num_bytes += self._transport.send(targets, manifest, piece, self._timeout_s).num_bytes
         return Sent(num_bytes)
 
-    def _prepare(self, version: str) -> list[Target]:
-        """Pause, flush and begin on every target. Returns the targets that were not paused before."""
-        was_paused: dict[str, bool] = {}
+    def _prepare(self, targets: Sequence[Target], version: str) -> None:
+        """Pause, flush and begin on every target."""
         begun: list[Target] = []  # or, where an interrupt has come, perhaps begun
 
         def prepare(target: Target) -> None:
-            was_paused[target.name] = bool(self._call(target, "state")["paused"])
             # Paused first: no request may be admitted between the flush and the session.
             self._call(
                 target, "pause_generation", mode=self._pause_mode, ttl=2 * self._timeout_s, keeps_other=True
@@ -206,40 +205,35 @@ class WeightPusher:
                 self._call(
                     target, "begin_weight_update", weight_version=version, undo=self._undo, digest=self._digest,
                     keep_running=self._pause_mode == "in_place", lease_s=2 * self._timeout_s,
-                    continue_on_expiry=not was_paused[target.name],
                 )  # fmt: skip
             except TargetError as error:
                 if error.kind:  # its own answer: a session that is open there belongs to another caller
                     begun.remove(target)
                 raise
 
-        def to_resume() -> list[Target]:
-            return [target for target in self.targets if was_paused.get(target.name) is False]
-
         try:
-            failures = on_all(self.targets, prepare)
+            failures = on_all(targets, prepare)
             if failures:
                 raise PushFailed(version, {name: str(error) for name, error in failures.items()})
         except BaseException:  # an interrupt too leaves no target paused
             self._tell(begun, "abort_weight_update")
-            self._tell(to_resume(), "continue_generation")
+            self._tell(targets, "continue_generation")  # ends the pauses of this push alone
             raise
-        return to_resume()
 
-    def _commit(self, version: str, resume: Sequence[Target], in_flight: OnCommit | None) -> None:
+    def _commit(self, targets: Sequence[Target], version: str, in_flight: OnCommit | None) -> None:
         """Commit on every target, or on none. All targets have verified, so a failure now means that a target is
         gone."""
         given = {} if in_flight is None else {"in_flight": in_flight}
         try:
-            failures = on_all(self.targets, lambda target: self._call(target, "end_weight_update", **given))
+            failures = on_all(targets, lambda target: self._call(target, "end_weight_update", **given))
         except BaseException:  # an interrupt: some targets may have committed
-            self._take_back(resume)
+            self._take_back(targets)
             raise
         if failures:
-            stranded = self._take_back(resume)
+            stranded = self._take_back(targets)
             raise PushFailed(version, {name: str(error) for name, error in failures.items()}, stranded)
 
-    def _take_back(self, resume: Sequence[Target]) -> list[str]:
+    def _take_back(self, targets: Sequence[Target]) -> list[str]:
         """Restore the old weights on every target, and continue generation where possible. Returns the names of the
         targets where that failed."""
 
@@ -259,20 +253,17 @@ class WeightPusher:
             except TargetError as error:
                 if error.kind != SessionError.__name__:
                     raise
-                self._call(target, "revert_weight_update")  # no session is open, so it has committed
+                self._call(target, "revert_weight_update")  # no session of ours is open, so it has committed
             if self._call(target, "state")["weight_update"]["state"] == "poisoned":  # type: ignore[index]
                 raise TargetError(target.name, "abort_weight_update", "its weights are poisoned")
 
         assert self._transport is not None
         self._transport.rejected()
-        stranded = on_all(self.targets, take_back)
+        stranded = on_all(targets, take_back)
         for name, error in stranded.items():
             logger.error("%s: the old weights could not be brought back: %s", name, error)
-        self._tell([target for target in resume if target.name not in stranded], "continue_generation")
+        self._tell([target for target in targets if target.name not in stranded], "continue_generation")
         return list(stranded)
-
-    def _on_all(self, verb: str, **arguments: object) -> None:
-        raise_failures(on_all(self.targets, lambda target: self._call(target, verb, **arguments)))
 
     def _tell(self, targets: Sequence[Target], verb: str) -> None:
         """Call a verb whose failure does not change the decision; the failure is logged."""
@@ -295,10 +286,3 @@ def pieces_of(tensors: NamedTensors, piece_bytes: int) -> Iterator[list[tuple[st
         size += tensor.nbytes
     if piece:
         yield piece
-
-
-def _failures(error: Exception) -> dict[str, str]:
-    """Return the errors by target name; "" is this process."""
-    if isinstance(error, TargetsFailed):
-        return {name: str(failure) for name, failure in error.failures.items()}
-    return {error.target if isinstance(error, TargetError) else "": str(error)}

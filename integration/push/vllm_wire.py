@@ -51,7 +51,7 @@ def _pause(wire: VllmWire, arguments: Mapping[str, object]) -> list[VllmCall]:
         raise ValueError(
             f"vLLM's wire has no pause {arguments['mode']!r}; pause_mode is one of {', '.join(_PAUSE_MODES)}"
         )
-    own = {name: arguments[name] for name in ("ttl", "keeps_other") if arguments.get(name) is not None}
+    own = {name: arguments[name] for name in ("ttl", "keeps_other", "client") if arguments.get(name) is not None}
     return [VllmCall("POST", f"/pause?{urlencode({'mode': mode, 'clear_cache': 'false', **own})}")]
 
 
@@ -61,21 +61,33 @@ def _begin(wire: VllmWire, arguments: Mapping[str, object]) -> list[VllmCall]:
         raise ValueError(f"vLLM's wire has no {', '.join(wrong)}: leave the default")
     version = arguments.get("weight_version")
     wire.version = None if version is None else str(version)
-    return [VllmCall("POST", "/start_weight_update", {})]  # its lease is the server's setting update_idle_s
+    return [
+        VllmCall("POST", "/start_weight_update", _own(arguments))
+    ]  # its lease is the server's setting update_idle_s
 
 
 def _end(wire: VllmWire, arguments: Mapping[str, object]) -> list[VllmCall]:
     if arguments.get("in_flight") is not None:
         raise ValueError("vLLM's wire has no in_flight")
     version = arguments.get("weight_version") or wire.version
-    body: dict[str, object] = {"keep_undo": True}  # so that a push can be taken back from every target
+    body: dict[str, object] = {
+        "keep_undo": True,
+        **_own(arguments),
+    }  # so that a push can be taken back from every target
     return [VllmCall("POST", "/finish_weight_update", body if version is None else body | {"weight_version": version})]
+
+
+def _own(arguments: Mapping[str, object]) -> dict[str, object]:
+    """Return the name of the caller, a field of Lockstep's own."""
+    return {"client": arguments["client"]} if arguments.get("client") is not None else {}
 
 
 _CALLS: dict[str, Callable[[VllmWire, Mapping[str, object]], list[VllmCall]]] = {
     "state": _state,
     "pause_generation": _pause,
-    "continue_generation": lambda wire, arguments: [VllmCall("POST", "/resume")],
+    "continue_generation": lambda wire, arguments: [
+        VllmCall("POST", f"/resume?{urlencode(own)}" if (own := _own(arguments)) else "/resume")
+    ],
     "flush_cache": lambda wire, arguments: [VllmCall("POST", "/reset_prefix_cache")],
     "begin_weight_update": _begin,
     "end_weight_update": _end,

@@ -15,6 +15,7 @@ from ..http.admin import unsupported
 from ..http.edge.auth import Level, check_key, check_origin, level_of
 from ..http.edge.bodies import parse_object_off_loop, read_object, start_parsers
 from ..http.edge.errors import BadField, EndingMiddleware, HttpError, error_response, install
+from .attending import add_attending
 from .changes.broadcast import broadcast
 from .changes.journal import UpdateJournal
 from .changes.rules import ELSEWHERE, RULES
@@ -50,6 +51,7 @@ def create_app(config: RouterConfig, journal: UpdateJournal, roster: Roster, ser
     add_workers(app)
     _add_journal(app)
     _add_admin(app)
+    add_attending(app)
     _add_generation(app)
     app.include_router(unsupported.router)  # behind /v1/{path}, since a worker of another kind may serve these
     install(app)

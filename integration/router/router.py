@@ -61,6 +61,7 @@ class Router:
         self.collector = RouterCollector(self.registry, self.counters, journal, self.proxy.held)
         self._num_open = 0  # requests that a drain waits for
         self._all_done = asyncio.Event()
+        self.is_over = asyncio.Event()  # requests that are open still are ended
 
     def start(self) -> None:
         """Add the workers of the command line, with the changes that were made at run time."""
@@ -129,6 +130,7 @@ class Router:
         if self._num_open:
             logger.warning("%d requests end unfinished", self._num_open)
             self.proxy.end()
+            self.is_over.set()
 
     async def close(self) -> None:
         """Stop the health checks, write what is remembered, and close the connections."""

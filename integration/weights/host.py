@@ -72,11 +72,13 @@ class EngineHost(SessionHost):
         roots: KnownRoots,
         commit_everywhere: Callable[[], None],
         on_lease_over: Callable[[], None],
+        end_pause: Callable[[str], object],
     ) -> None:
         """Wrap an engine. commit_everywhere: commits an implicit session on all ranks. on_lease_over: see
-        `SessionHost`."""
+        `SessionHost`. end_pause: ends the pause that a client has begun."""
         self._engine, self._replica, self._weights, self._roots = engine, replica, weights, roots
         self._commit_everywhere, self._on_lease_over = commit_everywhere, on_lease_over
+        self._end_pause = end_pause
         self.last_commit: Commit | None = None
         self._before = _Standing(engine.weight_version, engine.weight_digest, frozenset(), {})
         self._next = _Prepared({}, None, frozenset(), True)
@@ -85,6 +87,7 @@ class EngineHost(SessionHost):
         self._digest_time: DigestTime = "now"
         self._in_flight: OnCommit | None = None  # of the next commit
         self._continues = False  # generation was paused by the client of the last explicit session, for it alone
+        self._client: str | None = None  # of the last explicit session, if it has a name
         self._reverts = count(1)  # numbers of the reverts, each of which refuses steps for itself
         self.reads: str | None = None  # the folder that the open session has read last
         # The folder of the weights, that an update has read or the engine was made from, and their epoch.
@@ -180,14 +183,19 @@ class EngineHost(SessionHost):
 
         In a thread of its own: the manager's lock is held here, and other verbs may hold the engine's and wait for it.
         """
-        if self._continues and self._engine.is_controller:
-            logger.warning("the client of a weight update is lost: the pause that it began is ended")
-            threading.Thread(target=self._continue_generation, name="lockstep-continue", daemon=True).start()
-        self._continues = False
+        continues, client = self._continues, self._client
+        self._continues, self._client = False, None
+        if (continues or client is not None) and self._engine.is_controller:
+            ending = threading.Thread(target=self._end, args=(continues, client), name="lockstep-continue", daemon=True)
+            ending.start()
 
-    def _continue_generation(self) -> None:
+    def _end(self, continues: bool, client: str | None) -> None:
+        logger.warning("the client of a weight update is lost: the pause that it began is ended")
         try:
-            self._engine.continue_generation()
+            if client is not None:
+                self._end_pause(client)
+            if continues:
+                self._engine.continue_generation()
         except LockstepError:
             logger.exception("the pause of a lost client could not be ended")
 
@@ -222,7 +230,7 @@ class EngineHost(SessionHost):
             refusal=(_SESSION, why), abort_all=options.abort_all_requests, keep_running=options.keep_running,
             timeout_s=options.timeout_s,
         )  # fmt: skip
-        self._digest_time, self._continues = digest, options.continue_on_expiry
+        self._digest_time, self._continues, self._client = digest, options.continue_on_expiry, options.client
         return report
 
     def hold_for_update(self, options: UpdateOptions) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 from ...rollout.loop.commands import OnCommit, check_in_flight
 
 DigestTime = Literal["now", "later"]
+MAX_CLIENT = 200  # characters of the name of a caller
 
 
 def check_version(version: object) -> None:
@@ -22,6 +23,14 @@ def check_required_version(version: object) -> None:
     if not (isinstance(version, str) and version and _is_encodable(version)):
         raise ValueError(
             f"a weight version must be a text, not empty, that UTF-8 can encode, not {repr(version)[:100]}"
+        )
+
+
+def check_client(client: object) -> None:
+    """Check the name of a caller; None: it has none. Raises ValueError for one that no message could bear."""
+    if client is not None and not (isinstance(client, str) and 0 < len(client) <= MAX_CLIENT and _is_encodable(client)):
+        raise ValueError(
+            f"client must be a text of 1 to {MAX_CLIENT} characters that UTF-8 can encode, not {repr(client)[:100]}"
         )
 
 
@@ -44,7 +53,10 @@ class UpdateOptions:
     keep_running: bool = False  # let requests that are paused in_place continue with the new weights
     in_flight: OnCommit | None = None  # what the commit does with sequences that have begun
     continue_on_expiry: bool = False  # end the pause where the session's client is lost
+    client: str | None = None  # the caller's name for all calls of its update; None: it has none
+    is_whole: bool = False  # all weights are replaced
 
     def __post_init__(self) -> None:
+        check_client(self.client)
         check_version(self.weight_version)
         check_in_flight(self.in_flight, abort_all=self.abort_all_requests, keep_running=self.keep_running)

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 
@@ -13,11 +14,13 @@ from ...rollout.engine import Engine
 from ...rollout.errors import DeadlineExceeded, LockstepError, SamplingRefused
 from ...rollout.loop.commands import ContinueReport, PauseMode, PauseReport
 from ...weight_sync.deadline import Deadline
-from ...weight_sync.errors import SessionError, WeightSyncError
+from ...weight_sync.errors import SessionBusy, SessionError, WeightSyncError
+from .options import check_client
 from .sessions import WeightSessions
 
 logger = logging.getLogger(__name__)
 
+_MOST_GONE = 1024  # names of clients that are gone
 _MOMENT_S = 1e-3  # an expired lease waits so long for a trainer's rollout phase, and tries again after its ttl
 
 
@@ -30,6 +33,7 @@ class PauseLease:
         self._timer: threading.Timer | None = None
         self._deadline: float | None = None  # of time.monotonic()
         self._ttl_s: float | None = None
+        self._client: str | None = None  # that has begun the pause; None: it has no name
 
     @property
     def seconds_left(self) -> float | None:
@@ -39,11 +43,17 @@ class PauseLease:
 
     @contextmanager
     def changing(
-        self, ttl_s: float | None = None, timeout_s: float | None = None, *, keeps_other: bool = False
+        self,
+        ttl_s: float | None = None,
+        timeout_s: float | None = None,
+        *,
+        keeps_other: bool = False,
+        client: str | None = None,
     ) -> Iterator[float | None]:
-        """Hold the lease while a pause begins or ends. After success it lasts `ttl_s` seconds; None: no lease.
-        keeps_other: where generation is paused already, the lease of that pause, or that it has none, stays. Yields
-        the seconds that are left of `timeout_s`; None: no limit. Raises DeadlineExceeded if none are left.
+        """Hold the lease while a pause of `client` begins or ends. After success it lasts `ttl_s` seconds; None: no
+        lease. keeps_other: where generation is paused already, the lease of that pause, or that it has none, stays, and
+        its client. Yields the seconds that are left of `timeout_s`; None: no limit. Raises DeadlineExceeded if none are
+        left, SessionError for a client that is gone.
 
         Wait for a weight update before, not in the block: other pauses wait for its end.
         """
@@ -54,10 +64,26 @@ class PauseLease:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 raise DeadlineExceeded(f"the {timeout_s:.3g} s that were left have passed")
+            self._service.clients.check(client)
             stays = keeps_other and self._service.engine.is_paused
             yield left
             if not stays:
                 self._set(ttl_s)
+                self._client = client
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def ending(self, client: str, timeout_s: float | None = None) -> Iterator[bool]:
+        """Hold the lease while a pause ends that this client has begun; yields whether it has."""
+        if not self._lock.acquire(timeout=-1 if timeout_s is None else max(timeout_s, 0)):
+            raise DeadlineExceeded(f"another pause or its end took longer than the {timeout_s:.3g} s that were left")
+        try:
+            is_its = self._client == client and self._service.engine.is_paused
+            yield is_its
+            if is_its:
+                self._set(None)
+                self._client = None
         finally:
             self._lock.release()
 
@@ -114,12 +140,54 @@ class PauseLease:
                 self._set(None)
 
 
+class Clients:
+    """The clients of weight updates whose connection has closed. Any thread may call.
+
+    A client gives its pause and its session a name of its own (`client`), and keeps a connection open meanwhile, by
+    whose end the engine knows at once that it is gone.
+    """
+
+    def __init__(self, service: PauseVerbs) -> None:
+        self._service = service
+        self._gone: OrderedDict[str, None] = OrderedDict()
+
+    def check(self, client: str | None) -> None:
+        """Raise SessionError for a client that is gone: a call of its that was under way must not begin anything."""
+        check_client(client)
+        if client is not None and client in self._gone:
+            raise SessionError(f"{client} is gone: its connection has closed")
+
+    def leave(self, client: str) -> None:
+        """Roll back the open session of a client whose connection has closed, and end its pause. Waits for a call of
+        the session that runs. Does nothing for a client that has ended both."""
+        self._gone[client] = None  # first: a pause that is about to begin finds it, or is found below
+        while len(self._gone) > _MOST_GONE:
+            self._gone.popitem(last=False)
+        try:
+            self._take_back(client)
+            if self._service.end_pause_of(client).was_paused:
+                logger.warning("%s is gone: the pause that it began is ended", client)
+        except (LockstepError, WeightSyncError) as error:  # its leases end what is left
+            logger.error("%s is gone, and its update could not be taken back: %s", client, error)
+
+    def _take_back(self, client: str) -> None:
+        while True:
+            try:
+                if self._service.sessions.settled_client() != client:
+                    return
+                with self._service.weights_turn("the end of a lost update"):
+                    self._service.lose_weight_update(f"its client {client} is gone", client=client)
+            except SessionBusy as busy:
+                logger.warning("%s is gone, and a call of its update is not over: %s", client, busy)
+
+
 class PauseVerbs(ABC):
     """The methods of a service that pause and continue. The subclass sets the fields."""
 
     engine: Engine
     sessions: WeightSessions
     pause_lease: PauseLease
+    clients: Clients
     num_continued = 0  # calls that continue, also where nothing was paused
 
     def pause_generation(
@@ -128,6 +196,7 @@ class PauseVerbs(ABC):
         *,
         ttl: float | None = None,
         keeps_other: bool = False,
+        client: str | None = None,
         op_id: str | None = None,
         timeout_s: float | None = None,
     ) -> PauseReport:
@@ -135,19 +204,29 @@ class PauseVerbs(ABC):
         a lost client leaves no engine paused; not in a weight-update session, whose begin and end start the time anew.
         None: never.
 
-        keeps_other: where generation is paused already, that pause keeps the time at which it ends. Raises ValueError
-        for a ttl that is not positive, DeadlineExceeded as the engine does.
+        keeps_other: where generation is paused already, that pause keeps the time at which it ends, and its client.
+        client: a name of the caller's own, for `continue_generation`. Raises ValueError for a ttl that is not positive,
+        DeadlineExceeded as the engine does, SessionError for a client that is gone.
         """
         if ttl is not None and ttl <= 0:
             raise ValueError(f"ttl must be positive, not {ttl}")
-        with self.pause_lease.changing(ttl, timeout_s, keeps_other=keeps_other) as seconds_left:
-            return self.engine.pause_generation(mode, op_id=op_id, timeout_s=seconds_left)
+        with self.pause_lease.changing(ttl, timeout_s, keeps_other=keeps_other, client=client) as seconds_left:
+            report = self.engine.pause_generation(mode, op_id=op_id, timeout_s=seconds_left)
+        self.sessions.forget_abort()
+        return report
 
-    def continue_generation(self, *, op_id: str | None = None, timeout_s: float | None = None) -> ContinueReport:
-        """Commit an implicit session, then end the pause.
+    def continue_generation(
+        self, *, client: str | None = None, op_id: str | None = None, timeout_s: float | None = None
+    ) -> ContinueReport:
+        """Commit an implicit session, then end the pause. client: end only the pause that this client has begun, also
+        while another one's session is open, which holds the requests itself; do nothing where there is none.
 
         Raises SessionError while an explicit session is open, SamplingRefused where the weights cannot be sampled from.
         """
+        if client is not None:
+            if self.sessions.client == client:
+                self._refuse_open_session()
+            return self.end_pause_of(client, op_id=op_id, timeout_s=timeout_s)
         deadline = None if timeout_s is None else Deadline.within(timeout_s)
         self._refuse_open_session()
         self.commit_implicit_update()  # waits for an update: before the lease is held
@@ -155,12 +234,21 @@ class PauseVerbs(ABC):
         with self.pause_lease.changing(timeout_s=left) as still_left:
             return self.resume_generation(op_id=op_id, timeout_s=still_left)
 
-    def continue_in_turn(self, timeout_s: float | None = None) -> ContinueReport:
+    def end_pause_of(self, client: str, *, op_id: str | None = None, timeout_s: float | None = None) -> ContinueReport:
+        """End the pause that this client has begun, if it has; an open session and weights that cannot be sampled from
+        hold the requests themselves."""
+        with self.pause_lease.ending(client, timeout_s) as is_its:
+            if not (is_its and self.engine.is_controller):
+                return ContinueReport(False, 0, 0)
+            self.num_continued += 1
+            return self.engine.continue_generation(op_id=op_id, timeout_s=timeout_s)
+
+    def continue_in_turn(self, timeout_s: float | None = None, client: str | None = None) -> ContinueReport:
         """Wait for a turn where the module is a trainer's, and continue as `continue_generation` does. For calls from
         outside of the trainer's program."""
         deadline = None if timeout_s is None else Deadline.within(timeout_s)
         with self.turn_to_commit("continue_generation", timeout_s):
-            return self.continue_generation(timeout_s=None if deadline is None else deadline.left_s)
+            return self.continue_generation(client=client, timeout_s=None if deadline is None else deadline.left_s)
 
     def resume_generation(self, *, op_id: str | None = None, timeout_s: float | None = None) -> ContinueReport:
         """End the pause, and leave an implicit session and the pause's lease as they are. Raises as
@@ -176,6 +264,14 @@ class PauseVerbs(ABC):
     @abstractmethod
     def commit_implicit_update(self) -> None:
         """Commit an implicit session, where one is open."""
+
+    @abstractmethod
+    def lose_weight_update(self, why: str, only_expired: bool = False, *, client: str | None = None) -> None:
+        """Roll back the open session of a client that is gone."""
+
+    @abstractmethod
+    def weights_turn(self, what: str, timeout_s: float | None = None) -> AbstractContextManager[float]:
+        """Wait for a turn to write weights outside of the trainer."""
 
     @abstractmethod
     def turn_to_commit(self, what: str, timeout_s: float | None = None) -> AbstractContextManager[None]:

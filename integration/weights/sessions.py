@@ -56,18 +56,22 @@ class WeightSessions:
         *,
         commit_before_sampling: Callable[[], None],
         on_lease_over: Callable[[], None],
+        end_pause: Callable[[str], object],
     ) -> None:
         """Make the manager. Raises ValueError where ranks share the model in a way in which its digest cannot be
         computed.
 
         timeout_s: how long a call waits for another running call. commit_before_sampling: `commit_implicit` on all
-        ranks. on_lease_over: rolls back a session of several ranks whose lease has expired.
+        ranks. on_lease_over: rolls back a session of several ranks whose lease has expired. end_pause: ends the pause
+        of a client.
         """
         self._engine, self._replica = engine, replica
         self.weights = ReplicaWeights(engine, replica)
         self.metrics = WeightMetrics()
         self._roots = KnownRoots(engine, self.weights)
-        self._host = EngineHost(engine, replica, self.weights, self._roots, commit_before_sampling, on_lease_over)
+        self._host = EngineHost(
+            engine, replica, self.weights, self._roots, commit_before_sampling, on_lease_over, end_pause
+        )
         self._released: ReleasedWeights | None = None  # the last ones
         self._resumed_in: int | None = None  # the epoch in which memory of weights was allocated last
         self._manager = SessionManager(self._host, peers=replica.peers, lock_timeout_s=timeout_s)
@@ -75,49 +79,59 @@ class WeightSessions:
     # -- explicit sessions ------------------------------------------------------------------------------------------
 
     def begin(
-        self, coverage: Coverage, undo: Undo, digest: DigestTime, lease_s: float | None, options: UpdateOptions
+        self,
+        coverage: Coverage,
+        undo: Undo,
+        digest: DigestTime,
+        lease_s: float | None,
+        options: UpdateOptions,
+        check: Callable[[], None] = lambda: None,
     ) -> HoldReport:
-        """Open an explicit session and stop sampling. Where requests run no session is opened."""
+        """Open an explicit session and stop sampling. Where requests run, or `check` raises, no session is opened."""
         if digest not in ("now", "later"):
             raise ValueError(f'digest must be "now" or "later", not {digest!r}')
         reports: list[HoldReport] = []
+
+        def prepare() -> None:
+            check()
+            reports.append(self._host.hold_for_session(digest, options))
+
         with self.metrics.attempt("begin"):
-            self._manager.begin(
-                options.weight_version, coverage, undo, lease_s,
-                lambda: reports.append(self._host.hold_for_session(digest, options)),
-            )  # fmt: skip
+            self._manager.begin(options.weight_version, coverage, undo, lease_s, prepare, options.client)
         return reports[0]
 
-    def verify(self, digests: Mapping[str, str]) -> None:
+    def verify(self, digests: Mapping[str, str], client: str | None = None) -> None:
         """Compare the written tensors with the sender's digests; see `SessionManager.verify`."""
         with self.metrics.attempt("verify"):
-            self._manager.verify(digests)
+            self._manager.verify(digests, client=client)
         self.metrics.verified(len(digests))
 
-    def end(self, version: str | None, in_flight: OnCommit | None = None) -> Commit:
+    def end(self, version: str | None, in_flight: OnCommit | None = None, client: str | None = None) -> Commit:
         """Commit the open session. Raises SessionError where none is open, ValueError for a version that is none."""
         check_version(version)
         with self.metrics.attempt("commit"):
-            self._manager.commit(version, prepare=lambda: self._host.verify_in_flight(in_flight))
+            self._manager.commit(version, prepare=lambda: self._host.verify_in_flight(in_flight), client=client)
         assert self._host.last_commit is not None
         return self._host.last_commit
 
-    def abort(self, why: str, *, is_lost: bool = False, only_expired: bool = False) -> None:
+    def abort(self, why: str, *, is_lost: bool = False, only_expired: bool = False, client: str | None = None) -> None:
         """Roll back the open session and restore every byte. is_lost: without its client, whose own call may follow.
-        only_expired: only where its lease is over. Raises SessionError where none is open."""
-        self._manager.rollback(why, is_lost=is_lost, only_expired=only_expired)
+        only_expired: only where its lease is over. client: only that of this client. Raises SessionError where none is
+        open."""
+        self._manager.rollback(why, is_lost=is_lost, only_expired=only_expired, client=client)
 
     def on_expired(self) -> None:
         """Continue generation that the lost client of the last session had paused; see `SessionHost`."""
         self._host.on_expired()
 
-    def revert(self) -> str:
-        """Take the last commit back, with its weights, version and digest. Returns the version that is current again.
+    def revert(self, client: str | None = None) -> str:
+        """Take the last commit back, of this client if it is named, with its weights, version and digest. Returns the
+        version that is current again.
 
         Raises SessionError where its undo data is not kept any more, or a session is open.
         """
         self.finish_digest()  # else another thread could compute it while the bytes change
-        return self._host.revert(self._manager.revert)
+        return self._host.revert(lambda: self._manager.revert(client=client))
 
     def release_undo(self) -> None:
         """Free the undo data of the last commit, which then cannot be reverted."""
@@ -143,7 +157,7 @@ class WeightSessions:
         with self.metrics.update(path):
             record = self._manager.update(
                 source, receive_noted, options.weight_version, verify, options.timeout_s,
-                lambda: self._host.hold_for_update(options),
+                lambda: self._host.hold_for_update(options), options.client, options.is_whole,
             )  # fmt: skip
         self.metrics.written(path, record.num_bytes, record.seconds, len(set(received) & set(verify or {})))
         return record
@@ -158,6 +172,24 @@ class WeightSessions:
     def is_open(self) -> bool:
         """Whether an explicit session is open."""
         return self._manager.is_explicit
+
+    @property
+    def client(self) -> str | None:
+        """The name of the open session's client; None: it has none, or none is open."""
+        return self._manager.client
+
+    def check_client(self, client: str | None) -> None:
+        """Raise SessionError where a call of this client does not belong to the session that is open, if one is."""
+        self._manager.check_client(client)
+
+    def settled_client(self) -> str | None:
+        """Return the client of the open session, once no call of it runs. Raises SessionBusy where one runs too
+        long."""
+        return self._manager.settled_client()
+
+    def forget_abort(self) -> None:
+        """Note that generation is paused for another update; see `SessionManager.forget_abort`."""
+        self._manager.forget_abort()
 
     @property
     def opened_at(self) -> float | None:

@@ -9,8 +9,7 @@ from typing import TypeVar
 import torch
 
 from ...rollout.engine import Engine
-from ...rollout.errors import MemoryReleased
-from ...rollout.loop.commands import HoldReport, OnCommit, check_in_flight
+from ...rollout.loop.commands import OnCommit
 from ...weight_sync.delta.apply import Check
 from ...weight_sync.delta.pull import PullRecord, pull_weights
 from ...weight_sync.group.registry import GroupRegistry
@@ -18,12 +17,10 @@ from ...weight_sync.group.rendezvous import Rendezvous
 from ...weight_sync.manifest import NamedTensors, specs_from_lists
 from ...weight_sync.transaction.receiving import Receive
 from ...weight_sync.transaction.records import UpdateRecord
-from ...weight_sync.transaction.transaction import Coverage, Undo
 from ..service_config import ServiceConfig
 from .all_ranks import Replica, on_all_ranks
-from .host import Commit
-from .options import DigestTime, UpdateOptions, check_required_version
-from .pauses import PauseLease
+from .options import UpdateOptions, check_required_version
+from .session_verbs import SessionVerbs
 from .sessions import WeightSessions
 from .sources import SharedMemory, from_folder, from_group, from_ipc, from_named_tensors, from_payload
 from .vllm_group import VllmGroupVerbs
@@ -32,7 +29,7 @@ GROUP_NAME = "weight_update_group"
 T = TypeVar("T")
 
 
-class WeightVerbs(VllmGroupVerbs):
+class WeightVerbs(SessionVerbs, VllmGroupVerbs):
     """The methods of a service that update its weights. The subclass sets the fields.
 
     Tensors have the names of the module's parameters, or those in which such models are published, each a piece of one:
@@ -44,100 +41,16 @@ class WeightVerbs(VllmGroupVerbs):
     tokens of requests that have begun again under the new weights, so that their answers are those that these would
     have given from the start (inside a session `begin_weight_update` has the first two, `end_weight_update` the third);
     delta_check, how closely a delta checks the bytes that it changes
-    (`delta.apply.Check`); timeout_s, the deadline of every wait.
+    (`delta.apply.Check`); timeout_s, the deadline of every wait; client, a name of the caller's own, one for each
+    update: its calls then reach only the session that it has begun, and others' updates do not get into that.
     """
 
     engine: Engine
     config: ServiceConfig
     sessions: WeightSessions
-    pause_lease: PauseLease
     groups: GroupRegistry
     replica: Replica
     _shared_memory: SharedMemory
-
-    # -- sessions ---------------------------------------------------------------------------------------------------
-
-    @on_all_ranks
-    def begin_weight_update(
-        self,
-        *,
-        weight_version: str | None = None,
-        coverage: Coverage = "full",
-        undo: Undo = "tensors",
-        digest: DigestTime = "now",
-        lease_s: float | None = None,
-        abort_all_requests: bool = False,
-        keep_running: bool = False,
-        continue_on_expiry: bool = False,
-        timeout_s: float | None = None,
-    ) -> HoldReport:
-        """Open a session; nothing is sampled until it ends. A session whose client is silent for `lease_s` is rolled
-        back, so that a lost client leaves none open; each update and verify starts that time anew. continue_on_expiry:
-        the client has paused generation for it, so that is continued then.
-
-        coverage "full": every parameter has to be written before the session can end. undo "none": no old bytes are
-        kept, and a failure poisons the weights. digest: compute the model digest at the end, or later by
-        `finish_digest`. Raises SessionError where a session is open, NotIdle, naming the remedies, where requests run.
-        """
-        self._check_resident()
-        options = UpdateOptions(
-            weight_version,
-            self.config.wait_s(timeout_s),
-            abort_all_requests=abort_all_requests,
-            keep_running=keep_running,
-            continue_on_expiry=continue_on_expiry,
-        )
-        report = self.sessions.begin(coverage, undo, digest, lease_s, options)
-        self.pause_lease.renew()
-        return report
-
-    @on_all_ranks
-    def verify_weight_update(self, digests: Mapping[str, str]) -> None:
-        """Compare all tensors that the open session wrote with the sender's tensor roots, hex by name.
-
-        Raises DigestMismatch naming the tensors that differ: they are restored, and sending only them again repairs the
-        session, which stays open. Raises ValueError for names that were not written.
-        """
-        self.sessions.verify(digests)
-
-    @on_all_ranks
-    def end_weight_update(self, *, weight_version: str | None = None, in_flight: OnCommit | None = None) -> Commit:
-        """Commit the open session: its version and digest are published and a KV epoch starts.
-
-        Raises SessionError where none is open, ValueError listing the missing tensors of a full session, which stays
-        open.
-        """
-        check_in_flight(in_flight, abort_all=False, keep_running=False)
-        commit = self.sessions.end(weight_version, in_flight)
-        self.pause_lease.renew()  # its client may have other engines to end before it continues
-        return commit
-
-    @on_all_ranks
-    def abort_weight_update(self, why: str = "asked for") -> None:
-        """Roll back the open session and restore every byte. Where no old bytes were kept the weights are poisoned."""
-        self.sessions.abort(why)
-
-    @on_all_ranks
-    def lose_weight_update(self, why: str, only_expired: bool = False) -> None:
-        """Roll back the open session of a client that is gone, or that made a mistake; its own abort may follow.
-        only_expired: raises SessionError where its lease is not over on any rank."""
-        self.sessions.abort(why, is_lost=True, only_expired=only_expired)
-
-    @on_all_ranks
-    def revert_weight_update(self) -> str:
-        """Take the last commit back while its undo data is kept (until `release_weight_undo` or the next update).
-        Returns the version that is current again."""
-        return self.sessions.revert()
-
-    @on_all_ranks
-    def release_weight_undo(self) -> None:
-        """Free the undo data of the last commit, which then cannot be reverted."""
-        self.replica.peers.together("release_weight_undo", self.sessions.release_undo)
-
-    @on_all_ranks
-    def commit_implicit_update(self) -> None:
-        """Commit an implicit session, where one is open."""
-        self.sessions.commit_implicit()
 
     # -- over a process group ---------------------------------------------------------------------------------------
 
@@ -194,6 +107,7 @@ class WeightVerbs(VllmGroupVerbs):
         abort_all_requests: bool = False,
         keep_running: bool = False,
         in_flight: OnCommit | None = None,
+        client: str | None = None,
         timeout_s: float | None = None,
     ) -> UpdateRecord:
         """Receive tensors from rank 0 of a group.
@@ -205,7 +119,9 @@ class WeightVerbs(VllmGroupVerbs):
         group, timeout_s = self.groups.get(group_name), self.config.wait_s(timeout_s)
         specs = (names or (), dtypes or (), shapes or ())
         receive = from_group(group, load_format, specs, manifest, delta_check, timeout_s)
-        options = UpdateOptions(weight_version, timeout_s, verify, abort_all_requests, keep_running, in_flight)
+        options = UpdateOptions(
+            weight_version, timeout_s, verify, abort_all_requests, keep_running, in_flight, client=client
+        )
         return self._update(f"group {group_name}", receive, options)
 
     # -- by shared memory or CUDA IPC -------------------------------------------------------------------------------
@@ -223,6 +139,7 @@ class WeightVerbs(VllmGroupVerbs):
         abort_all_requests: bool = False,
         keep_running: bool = False,
         in_flight: OnCommit | None = None,
+        client: str | None = None,
         timeout_s: float | None = None,
     ) -> UpdateRecord:
         """Read tensors from memory of this host. Returns when the copy is complete and nothing refers to them any more.
@@ -240,7 +157,9 @@ class WeightVerbs(VllmGroupVerbs):
         else:
             payload = self._own(serialized_named_tensors or (), "serialized_named_tensors")
             receive = from_payload(payload, load_format, self.config)
-        options = UpdateOptions(weight_version, timeout_s, verify, abort_all_requests, keep_running, in_flight)
+        options = UpdateOptions(
+            weight_version, timeout_s, verify, abort_all_requests, keep_running, in_flight, client=client
+        )
         return self._update("tensor", receive, options)
 
     @on_all_ranks
@@ -253,6 +172,7 @@ class WeightVerbs(VllmGroupVerbs):
         *,
         tensor_sizes: Sequence[int] | None = None,
         weight_version: str | None = None,
+        client: str | None = None,
         timeout_s: float | None = None,
     ) -> UpdateRecord:
         """Copy tensors from memory of this host that vLLM's IPC handles name; see `ipc_handles.read_ipc_handles`.
@@ -261,7 +181,7 @@ class WeightVerbs(VllmGroupVerbs):
         timeout_s = self.config.wait_s(timeout_s)
         specs = specs_from_lists(names, dtypes, shapes)
         receive = from_ipc(specs, serialized_handles, tensor_sizes, self.engine.model.device, self.config)
-        return self._update("tensor", receive, UpdateOptions(weight_version, timeout_s))
+        return self._update("tensor", receive, UpdateOptions(weight_version, timeout_s, client=client))
 
     def update_weights_from_named_tensors(
         self,
@@ -272,6 +192,7 @@ class WeightVerbs(VllmGroupVerbs):
         abort_all_requests: bool = False,
         keep_running: bool = False,
         in_flight: OnCommit | None = None,
+        client: str | None = None,
         timeout_s: float | None = None,
     ) -> UpdateRecord:
         """Copy tensors of this process, one at a time as the iterator yields them.
@@ -284,7 +205,13 @@ class WeightVerbs(VllmGroupVerbs):
             raise ValueError("the other ranks follow this one: call update_weights_from_named_tensors on all of them")
         receive = from_named_tensors(named_tensors, to_the_end=not self.replica.is_alone)
         options = UpdateOptions(
-            weight_version, self.config.wait_s(timeout_s), verify, abort_all_requests, keep_running, in_flight
+            weight_version,
+            self.config.wait_s(timeout_s),
+            verify,
+            abort_all_requests,
+            keep_running,
+            in_flight,
+            client=client,
         )
         try:
             return self._update("this process", receive, options)
@@ -305,6 +232,7 @@ class WeightVerbs(VllmGroupVerbs):
         abort_all_requests: bool = False,
         keep_running: bool = False,
         in_flight: OnCommit | None = None,
+        client: str | None = None,
         timeout_s: float | None = None,
     ) -> UpdateRecord:
         """Read a folder of safetensors in Hugging Face layout, or a delta folder against the present weights.
@@ -322,7 +250,9 @@ class WeightVerbs(VllmGroupVerbs):
             self.sessions.weights.skeleton_for,
         )  # fmt: skip
         given = digests if isinstance(verify, bool) else verify
-        options = UpdateOptions(weight_version, timeout_s, given, abort_all_requests, keep_running, in_flight)
+        options = UpdateOptions(
+            weight_version, timeout_s, given, abort_all_requests, keep_running, in_flight, client=client, is_whole=True
+        )
         record = self._update(f"folder {path}", receive, options, folder=str(path))
         if keep_pause and self.engine.is_controller and not self.engine.is_paused:
             self.engine.pause_generation("in_place")
@@ -383,7 +313,3 @@ class WeightVerbs(VllmGroupVerbs):
         if len(items) not in (1, num_ranks):
             raise ValueError(f"{what} has {len(items)} entries, one for each rank: this engine has {num_ranks}")
         return items[self.replica.local_rank if len(items) == num_ranks else 0]
-
-    def _check_resident(self) -> None:
-        if not self.engine.model.holds_weights:
-            raise MemoryReleased('the weights are released: resume_memory_occupation(["weights"]) first')

@@ -106,8 +106,8 @@ PLACES = {
         "http.admin http.conversations http.edge http.generation http.observe http.openai http.vllm service version"
     ),
     "integration.router.app": (
-        "http.admin http.edge router.changes router.config router.fleet router.generation router.metrics router.router "
-        "router.worker_paths"
+        "http.admin http.edge router.attending router.changes router.config router.fleet router.generation "
+        "router.metrics router.router router.worker_paths"
     ),
     "integration.bench.cache": "bench.parts",
     "integration.bench.decode": "bench.parts",
@@ -131,10 +131,11 @@ PLACES = {
         "http.admin http.chat http.edge http.generation http.images http.observe http.openai service service_config"
     ),
     "integration.router.worker_paths": "http.edge router.fleet router.router",
+    "integration.router.attending": "http.edge router.calls router.fleet router.router router.wire",
     "integration.bench.parts": "push.local_target push.remote_engine service",
     "integration.grpo.engines": (
         "failures grpo.backends grpo.environments grpo.results grpo.rewards grpo.settings grpo.tasks grpo.training "
-        "push.adapters push.local_target push.pusher push.remote_engine ranks service"
+        "push.adapters push.failures push.local_target push.pusher push.remote_engine ranks service"
     ),
     "integration.http.observe": "http.admin http.chat http.conversations http.edge http.images pages service version",
     "integration.router.generation": (
@@ -182,7 +183,9 @@ PLACES = {
     "integration.http.conversations": "chat_tail http.edge",
     "integration.http.images": "folder_processor http.edge",
     "integration.push.vllm_wire": "",
-    "integration.push.pusher": "push.adapters",
+    "integration.push.pusher": "push.adapters push.attendance push.failures",
+    "integration.push.attendance": "push.failures",
+    "integration.push.failures": "",
     "integration.router.config": "http.edge",
     "integration.replay": "",
     "integration.trl": "image_inputs service",

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import Poisoned, SessionError
+from .owners import Owners
 from .records import SessionRecord, WeightSession
 
-NONE_OPEN = "no weight-update session is open; call begin_weight_update() first"
 MAX_NAMES_IN_STATE = 20
 
 
@@ -17,9 +17,12 @@ class SessionHistory:
 
     def __init__(self) -> None:
         self.poison: str | None = None  # why the weights are poisoned
-        # Why an explicit session ended without its client. Later updates of that client must not open an implicit
-        # session.
+        self.owners = Owners()
+        # Why an explicit session of a client without a name ended without it. Its later updates must not open an
+        # implicit session.
         self.lost: str | None = None
+        self._is_aborted = False  # `lost` was asked for, by its client or by another one
+        self.is_unheard = False  # the last explicit session was rolled back, and no abort has come since
         self.committed: tuple[WeightSession, SessionRecord] | None = None  # while its undo is kept
         self._last: tuple[str, str | None, str] = ("idle", None, "")
 
@@ -33,17 +36,38 @@ class SessionHistory:
         """Explain why poisoned weights take no update, and which session heals them."""
         return f"{self.poison}; only an explicit session of full coverage with verify= heals them"
 
-    def check_update(self) -> None:
-        """Raise Poisoned or SessionError where an update must not open an implicit session."""
+    def check_update(self, is_whole: bool) -> None:
+        """Raise Poisoned or SessionError where an update must not open an implicit session. is_whole: it replaces all
+        weights, and so is no part of a session that was aborted."""
         if self.poison is not None:
             raise Poisoned(self.refusal)
-        if self.lost is not None:
+        if self.lost is not None and not (is_whole and self._is_aborted):
             raise SessionError(self.lost)
 
-    def check_revert(self) -> None:
-        """Raise SessionError where no commit has its undo data kept."""
+    def check_revert(self, client: str | None) -> None:
+        """Raise SessionError where no commit, of this client if it is named, has its undo data kept."""
         if self.committed is None or not self.committed[0].transaction.can_revert:
             raise SessionError("there is no commit to revert, or what it overwrote is not kept")
+        self.owners.check_revert(self.committed[0], client)
+
+    def has_begun(self, client: str | None) -> None:
+        """Note that an explicit session was opened."""
+        self.lost, self._is_aborted, self.is_unheard = None, False, False
+        self.owners.has_begun(client)
+
+    def was_aborted(self, is_lost: bool) -> None:
+        """Note that the session that was rolled back last was given up on request. is_lost: not of its client. It is
+        not known who has asked: buckets that its client sends afterwards must not open an implicit session."""
+        self._is_aborted, self.is_unheard = not is_lost, is_lost
+
+    def was_accepted(self) -> None:
+        """Note that a client without a name knows that its session has ended."""
+        self.lost, self._is_aborted, self.is_unheard = None, False, False
+
+    def forget_abort(self) -> None:
+        """Note that another update is prepared: what comes now is no part of a session that was aborted."""
+        if self._is_aborted:
+            self.lost, self._is_aborted = None, False
 
     def was_committed(self, session: WeightSession, record: SessionRecord) -> None:
         """Remember a commit, which can be reverted from now on."""
@@ -59,7 +83,9 @@ class SessionHistory:
         torn = f"the weights are partly written and their old bytes {old} ({why})"
         self.poison = session.healing if session.transaction.state == "rolled_back" else torn
         self._last = ("rolled_back", session.version, why)
-        if session.explicit:
+        self.owners.was_rolled_back(session, why)
+        self._is_aborted, self.is_unheard = False, session.explicit
+        if session.explicit and session.client is None:
             self.lost = f"the weight-update session was rolled back ({why}); call begin_weight_update() first"
 
     def learn_poison(self, by_rank: Mapping[int, str]) -> None:
@@ -86,6 +112,7 @@ class SessionHistory:
             "state": state,
             "version": version,
             "explicit": session is not None and session.explicit,
+            "client": None if session is None else session.client,
             "num_tensors_written": 0 if session is None else len(session.transaction.written_names()),
             "missing": {"count": len(missing), "names": missing[:MAX_NAMES_IN_STATE]},
             "why": why,

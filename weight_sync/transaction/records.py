@@ -47,11 +47,18 @@ class WeightSession:
     version: str | None
     started: float  # of time.monotonic
     lease: Lease | None = None  # None: no time limit
+    client: str | None = None  # its name, see `owners`
     healing: str | None = None  # why the weights were poisoned when the session began
     sources: list[str] = field(default_factory=list)
     verified: set[str] = field(default_factory=set)  # `WeightTransaction.written_units`
     unchecked: set[str] = field(default_factory=set)  # resident names that some rank could not check
     num_bytes: int = 0
+
+    @property
+    def already_open(self) -> str:
+        """Explain why no other session begins."""
+        whose = "" if self.client is None else f", that of {self.client}"
+        return f"a weight-update session is already open{whose}; call end_weight_update() first"
 
     @property
     def is_expired(self) -> bool:

@@ -10,46 +10,32 @@ undone. A failure on one rank is undone on all.
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from ..errors import DigestMismatch, Poisoned, SessionBusy, SessionError
-from .history import NONE_OPEN, SessionHistory
+from ..errors import DigestMismatch, Poisoned, SessionError
 from .host import SessionHost
-from .lease import Lease
-from .peers import Peers, Tally, error_of
-from .publishing import Publishing, check_commit
+from .one_session import OneSession
+from .owners import NONE_OPEN
+from .peers import Peers
 from .receiving import REPAIR_IN_A_SESSION, REPAIR_NOW, Receive, Receiving, not_as
-from .records import SessionRecord, UpdateRecord, WeightSession
-from .rolling_back import take_back, tell_of_rollback
-from .transaction import Coverage, Undo, WeightTransaction
+from .records import SessionRecord, UpdateRecord
+from .transaction import Coverage, Undo
 
 T = TypeVar("T")
 
-ALREADY_OPEN = "a weight-update session is already open; call end_weight_update() first"
-_COLLECTIVE = ("begin", "update", "verify", "commit", "rollback", "revert")  # methods in which all ranks vote
 
-
-class SessionManager:
+class SessionManager(OneSession):
     """The manager of at most one open session. Thread-safe: methods exclude each other, `state` never waits.
 
     peers: the other ranks of a model that is spread over several ranks. Every method but `state`, `name_version`,
     `close`, `without_session` and `release_undo` is then a collective and raises PeerFailed for a failure elsewhere. A
     call waits at most its `timeout_s`, else `lock_timeout_s`, for another call that is running; then it raises
-    SessionBusy and changes nothing.
+    SessionBusy and changes nothing. client: the name of the caller, see `owners`; None: it has none.
     """
 
     def __init__(self, host: SessionHost, *, peers: Peers | None = None, lock_timeout_s: float = 60.0) -> None:
-        self._host = host
-        self._peers = peers or Peers()
-        self._lock = threading.Lock()
-        self._lock_timeout_s = lock_timeout_s
-        self._busy = ""  # the call that holds the lock, for error messages of calls that waited too long
-        self._session: WeightSession | None = None
-        self._history = SessionHistory()
+        super().__init__(host, peers, lock_timeout_s)
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 
@@ -60,6 +46,7 @@ class SessionManager:
         undo: Undo = "tensors",
         lease_s: float | None = None,
         prepare: Callable[[], None] = lambda: None,
+        client: str | None = None,
     ) -> None:
         """Open an explicit session. It is rolled back where nothing of it is called for `lease_s`: its begin, and each
         update and verify that ends well, start that time.
@@ -70,17 +57,17 @@ class SessionManager:
         """
         if lease_s is not None and lease_s <= 0:
             raise ValueError(f"lease_s must be positive, not {lease_s}")
-        with self._locked("begin", None if lease_s is None else min(lease_s, self._lock_timeout_s)):
+        with self._locked("begin", None if lease_s is None else min(lease_s, self._lock.timeout_s)):
 
             def check() -> None:
                 if self._session is not None:
-                    raise SessionError(ALREADY_OPEN)
+                    raise SessionError(self._session.already_open)
                 if self._history.poison is not None and coverage != "full":
                     raise Poisoned(self._history.refusal)
 
             self._ready("begin", check)
-            self._open(version, coverage, undo, explicit=True, lease_s=lease_s, prepare=prepare)
-            self._history.lost = None
+            self._open(version, coverage, undo, explicit=True, lease_s=lease_s, prepare=prepare, client=client)
+            self._history.has_begun(client)
 
     def update(
         self,
@@ -90,8 +77,11 @@ class SessionManager:
         verify: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         prepare: Callable[[], None] = lambda: None,
+        client: str | None = None,
+        is_whole: bool = False,
     ) -> UpdateRecord:
-        """Run one update in the open session, or open an implicit session of partial coverage for it.
+        """Run one update in the open session, or open an implicit session of partial coverage for it, but not for a
+        `client`: raises SessionError where it has none, or another one's is open. is_whole: it replaces all weights.
 
         prepare: a callback before an update outside of an explicit session; its exception is raised, and nothing has
         changed on any rank.
@@ -108,8 +98,9 @@ class SessionManager:
         with self._locked(f"update from {source}", timeout_s):
 
             def check() -> None:
+                self._history.owners.check(self._session, client)
                 if self._session is None:
-                    self._history.check_update()
+                    self._history.check_update(is_whole)
                 elif not self._session.explicit:
                     prepare()
 
@@ -133,7 +124,7 @@ class SessionManager:
                 raise DigestMismatch(receiving.differing, REPAIR_NOW)
             return record
 
-    def verify(self, digests: Mapping[str, str], timeout_s: float | None = None) -> None:
+    def verify(self, digests: Mapping[str, str], timeout_s: float | None = None, client: str | None = None) -> None:
         """Compare the written tensors of the open session with the sender's digests, hex tensor roots by name.
 
         Raises SessionError where no session is open, ValueError listing names that were not written, and
@@ -143,12 +134,12 @@ class SessionManager:
         with self._locked("verify", timeout_s):
 
             def check() -> None:
-                transaction = self._require_session().transaction
+                transaction = self._require_session(client).transaction
                 if unknown := [name for name in digests if not transaction.has_written(name)]:
                     raise ValueError(f"digests of tensors that were not written: {', '.join(unknown)}")
 
             self._ready("verify", check)
-            session = self._require_session()
+            session = self._require_session(client)
             transaction = session.transaction
             try:
                 with self._peers.apart_if_it_fails():
@@ -171,10 +162,17 @@ class SessionManager:
     def name_version(self, version: str, timeout_s: float | None = None) -> None:
         """Set the version under which the open session will commit. Raises SessionError where no session is open."""
         with self._locked("name_version", timeout_s):
-            self._require_session().version = version
+            session = self._session
+            if session is None:
+                raise SessionError(self._history.lost or NONE_OPEN)
+            session.version = version
 
     def commit(
-        self, version: str | None = None, timeout_s: float | None = None, prepare: Callable[[], None] = lambda: None
+        self,
+        version: str | None = None,
+        timeout_s: float | None = None,
+        prepare: Callable[[], None] = lambda: None,
+        client: str | None = None,
     ) -> SessionRecord:
         """End the open session, explicit or implicit, and publish it. Its undo data is kept until `release_undo` or the
         next session. prepare: called before, with the lock held. Raises SessionError where no session is open or its
@@ -182,15 +180,16 @@ class SessionManager:
         fully verified: both leave it open. If publishing fails, the session is rolled back.
         """
         with self._locked("commit", timeout_s):
+            self._history.owners.check(self._session, client)
             prepare()
-            return self._commit(version)
+            return self._commit(version, client)
 
     def commit_implicit(self, timeout_s: float | None = None) -> SessionRecord | None:
         """Commit an implicit session as `commit` does. Returns None where none is open."""
         with self._locked("commit", timeout_s):
             if self._session is None or self._session.explicit:
                 return None
-            return self._commit(None)
+            return self._commit(None, None)
 
     def rollback(
         self,
@@ -199,10 +198,12 @@ class SessionManager:
         *,
         is_lost: bool = False,
         only_expired: bool = False,
+        client: str | None = None,
     ) -> None:
         """Roll back the open session, or accept that it already ended by itself. Raises SessionError where there was
-        none. is_lost: its client did not ask for it, and may do so later. only_expired: raise SessionError unless its
-        lease is over on some rank, as where another session has begun meanwhile.
+        none, or that of a named `client` is not the open one and has not ended so. is_lost: its client did not ask for
+        it, and may do so later. only_expired: raise SessionError unless its lease is over on some rank, as where
+        another session has begun meanwhile.
         """
         with self._locked("rollback", timeout_s):
             if only_expired:
@@ -212,12 +213,14 @@ class SessionManager:
                 if not tally.expired:
                     raise SessionError("no session has expired")
 
-            if self._session is not None:  # the rollback here comes first: it needs no other rank's consent
-                self._roll_back(self._session, why).raise_if_any(None)
+            missing = self._why_not_to_abort(client)
+            if self._session is not None and missing is None and not self._history.owners.has_ended(client):
+                self._roll_back(self._session, why).raise_if_any(None)  # first: it needs no other rank's consent
+                self._history.was_aborted(is_lost)
             else:
-                missing = SessionError(NONE_OPEN) if self._history.lost is None else None
                 self._peers.vote("rolled back", missing).raise_if_any(missing)
-            self._history.lost = self._history.lost if is_lost else None
+                if client is None and not is_lost:
+                    self._history.was_accepted()
 
     def close(self, why: str) -> None:
         """Roll back an open session on this rank, whatever the others do."""
@@ -225,29 +228,34 @@ class SessionManager:
             if self._session is not None:
                 self._roll_back(self._session, why, alone=True)
 
-    def revert(self, timeout_s: float | None = None) -> SessionRecord:
+    def revert(self, timeout_s: float | None = None, client: str | None = None) -> SessionRecord:
         """Take the last commit back and return its record. Publishes nothing: the caller labels the old weights.
 
-        Raises SessionError while a session is open, and where no commit has its undo data kept.
+        Raises SessionError while a session is open, and where no commit, of this client if it is named, has its undo
+        data kept.
         """
         with self._locked("revert", timeout_s):
 
             def check() -> None:
                 if self._session is not None:
-                    raise SessionError(ALREADY_OPEN)
-                self._history.check_revert()
+                    raise SessionError(self._session.already_open)
+                self._history.check_revert(client)
 
             self._ready("revert", check)
             assert self._history.committed is not None
             session, record = self._history.committed
             self._roll_back(session, f"the commit of version {record.version} was reverted").raise_if_any(None)
-            self._history.lost = None
+            self._history.was_accepted()
             return record
 
     def release_undo(self, timeout_s: float | None = None) -> None:
         """Free the undo data of the last commit, which then cannot be reverted. Does nothing where none is kept."""
         with self._locked("release_undo", timeout_s):
             self._history.release_undo()
+
+    def forget_abort(self) -> None:
+        """Note that generation is paused for another update; see `SessionHistory.forget_abort`. Does not wait."""
+        self._history.forget_abort()
 
     def without_session(self, who: str, action: Callable[[], T], timeout_s: float | None = None) -> T:
         """Run an action that writes or frees the weights, while no session can be opened. Undo data of the last commit
@@ -265,6 +273,21 @@ class SessionManager:
         return session is not None and session.explicit
 
     @property
+    def client(self) -> str | None:
+        """The name of the open session's client; None: it has none, or none is open. Does not wait for the lock."""
+        session = self._session
+        return None if session is None else session.client
+
+    def check_client(self, client: str | None) -> None:
+        """Raise SessionError as a call of this client would. Does not wait for the lock."""
+        self._history.owners.check(self._session, client)
+
+    def settled_client(self, timeout_s: float | None = None) -> str | None:
+        """Return `client` once no call runs. Raises SessionBusy where one runs too long."""
+        with self._locked("look", timeout_s):
+            return self.client
+
+    @property
     def opened_at(self) -> float | None:
         """The moment at which the open explicit session began, of time.monotonic; None: there is none. Does not wait
         for the lock."""
@@ -274,126 +297,3 @@ class SessionManager:
     def state(self) -> dict[str, object]:
         """Return the data of the state report. Does not wait for an update that is running, and changes nothing."""
         return self._history.state(self._session)
-
-    # -- inside, with the lock held -----------------------------------------------------------------------------------
-
-    @contextmanager
-    def _locked(self, what: str, timeout_s: float | None) -> Iterator[None]:
-        limit = self._lock_timeout_s if timeout_s is None else timeout_s
-        if not self._lock.acquire(timeout=limit):
-            error = SessionBusy(f"{what}: waited {limit:g} s for another call that is under way ({self._busy})")
-            if what.split()[0] in _COLLECTIVE:
-                self._peers.vote(what.split()[0], error)  # the others wait for this rank's report
-            raise error
-        try:
-            self._busy = what
-            yield
-        finally:
-            self._lock.release()
-
-    def _open(
-        self,
-        version: str | None,
-        coverage: Coverage,
-        undo: Undo,
-        explicit: bool,
-        lease_s: float | None = None,
-        prepare: Callable[[], None] = lambda: None,
-    ) -> WeightSession:
-        started, lease = time.monotonic(), None if lease_s is None else Lease(lease_s)
-
-        def make() -> WeightTransaction:
-            transaction = self._host.make_transaction(coverage, undo)
-            prepare()
-            return transaction
-
-        try:
-            transaction = self._peers.together("open", make)
-        except BaseException:
-            self._host.on_dropped()
-            raise
-        session = WeightSession(transaction, explicit, version, started, lease, healing=self._history.poison)
-        self._history.release_undo()
-        self._session = session
-        if lease is not None:
-            lease.call_at_end(lambda: self._on_lease_over(session))
-        return session
-
-    def _ready(self, what: str, check: Callable[[], None]) -> None:
-        """Run a check that changes nothing, and raise its error, from this rank or another. If the session's lease has
-        expired on any rank, the session is rolled back first."""
-        if self._peers.is_alone:
-            if self._session is not None and self._session.is_expired:  # a call may come before the timer's thread
-                self._expire(self._session)
-            check()
-            return
-        error = error_of(check)
-        try:
-            is_expired = self._session is not None and self._session.is_expired
-            tally = self._peers.vote(what, error, expired=is_expired)
-        except BaseException as lost:  # a rank is lost, and the session with it
-            if self._session is not None:
-                self._roll_back(self._session, f"{what}: {lost}")
-            raise
-        if tally.expired and self._session is not None:
-            self._expire(self._session)
-            check()  # finds the same on every rank
-            return
-        tally.raise_if_any(error)
-
-    def _require_session(self) -> WeightSession:
-        if self._session is None:
-            raise SessionError(self._history.lost or NONE_OPEN)
-        return self._session
-
-    def _commit(self, version: str | None) -> SessionRecord:
-        self._ready("commit", lambda: check_commit(self._require_session(), self._history))
-        session = self._require_session()
-        record = session.record(version)
-        publishing = Publishing(session, record, self._host, self._peers)
-        try:
-            publishing.run()
-        except BaseException as error:
-            self._roll_back(session, f"publishing failed: {error}")
-            if publishing.has_published:
-                self._host.unpublish()  # after the rollback: the version returns with the old bytes
-            raise
-        self._close(session)
-        self._history.was_committed(session, record)
-        return record
-
-    def _roll_back(self, session: WeightSession, why: str, *, alone: bool = False) -> Tally:
-        """Restore the old bytes or mark the weights as poisoned, on all ranks of the model, and end the session.
-        alone: whether the other ranks do nothing of it. Returns what the ranks report, and raises the error of this
-        rank's undo."""
-        failed, tally = None, Tally()
-        try:
-            failed = error_of(lambda: take_back(session.transaction))
-        finally:  # where the undo fails too, the weights are poisoned
-            self._close(session)
-            self._history.was_rolled_back(session, why)
-            tally = tell_of_rollback(why, failed, self._history, self._host, Peers() if alone else self._peers)
-        if failed is not None:
-            raise failed
-        return tally
-
-    def _close(self, session: WeightSession) -> None:
-        if session.lease is not None:
-            session.lease.cancel()
-        self._session = None
-
-    def _expire(self, session: WeightSession) -> None:
-        assert session.lease is not None
-        self._roll_back(session, f"it expired: its client was silent for {session.lease.seconds:g} s")
-        self._host.on_expired()
-
-    def _on_lease_over(self, session: WeightSession) -> None:
-        """End the session, in the timer's thread. Waits for a running update, which has its own deadline."""
-        if not self._peers.is_alone:  # one rank must not roll back alone: the others may still commit
-            if self._session is session:
-                self._host.on_lease_over()
-            return
-        with self._lock:
-            self._busy = "lease"
-            if self._session is session and session.is_expired:  # it may have been renewed since
-                self._expire(session)

@@ -20,8 +20,9 @@ from ....weight_sync.transports.group import DistributedTransport
 from ....weight_sync.transports.same_host import TensorTransport
 from ....weight_sync.transports.transport import Transport
 from ...failures import RESUME, EngineFailed, OtherRankFailed, file_failure, files_of
+from ...push.failures import PushFailed
 from ...push.local_target import LocalTarget, run_verb
-from ...push.pusher import PushFailed, WeightPusher
+from ...push.pusher import WeightPusher
 from ...push.remote_engine import ProcessLost, RemoteEngine, RemoteTarget, VerbServer
 from ...ranks import Ranks
 from ..backends.backend import TrainerBackend

@@ -11,7 +11,7 @@ from ....rollout.completion import Completion
 from ....rollout.control.intake import Prompt
 from ....rollout.sampling_params import SamplingParams
 from ...failures import RESUME, EngineFailed, OtherRankFailed
-from ...push.pusher import PushFailed
+from ...push.failures import PushFailed
 from ...push.remote_engine import RemoteEngine
 from .engine import StepPrompts, by_prompt
 from .pushed import PushedEngine, reported_losses

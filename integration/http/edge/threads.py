@@ -52,6 +52,17 @@ class Threads:
         self._queue.put(lambda: fulfil(future, call) if future.set_running_or_notify_cancel() else None)
         return await asyncio.wrap_future(future)
 
+    def start(self, call: Callable[[], object]) -> None:
+        """Run a call without a wait for its result. Its error is logged."""
+
+        def run() -> None:
+            try:
+                call()
+            except Exception:  # a thread boundary
+                logger.exception("a call failed whose result is not waited for")
+
+        self._queue.put(run)
+
 
 class _Queue:
     """Calls that wait, and the threads that take them. The threads end with the `Threads` object that made it."""

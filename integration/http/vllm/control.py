@@ -56,19 +56,20 @@ async def pause(
     clear_cache: bool = True,
     ttl: Annotated[float | None, Query(gt=0, le=MAX_TIMEOUT_S)] = None,
     keeps_other: bool = False,
+    client: str | None = None,
 ) -> Response:
     """Run no more steps until /resume; the body is not read. clear_cache changes nothing: a commit of new weights
-    starts the cache anew. ttl and keeps_other are Lockstep's own: seconds after which generation continues by itself,
-    and whether a pause that there is already keeps its own."""
-    engine_mode = await _pause(request, mode, ttl, keeps_other)
+    starts the cache anew. Lockstep's own are ttl, keeps_other and client: seconds after which generation continues by
+    itself, whether a pause that there is already keeps its own, and the name of the caller."""
+    engine_mode = await _pause(request, mode, ttl, keeps_other, client)
     return json_response({"status": "paused", "mode": mode, "engine_mode": engine_mode})
 
 
 @router.post("/resume", response_class=Response)
-async def resume(request: Request) -> Response:
-    """End a pause."""
+async def resume(request: Request, client: str | None = None) -> Response:
+    """End a pause. client, Lockstep's own: only one that this caller has begun."""
     service = service_of(request)
-    await _run(request, service.continue_in_turn)
+    await _run(request, lambda: service.continue_in_turn(client=client))
     return json_response({"status": "resumed"})
 
 
@@ -169,7 +170,9 @@ async def is_sleeping(request: Request) -> Response:
     return json_response({"is_sleeping": request.app.state.is_asleep})
 
 
-async def _pause(request: Request, mode: str, ttl: float | None = None, keeps_other: bool = False) -> PauseMode:
+async def _pause(
+    request: Request, mode: str, ttl: float | None = None, keeps_other: bool = False, client: str | None = None
+) -> PauseMode:
     """Pause in one of vLLM's modes; returns the engine's. Raises BadField for another mode."""
     if mode not in _MODES:
         raise BadField("mode", f"must be one of {', '.join(_MODES)}, not {mode[:100]!r}")
@@ -189,7 +192,7 @@ async def _pause(request: Request, mode: str, ttl: float | None = None, keeps_ot
             _wait_for_running(service.engine, is_off)
             if is_off():
                 raise HttpError(409, "generation was continued before the pause began", code="continued")
-        service.pause_generation(_MODES[mode], ttl=ttl, keeps_other=keeps_other)
+        service.pause_generation(_MODES[mode], ttl=ttl, keeps_other=keeps_other, client=client)
 
     try:
         await unless_gone(request, _run(request, begin))

@@ -59,6 +59,7 @@ class UpdateBody(AdminBody):
     update_info: UpdateInfo | list[UpdateInfo] | None = None
     weight_dir: str | None = Field(None, description="prime-rl's: a folder of safetensors, committed at once")
     weight_version: str | None = Field(None, description="with weight_dir")
+    client: str | None = Field(None, description="Lockstep's own: that of the start")
 
 
 @dataclass(frozen=True)
@@ -110,8 +111,9 @@ class Broadcasts:
         load_format = None if self._size(update.info) is None else "flattened_bucket"
         for specs in self.parts(update):
             service.update_weights_from_distributed(
-                *lists_of(specs), GROUP_NAME, load_format=load_format, timeout_s=seconds_left
-            )
+                *lists_of(specs), GROUP_NAME, load_format=load_format, client=update.body.client,
+                timeout_s=seconds_left,
+            )  # fmt: skip
 
     def parts(self, update: Update) -> list[tuple[TensorSpec, ...]]:
         """Divide the tensors as their sender does."""
@@ -135,7 +137,7 @@ class Handles:
             raise BadField("update_info.ipc_handles_pickled", "is needed: the engine was not told to join a group")
         service.update_weights_from_ipc(
             *lists_of(update.specs), update.info.ipc_handles_pickled, tensor_sizes=update.info.tensor_sizes,
-            timeout_s=seconds_left,
+            client=update.body.client, timeout_s=seconds_left,
         )  # fmt: skip
 
 

@@ -42,6 +42,7 @@ class StartBody(AdminBody):
     """Fields of POST /start_weight_update."""
 
     is_checkpoint_format: bool = True  # of older clients
+    client: str | None = None  # of our own sender: a name that its further calls have
 
 
 class FinishBody(AdminBody):
@@ -49,6 +50,7 @@ class FinishBody(AdminBody):
 
     weight_version: str | None = None
     keep_undo: bool = False  # of our own sender: the commit can be reverted until the next update
+    client: str | None = None  # likewise: that of the start
 
 
 class EmptyBody(AdminBody):
@@ -93,7 +95,7 @@ async def start_weight_update(request: Request) -> Response:
     body = await body_of(StartBody)(request)
     if not body.is_checkpoint_format:
         raise BadField("is_checkpoint_format", "must be true: tensors have the names and layout of checkpoints")
-    await start(request, body)
+    await start(request, body, body.client)
     return json_response({"message": "Weight update started"})
 
 
@@ -132,11 +134,11 @@ async def read(request: Request, then: Callable[[dict[str, object]], T]) -> T:
         raise
 
 
-async def start(request: Request, body: AdminBody) -> None:
-    """Open the session of an update."""
+async def start(request: Request, body: AdminBody, client: str | None = None) -> None:
+    """Open the session of an update, of that client if it has a name."""
 
     def begin(service: RolloutService, seconds_left: float | None) -> None:
-        service.begin_weight_update(coverage="partial", timeout_s=seconds_left)
+        service.begin_weight_update(coverage="partial", client=client, timeout_s=seconds_left)
         watch_of(request).begin()
 
     await _write(request, body, begin)
@@ -161,6 +163,7 @@ async def receive(request: Request, update: Update) -> None:
         if update.info is not None and not service.sessions.is_open:
             _give_up(request)
             _check_open(service)
+        service.sessions.check_client(update.body.client)  # where it is not its own, that stays as it is
 
     await _write(request, update.body, work, check)
 
@@ -169,7 +172,7 @@ async def finish(request: Request, body: FinishBody) -> None:
     """Commit the session of an update."""
 
     def commit(service: RolloutService, _: float | None) -> None:
-        service.end_weight_update(weight_version=body.weight_version)
+        service.end_weight_update(weight_version=body.weight_version, client=body.client)
         if not body.keep_undo:
             service.release_weight_undo()
 
@@ -184,7 +187,9 @@ def watch_of(request: Request) -> UpdateWatch:
 def _read_folder(request: Request, service: RolloutService, body: UpdateBody, seconds_left: float | None) -> None:
     """Read a folder of safetensors, in the session that is open, or else as an update of its own."""
     assert body.weight_dir is not None
-    service.update_weights_from_disk(body.weight_dir, weight_version=body.weight_version, timeout_s=seconds_left)
+    service.update_weights_from_disk(
+        body.weight_dir, weight_version=body.weight_version, client=body.client, timeout_s=seconds_left
+    )
     if not service.sessions.is_open:
         service.commit_implicit_update()
     request.app.state.updated_from = body.weight_dir

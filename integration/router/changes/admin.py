@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -31,7 +32,10 @@ from ..fleet.workers import WorkerRegistry, why_none
 from ..wire import Wire
 from .broadcast import Result, broadcast, encoded, merge, summarise, with_value
 from .rules import RULES, Rule, aborted_by, rule_for
+from .taking_back import TakingBack, client_of
 from .updates import Updates
+
+logger = logging.getLogger(__name__)
 
 # Verbs that leave out draining workers: updates and groups, which the end of a worker would break off for the others,
 # and reports of what all workers have in common after them.
@@ -62,6 +66,7 @@ class Admin:
         self.on_abort: Callable[[Abort], Awaitable[None]] | None = None  # awaited before the workers hear of an abort
         self.is_draining = False  # the router ends: no update may begin
         self._groups = Groups()
+        self._taking_back = TakingBack(updates, self._broadcast)
         self._lock = asyncio.Lock()
         self._running: tuple[str, float] | None = None  # the current change, and its start
 
@@ -151,6 +156,25 @@ class Admin:
             told += "; the weight versions are mixed" if is_mixed else ""
             return {"success": True, "message": told, "mixed_state": is_mixed, "weight_versions": versions}
 
+    async def workers_of_updates(self) -> list[Worker]:
+        """Return the workers that an update goes to. Raises HttpError 503 without any."""
+        return await self._targets("begin_weight_update")
+
+    async def client_left(self, client: str, call: WorkerCall) -> None:
+        """Take back the session that a client has begun and not ended, whose connection has closed, at all workers:
+        also at those that have committed it already. call: that of its connection, with its key."""
+        if self.updates.client != client:
+            return
+        try:
+            async with self.changing("abort_weight_update", self._config.lock_limit_s):
+                if self.updates.client == client and self.updates.journal.is_open:
+                    logger.error("%s is gone: its update is taken back", client)
+                    verb, values = "abort_weight_update", {"client": client, "why": f"its client {client} is gone"}
+                    call = replace(call, path=f"/lockstep/{verb}", body=json.dumps(values).encode())
+                    await self._update(verb, RULES[verb], call, values, await self._targets(verb))
+        except HttpError as error:  # each worker takes its own part back, when its connection closes
+            logger.error("%s is gone, and the router could not take its update back: %s", client, error.message)
+
     async def end_lost_update(self) -> None:
         """Clear the entry of an earlier router's update whose workers are all other processes now. Does nothing where a
         change is under way, or the disk refuses: the next probe tries again."""
@@ -190,8 +214,9 @@ class Admin:
             results = await self._broadcast(targets, call, values, bodies)
             done = [result.worker for result in results if result.success]
             if rule.pauses is not None:
-                for worker in done:
-                    worker.paused = rule.pauses
+                for result in results:
+                    if result.success and not _leaves_paused(result, values):
+                        result.worker.paused = rule.pauses
             elif verb == "init_weights_update_group":
                 self._after_init(group, results)
             elif verb == "init_weight_transfer_engine" and len(done) == len(results):
@@ -230,6 +255,8 @@ class Admin:
         if verb in ("update_weights_from_distributed", "update_weights"):
             self._groups.check(group_of(verb, values), targets)
         known = await self.updates.open(verb, rule, targets)
+        if rule.journal == "opens":
+            self.updates.client = client_of(values)
         is_settled = False
         try:
             results = await self._change(verb, rule, call, values, targets)
@@ -239,11 +266,11 @@ class Admin:
                 others = [worker for worker in live if worker not in targets]
                 results += await self._change(verb, rule, call, values, others)
             if rule.journal == "opens":
-                results = await self._give_up_begun(call, values, results)
+                results = await self._taking_back.give_up_begun(call, values, results)
             if rule.journal == "mends":  # a process that began in the middle of the update has nothing to take back
                 results = [result for result in results if self.updates.partakes(result.worker)] or results
             if verb == "abort_weight_update":
-                results = await self._revert_committed(call, values, results)
+                results = await self._taking_back.revert_committed(call, values, results)
             lost = await self.updates.settle(verb, rule, results, known)
             is_settled = True
         finally:
@@ -255,46 +282,6 @@ class Admin:
             return status, body | {"lost_workers": [result.report() for result in lost]} if lost else body
 
         return await encoded(results, combine)
-
-    async def _give_up_begun(
-        self, call: WorkerCall, values: Mapping[str, object], results: Sequence[Result]
-    ) -> list[Result]:
-        """Abort a session at the workers that have begun it, where others have refused it, as those at which an earlier
-        one is still open: it is no session of the fleet.
-
-        Returns the results, with a refusal like the others' for a worker that has given it up.
-        """
-        done = [result.worker for result in results if result.success]
-        refused = [result for result in results if not result.success]
-        if not done or not refused or not all(result.is_refusal for result in refused):
-            return list(results)
-        body = json.dumps({name: values[name] for name in ("timeout_s",) if name in values}).encode()
-        aborted = await self._broadcast(done, replace(call, path="/lockstep/abort_weight_update", body=body), values)
-        told = {"message": "it had begun, and has given the session up, which others refused", "type": refused[0].kind}
-        given_up = {
-            result.worker.id: Result(result.worker, refused[0].status, {"success": False, "error": told})
-            for result in aborted
-            if result.success
-        }
-        return [given_up.get(result.worker.id, result) for result in results]
-
-    async def _revert_committed(
-        self, call: WorkerCall, values: Mapping[str, object], results: Sequence[Result]
-    ) -> list[Result]:
-        """Revert an update at the workers that have committed it, after an abort that they refused.
-
-        Returns the results, with the result of the revert for such a worker.
-        """
-        refusing = [result.worker for result in results if result.kind == "SessionError"]
-        await self.updates.read_versions(refusing)
-        committed = [worker for worker in refusing if self.updates.has_committed(worker)]
-        if not committed:
-            return list(results)
-        path = call.path.replace("abort_weight_update", "revert_weight_update")
-        body = json.dumps({name: values[name] for name in ("timeout_s",) if name in values}).encode()
-        reverted = await self._broadcast(committed, replace(call, path=path, body=body), values)
-        by_worker = {result.worker.id: result for result in reverted}
-        return [by_worker.get(result.worker.id, result) for result in results]
 
     # -- small things -----------------------------------------------------------------------------------------------
 
@@ -328,6 +315,12 @@ class Admin:
 
     def _age(self) -> dict[str, object]:
         return {} if self._running is None else {"age_s": round(time.monotonic() - self._running[1], 3)}
+
+
+def _leaves_paused(result: Result, values: Mapping[str, object]) -> bool:
+    """Return whether a worker stays paused after a client has ended its own pause: it was not that client's."""
+    was_its = result.body.get("was_paused", True) if isinstance(result.body, dict) else True
+    return client_of(values) is not None and was_its is False
 
 
 def _timeout_s(values: Mapping[str, object]) -> float | None:

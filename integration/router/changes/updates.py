@@ -38,6 +38,7 @@ class Updates:
         self._registry, self._health, self._config = registry, health, config
         self.journal, self._served = journal, served
         self._began: dict[str, int] = {}  # by worker id: deaths when the update began; empty: it is another router's
+        self.client: str | None = None  # the name of the client whose session is open; None: it has none
         self._is_over = False  # every worker has answered the unresolved update, so no part of it runs any more
 
     async def open(self, verb: str, rule: Rule, targets: Sequence[Worker]) -> JournalEntry | None:
@@ -259,7 +260,7 @@ class Updates:
             await asyncio.to_thread(self.journal.clear)
         except JournalUnwritable as error:
             raise HttpError(503, str(error), code="journal_unwritable") from error
-        self._began, self._is_over = {}, False
+        self._began, self._is_over, self.client = {}, False, None
         for worker in self._registry:
             self._registry.unhold(worker, Hold.JOURNAL)
 

@@ -17,9 +17,10 @@ from torch import nn
 from lockstep.integration.http.admin.verbs import arguments_of
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
+from lockstep.integration.push.failures import PushFailed
 from lockstep.integration.push.http_target import HttpTarget, targets_behind
 from lockstep.integration.push.local_target import VERBS
-from lockstep.integration.push.pusher import PushFailed, WeightPusher
+from lockstep.integration.push.pusher import WeightPusher
 from lockstep.integration.router.config import RouterConfig
 from lockstep.integration.router.server import BackgroundRouter, route_in_background
 from lockstep.integration.service import RolloutService

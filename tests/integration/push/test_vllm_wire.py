@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.push.failures import PushFailed
 from lockstep.integration.push.http_target import HttpTarget, targets_behind
-from lockstep.integration.push.pusher import PushFailed, WeightPusher
+from lockstep.integration.push.pusher import WeightPusher
 from lockstep.integration.push.vllm_wire import VllmCall, VllmWire
 from lockstep.integration.router.config import RouterConfig
 from lockstep.integration.router.server import BackgroundRouter, route_in_background

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.push.failures import PushFailed
 from lockstep.integration.push.http_target import HttpTarget
-from lockstep.integration.push.pusher import PushFailed, WeightPusher
+from lockstep.integration.push.pusher import WeightPusher
 from lockstep.integration.router.config import RouterConfig
 from lockstep.integration.router.server import BackgroundRouter, route_in_background
 from lockstep.tests.support import prepared_python

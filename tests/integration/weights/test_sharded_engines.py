@@ -15,8 +15,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from transformers import PreTrainedModel
 
 from lockstep.integration.push.adapters.trainer_tensors import trainer_tensors
+from lockstep.integration.push.failures import PushFailed
 from lockstep.integration.push.local_target import LocalTarget
-from lockstep.integration.push.pusher import PushFailed, WeightPusher
+from lockstep.integration.push.pusher import WeightPusher
 from lockstep.integration.service import RolloutService
 from lockstep.integration.weights import sources
 from lockstep.rollout.config import EngineConfig

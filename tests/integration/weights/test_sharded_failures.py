@@ -13,8 +13,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from lockstep.integration.push.failures import PushFailed
 from lockstep.integration.push.local_target import LocalTarget
-from lockstep.integration.push.pusher import PushFailed, WeightPusher
+from lockstep.integration.push.pusher import WeightPusher
 from lockstep.integration.service import RolloutService
 from lockstep.integration.service_config import ServiceConfig
 from lockstep.rollout.config import EngineConfig

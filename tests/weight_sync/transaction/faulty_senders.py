@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from lockstep.integration.bench.parts.ports import HOST, free_ports
-from lockstep.integration.push.pusher import PushFailed, WeightPusher
+from lockstep.integration.push.failures import PushFailed
+from lockstep.integration.push.pusher import WeightPusher
 from lockstep.integration.push.remote_engine import RemoteTarget
 from lockstep.tests.support.forked_ranks import join_group
 from lockstep.tests.weight_sync.transaction.two_states import (

@@ -311,9 +311,66 @@ def test_giving_up_takes_everything_back_and_frees_the_way():
     replica.manager.rollback("another target failed")
     assert replica.values == OLD and replica.whys == ["another target failed"]
     assert replica.state["why"] == "another target failed"
-    with pytest.raises(SessionError, match="no weight-update session is open"):
+    with pytest.raises(SessionError, match="another target failed"):
         replica.manager.commit()
-    replica.manager.update("disk", sending(filled(1.0)))
+    with pytest.raises(SessionError, match="another target failed"):  # it may be its client's
+        replica.manager.update("tensor", sending(filled(1.0)))
+    replica.manager.forget_abort()  # as where generation is paused for another update
+    replica.manager.update("tensor", sending(filled(1.0)))
+
+
+def test_an_update_of_all_weights_is_no_part_of_a_session_that_was_aborted():
+    replica = Replica()
+    replica.manager.begin("1")
+    replica.manager.rollback("asked for")
+    replica.manager.update("disk", sending(filled(1.0)), is_whole=True)
+
+
+def test_calls_of_a_named_client_reach_its_own_session_alone():
+    replica = Replica()
+    manager = replica.manager
+    with pytest.raises(SessionError, match="one has no weight-update session here"):
+        manager.update("tensor", sending(filled(1.0)), client="one")
+    manager.begin("1", client="one")
+    with pytest.raises(SessionError, match="already open, that of one"):
+        manager.begin("2", client="two")
+    for who in ("two", None):
+        with pytest.raises(SessionError, match="the open weight-update session is that of one"):
+            manager.update("tensor", sending(filled(1.0)), client=who)
+        with pytest.raises(SessionError, match="the open weight-update session is that of one"):
+            manager.commit(client=who)
+        with pytest.raises(SessionError, match="the open weight-update session is that of one"):
+            manager.verify({}, client=who)
+    with pytest.raises(SessionError, match="the open weight-update session is that of one"):
+        manager.rollback(client="two")
+    assert replica.values == OLD and manager.client == "one"
+    manager.update("tensor", sending(filled(1.0)), client="one")
+    manager.commit(client="one")
+    with pytest.raises(SessionError, match="the last commit is not that of two"):
+        manager.revert(client="two")
+    manager.revert(client="one")
+    assert replica.values == OLD
+
+
+def test_a_named_client_whose_session_somebody_aborted_hears_of_it_and_others_do_not():
+    replica = Replica()
+    manager = replica.manager
+    manager.begin("1", client="one")
+    manager.rollback("an operator")  # without a name: anybody may
+    with pytest.raises(SessionError, match="no weight-update session is open"):
+        manager.rollback()
+    manager.begin("2", client="two")
+    with pytest.raises(SessionError, match=r"that of two: the weight-update session was rolled back .an operator."):
+        manager.update("tensor", sending(filled(1.0)), client="one")
+    manager.rollback(client="one")  # it is rolled back already, and two's session stays
+    assert manager.client == "two"
+    manager.rollback(client="two")
+    with pytest.raises(SessionError, match="an operator"):
+        manager.update("tensor", sending(filled(1.0)), client="one")
+    manager.update("tensor", sending(filled(1.0)))  # a client without a name has lost nothing
+    manager.commit()
+    manager.begin("3", client="one")
+    manager.rollback(client="one")
 
 
 def test_a_session_that_ended_by_itself_can_be_acknowledged_once():
