@@ -12,10 +12,11 @@ import torch
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...rollout.media.reader import why_no_images
-from ...rollout.model.loading import auto_class, named_by_folder
+from ...rollout.model.loading import named_by_folder
 from ...rollout.model.supported import context_length
 from ...rollout.ranks.mesh import Mesh, MeshPlan
 from ...rollout.sharding.part import Part, build_part
+from ...rollout.sharding.skeleton import auto_class
 from ...weight_sync.layout.bucket import ALIGNMENT
 from ..ranks import Ranks
 from .backends.lora import add_adapters, missing_package

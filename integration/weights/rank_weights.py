@@ -14,9 +14,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from ...rollout.engine import Engine
 from ...rollout.loop.weight_samples import weight_samples
-from ...rollout.sharding.part import skeleton_of
 from ...rollout.sharding.published_names import PublishedNames, PublishedPiece
 from ...rollout.sharding.shards import Shard
+from ...rollout.sharding.skeleton import skeleton_of
 from ...weight_sync.digests.model_digest import model_root, tensor_roots
 from ...weight_sync.digests.shard_digest import local_digests, merged_roots, require_whole_cells
 from ...weight_sync.manifest import TensorSpec

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -14,11 +16,14 @@ from torch import Tensor
 from ..media.encoder import as_taken
 from ..media.images import ImageRows, Images
 from ..media.reader import ImageReader, image_token
+from ..media.wire import images_bytes, images_from
 from ..model.hosted_model import HostedModel
 from ..model.supported import refused_if_it_fails
+from ..ranks.channel import RankChannel
 
 logger = logging.getLogger(__name__)
 
+_CHECK = "check_images"
 _NEAR = 0.05  # difference of log-probabilities that rounding explains, in an engine that is not invariant
 
 
@@ -31,13 +36,25 @@ class Command(Protocol):
     def __call__(self, name: str, run: Callable[[], T]) -> T: ...
 
 
-def checking_reader(model: HostedModel, command: Command, most_rows: int) -> ImageReader | None:
+def checking_reader(model: HostedModel, ranks: RankChannel, command: Command, most_rows: int) -> ImageReader | None:
     """Return the reader of prompts with images, which runs the model between two steps; None: the model takes none.
 
-    most_rows: of a prompt, in one step.
+    ranks: of the replica, which check the first prompt together. most_rows: of a prompt, in one step.
     """
     if (encoder := model.images) is None:
         return None
+    ranks.handlers[_CHECK] = lambda ids, images: compare_images(model, ids, images_from(b64decode(images)))
+
+    def check(ids: Sequence[int], images: Images) -> None:
+        if ranks.mesh.num_ranks == 1:
+            gaps = [compare_images(model, ids, images)]
+        else:
+            arguments = {"ids": list(ids), "images": b64encode(images_bytes(images)).decode()}
+            found = ranks.run_everywhere(_CHECK, arguments)
+            if wrong := next((one for one in found if not one.success), None):
+                raise ValueError(f"rank {wrong.rank}: {wrong.message}")
+            gaps = [one.data for one in found]
+        refuse_gap(model, max(gaps), len(ids))
 
     def count(inputs: Mapping[str, Tensor]) -> int:
         with model.rollout_phase(admits=False), refused_if_it_fails(model.module, "images"):
@@ -55,16 +72,17 @@ def checking_reader(model: HostedModel, command: Command, most_rows: int) -> Ima
         model.module,
         lambda inputs: command("count_features", lambda: count(inputs)),
         (lambda ids, given: command("types_of_tokens", lambda: types(ids, given))) if encoder.may_have_blocks else None,
-        lambda ids, images: command("check_images", lambda: check_images(model, ids, images)),
+        lambda ids, images: command(_CHECK, lambda: check(ids, images)),
         most_rows,
     )
 
 
-def check_images(model: HostedModel, ids: Sequence[int], images: Images) -> None:
+def compare_images(model: HostedModel, ids: Sequence[int], images: Images) -> float:
     """Compare the last logits of a prompt with images: those of the module's own forward, which encodes all images at
     once and makes its own positions and mask, with those of the engine's, which gives it each image's features.
 
-    Raises ValueError where they have other bits, as with images whose tokens see each other both ways.
+    Returns the largest difference of log-probabilities, at least the smallest number where other bits differ; 0.0:
+    equal bits. A collective of the ranks that share the module.
     """
     token_ids = torch.tensor(ids, device=model.device)
     last = torch.tensor([len(ids) - 1], device=model.device)
@@ -80,10 +98,15 @@ def check_images(model: HostedModel, ids: Sequence[int], images: Images) -> None
         features = model.images.keywords(rows, token_ids)
         ours = model.call(token_ids, rotary, None, last, None, features=features)[0]
     gap = float((own.float().log_softmax(-1) - ours.float().log_softmax(-1)).abs().max())
-    is_same = torch.equal(own, ours) if model.numerics.guarantee is not None else gap <= _NEAR
-    if not is_same:
+    return gap if torch.equal(own, ours) else max(gap, sys.float_info.min)
+
+
+def refuse_gap(model: HostedModel, gap: float, num_tokens: int) -> None:
+    """Raise ValueError where a prompt of so many tokens with images has other bits than a trainer's forward, in an
+    engine that is not invariant other numbers than rounding explains."""
+    if gap > (0.0 if model.numerics.guarantee is not None else _NEAR):
         raise ValueError(
-            f"{type(model.module).__name__} cannot run with images: over a prompt of {len(ids)} tokens its own "
+            f"{type(model.module).__name__} cannot run with images: over a prompt of {num_tokens} tokens its own "
             f"forward, as a trainer calls it, gives other log-probabilities than the engine's, by up to {gap:.2g}"
         )
     logger.info("check of %s with images: equal bits as in a trainer's forward", type(model.module).__name__)

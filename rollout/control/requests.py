@@ -52,7 +52,9 @@ class RequestDesk:
             parts.tokenizer, parts.model.vocab_size, parts.config.seed, parts.grammars,
             media_tokens(parts.model.module.config), max_model_len=parts.max_model_len,
             eos_token_ids=parts.eos_token_ids,
-            image_reader=checking_reader(parts.model, self._with_weights, parts.limits.most_prompt_rows),
+            image_reader=checking_reader(
+                parts.model, parts.ranks, self._with_weights, parts.limits.most_prompt_rows
+            ),
         )  # fmt: skip
 
     def _with_weights(self, name: str, run: Callable[[], T]) -> T:

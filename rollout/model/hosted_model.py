@@ -43,7 +43,7 @@ from .supported import (
     refuse_other_kinds,
     refuse_other_outputs,
     refuse_randomness,
-    refuse_to_divide,
+    refuse_stages,
     refuse_unsupported,
     refused_if_it_fails,
     warn_of_rounded_frequencies,
@@ -78,7 +78,7 @@ class HostedModel:
         warn_of_rounded_frequencies(self.trained_module)
         refuse_different_choices(self.numerics.guarantee, self.mesh)
         self.phase = RolloutPhase(hosted, owned=owned)
-        self.images = image_encoder(self.module, self.numerics.around, self.mesh.num_ranks)
+        self.images = image_encoder(self.module, self.numerics.around)
         use_huge_pages((parameter for _, parameter in self._tensors.parameters()), now=True)
         probe = self._probe()
         self._places = probe.places(self.division.layers)
@@ -98,7 +98,7 @@ class HostedModel:
         kept = DTYPES[dtype] if dtype else getattr(config, "dtype", None) or torch.float32
         device = str(present_device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         if mesh is not None and mesh.num_ranks > 1:
-            refuse_to_divide(config)
+            refuse_stages(config, mesh.pp)
             part = load_part(path, config, kept, torch.device(device), mesh, k_blocks)
         else:
             part = _whole(load_whole(Path(path), config, kept, device).eval().requires_grad_(False), k_blocks)
@@ -130,7 +130,7 @@ class HostedModel:
         if wrong:
             raise ValueError(f"the engine shares the trainer's storage: {'; '.join(wrong)}")
         if mesh is not None and num_ranks > 1:
-            refuse_to_divide(module.config)
+            refuse_stages(module.config, mesh.pp)
             return cls(copy_part(module, mesh, k_blocks), owned=True, invariant=invariant, trained=module)
         return cls(_whole(module, k_blocks), owned=False, invariant=invariant)
 

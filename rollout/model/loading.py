@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from ..sharding.skeleton import auto_class
 from .memory import is_out_of_memory
 
 # What transformers and its libraries raise for files and configurations that they do not understand.
@@ -90,15 +84,6 @@ def named_by_folder(path: Path) -> Iterator[None]:
             raise
         said = str(error).partition("\n\n")[0]  # what follows is advice about other versions of transformers
         raise ValueError(f"model folder {str(path)!r} cannot be loaded: {type(error).__name__}: {said}") from error
-
-
-def auto_class(config: PretrainedConfig) -> Any:
-    """Return transformers' class that loads this model: of causal models, or of models of images and text, which run
-    on text through their text model."""
-    is_causal = type(config) in AutoModelForCausalLM._model_mapping
-    if not is_causal and type(config) in AutoModelForImageTextToText._model_mapping:
-        return AutoModelForImageTextToText
-    return AutoModelForCausalLM
 
 
 def media_tokens(config: PretrainedConfig) -> dict[int, str]:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from ...kernels.self_test import Guarantee
 from ..errors import LockstepError
 from ..ranks.mesh import Mesh
-from .loading import auto_class
+from ..sharding.skeleton import auto_class
 from .operations.compressor import compressor_of
 from .own_attention.layers import interfaced_models, own_attentions
 from .recurrent.layers import recurrent_forward
@@ -136,10 +136,10 @@ def refuse_other_kinds(module: PreTrainedModel) -> None:
         raise ValueError(f"{type(module).__name__} cannot be hosted: {', '.join(wrong)}")
 
 
-def refuse_to_divide(config: PretrainedConfig) -> None:
-    """Raise ValueError for a model of images and text, which runs on one rank."""
-    if auto_class(config) is not AutoModelForCausalLM:
-        raise ValueError(f"a {config.model_type} model runs on text on one rank only: tp and pp must be 1")
+def refuse_stages(config: PretrainedConfig, num_stages: int) -> None:
+    """Raise ValueError for several stages of a model of images and text, which is not cut."""
+    if num_stages > 1 and auto_class(config) is not AutoModelForCausalLM:
+        raise ValueError(f"a {config.model_type} model of images and text is not cut into stages: pp must be 1")
 
 
 def refuse_block_size(name: str, block_size: int, rates: Iterable[int]) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from array import array
-from collections.abc import Callable, Iterator
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
 from typing import Any, Literal
 
 from ..completion import Completion, DraftCounts, DrawnWith, FinishReason, KeptIds, NextToken, WeightSpan
 from ..errors import EngineStopped, RankFailure
+from ..media.images import Images
+from ..media.wire import images_bytes, images_from
 from ..ranks.channel import RankChannel
 from ..ranks.controller_channel import as_controller
 from ..ranks.remote_errors import error_bytes, error_from
@@ -98,10 +101,13 @@ class RankCalls:
 
 def completions_bytes(completions: list[Completion]) -> bytes:
     """Encode completions as JSON. Every number is decoded to the same bits."""
-    return json.dumps([_plain(completion) for completion in completions], separators=(",", ":"), default=dict).encode()
+    images: dict[Images, int] = {}  # numbered as they come: samples share those of their prompt
+    plain = [_plain(completion, images) for completion in completions]
+    sent = [b64encode(images_bytes(one)).decode() for one in images]
+    return json.dumps({"images": sent, "completions": plain}, separators=(",", ":"), default=dict).encode()
 
 
-def _plain(completion: Completion) -> dict[str, Any]:
+def _plain(completion: Completion, images: dict[Images, int]) -> dict[str, Any]:
     values = asdict(replace(completion, drawn_with=None, receipt=None, kept_ids=None))
     values["receipt"] = completion.receipt
     if (kept := completion.kept_ids) is not None:
@@ -112,24 +118,28 @@ def _plain(completion: Completion) -> dict[str, Any]:
             options["renewal"] = asdict(drawn.options.renewal)
         if drawn.options.begun is not None:
             options["begun"] = asdict(drawn.options.begun)
-        values["drawn_with"] = [changed(drawn.params), options, drawn.seed]
+        number = None if drawn.images is None else images.setdefault(drawn.images, len(images))
+        values["drawn_with"] = [changed(drawn.params), options, drawn.seed, number]
     return values
 
 
 def completions_from(data: bytes) -> list[Completion]:
     """Decode the completions of `completions_bytes`."""
-    return [_completion(given) for given in json.loads(data)]
+    given = json.loads(data)
+    images = [images_from(b64decode(one)) for one in given["images"]]
+    return [_completion(one, images) for one in given["completions"]]
 
 
-def _completion(given: dict[str, Any]) -> Completion:
+def _completion(given: dict[str, Any], images: Sequence[Images]) -> Completion:
     values = {f.name: as_tuples(given[f.name]) for f in fields(Completion)}
     for name, kind in (("finish_reason", FinishReason), ("next_token", NextToken)):
         if given[name] is not None:
             values[name] = kind(**{key: as_tuples(value) for key, value in given[name].items()})
     values["weight_versions"] = tuple(WeightSpan(**span) for span in given["weight_versions"])
     if given["drawn_with"] is not None:
-        params, options, seed = given["drawn_with"]
-        values["drawn_with"] = DrawnWith(SamplingParams(**params), options_of(options), seed)
+        params, options, seed, number = given["drawn_with"]
+        own = None if number is None else images[number]
+        values["drawn_with"] = DrawnWith(SamplingParams(**params), options_of(options), seed, own)
     values["receipt"] = given["receipt"]
     if given["kept_ids"] is not None:
         values["kept_ids"] = KeptIds(*(array("i", numbers) for numbers in given["kept_ids"]))

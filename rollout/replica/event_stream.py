@@ -6,7 +6,8 @@ word:
 
     decode row, no new blocks      ~handle
     other rows                     handle, start, rows, n, n blocks
-    first entry                    handle, start, rows, n, n blocks, incarnation, t, t tokens, c, c bytes of JSON
+    first entry                    handle, start, rows, n, n blocks, incarnation, t, t tokens, c, c bytes of JSON,
+                                   number of its images (0: none), and with one: b, b bytes of them (0: sent before)
     table cut, or with a grammar   ~n in the place of n; after the blocks: blocks kept or -1, tokens rolled back,
                                    j, j tokens of the jump, m, m words of mask (0: none)
     with recurrent layers          after any of these: the slots of states that are read and written
@@ -30,6 +31,7 @@ from ..grammars.jump import Jump
 from ..sequences.request import Request
 from ..sequences.step import Draft, NewToken, ScheduledSequence, ScheduleOutput, SequenceResult, StateSlots
 from .request_json import request_json, request_of
+from .shared_images import ReceivedImages, SentImages
 
 
 class Op(IntEnum):
@@ -71,6 +73,7 @@ class EventWriter:
         self._words = array("i")
         self._handles: dict[str, int] = {}
         self._num_handles = 0
+        self._images = SentImages()
 
     def __contains__(self, id: str) -> bool:
         return id in self._handles
@@ -124,6 +127,12 @@ class EventWriter:
         text = request_json(request, len(item.token_ids) - num_prompt)
         self._words.extend((item.incarnation, len(item.token_ids), *item.token_ids, len(text)))
         self._words.frombytes(text + bytes(-len(text) % 4))
+        if request.images is None:
+            self._words.append(0)
+            return
+        number, data = self._images.introduce(item.id, request.images)
+        self._words.extend((number, len(data)))
+        self._words.frombytes(data + bytes(-len(data) % 4))
 
     def _constrain(self, item: ScheduledSequence) -> None:
         num_kept = -1 if item.num_blocks_kept is None else item.num_blocks_kept
@@ -163,6 +172,7 @@ class EventWriter:
 
     def free(self, id: str) -> None:
         self._words.extend((Op.FREE, self._handles.pop(id)))
+        self._images.free(id)
 
     def check(self, state_hash: str) -> None:
         """Write the SHA-256 (hex) with which followers compare their state."""
@@ -185,6 +195,7 @@ class EventReader:
         """Create a reader for a writer that was made with the same `has_states`."""
         self._has_states = has_states
         self._ids: dict[int, str] = {}
+        self._images = ReceivedImages()
 
     def read(self, message: bytes, manager: FollowedState) -> Iterator[Order]:
         """Decode a message into orders. Execute each order before you take the next: its decode rows need the manager's
@@ -237,14 +248,20 @@ class EventReader:
             return again, None, at
         incarnation, num_tokens = words[at : at + 2]
         token_ids, at = tuple(words[at + 2 : at + 2 + num_tokens]), at + 2 + num_tokens
-        num_bytes, num_words = words[at], -(-words[at] // 4)
-        request = request_of(words[at + 1 : at + 1 + num_words].tobytes()[:num_bytes], token_ids)
+        text, at = _bytes_at(words, at)
+        number, at, images = words[at], at + 1, None
+        if number:
+            data, at = _bytes_at(words, at)
+            images = self._images.of(number, data)
+        request = request_of(text, token_ids, images)
+        if number:
+            self._images.use(request.id, number)
         self._ids[word] = request.id
         item = ScheduledSequence(
             request.id, incarnation, start, rows, blocks, token_ids, **constraint,
             num_prompt_tokens=request.sequence.num_prompt_tokens,
         )  # fmt: skip
-        return item, request, at + 1 + num_words
+        return item, request, at
 
     def _read_draft(self, words: array, at: int) -> tuple[Draft, int]:
         num = words[at]
@@ -287,7 +304,9 @@ class EventReader:
         return self._ids[words[at]], at + 1
 
     def _free(self, words: array, at: int, manager: FollowedState) -> tuple[Any, int]:
-        return self._ids.pop(words[at]), at + 1
+        id = self._ids.pop(words[at])
+        self._images.free(id)
+        return id, at + 1
 
     def _check(self, words: array, at: int, manager: FollowedState) -> tuple[Any, int]:
         return words[at : at + 8].tobytes().hex(), at + 8
@@ -308,6 +327,12 @@ def _constraint(words: array, at: int) -> tuple[dict[str, Any], int]:
 def _mask(words: array, at: int) -> tuple[bytes | None, int]:
     end = at + 1 + words[at]
     return words[at + 1 : end].tobytes() or None, end
+
+
+def _bytes_at(words: array, at: int) -> tuple[bytes, int]:
+    """Return the bytes whose number stands in a word, and the word behind them."""
+    num_bytes, num_words = words[at], -(-words[at] // 4)
+    return words[at + 1 : at + 1 + num_words].tobytes()[:num_bytes], at + 1 + num_words
 
 
 def _accepted(token_id: int) -> NewToken:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from ..kept_kv import KeptKV, KVStart
+from ..media.images import Images
 from ..request_options import Begun, Renewal, RequestOptions
 from ..sampling_params import SamplingParams
 from ..sequences.request import Request
@@ -30,14 +31,14 @@ def request_json(request: Request, num_output: int = 0) -> bytes:
     return json.dumps(data, separators=(",", ":"), default=list).encode()
 
 
-def request_of(data: bytes, token_ids: Sequence[int]) -> Request:
-    """Decode a follower's request. It has the fields that a step reads."""
+def request_of(data: bytes, token_ids: Sequence[int], images: Images | None = None) -> Request:
+    """Decode a follower's request, with the images of its prompt. It has the fields that a step reads."""
     given = json.loads(data)
     sequence = TokenSequence(given["id"], token_ids)
     sequence.num_prompt_tokens -= given.get("num_output", 0)
     return Request(
         sequence, SamplingParams(**given["params"]), options_of(given["options"]),
-        given["index"], given["seed"], 0.0, 0, None,
+        given["index"], given["seed"], 0.0, 0, None, images=images,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...kernels.sampling.draws import RowSettings
 from ...kernels.sampling.parts import DrawnRows, draw_parts, keeps_all, serves_parts
 from ..kv.tensors import KVCache
+from ..media.encoder import NO_FEATURES
 from ..model.hosted_model import HostedModel
 from ..model.steps.context import StepContext
 from ..ranks.channel import RankChannel
@@ -125,9 +126,13 @@ class Stage:
         context = StepContext(batch.slots, batch.paged, kv.keys, kv.values, states=states, index_caches=kv.index_keys)
         # A step of mid-prompt chunks needs no logits, but the module computes at least one row of them.
         rows = batch.logit_rows if len(batch.logit_rows) else batch.slots.new_zeros(1)
+        features = NO_FEATURES
+        if batch.images is not None and self._model.images is not None:  # each rank encodes them, with equal bits
+            features = self._model.images.keywords(batch.images, batch.token_ids)
         out = self._model.forward(
-            batch.token_ids, batch.positions, rows, context, hidden, whole_logits=settings is None
-        )
+            batch.token_ids, batch.rotary_positions, rows, context, hidden, whole_logits=settings is None,
+            features=features,
+        )  # fmt: skip
         if settings is None:
             return out
         columns = self._model.numerics.divided_logits
@@ -145,6 +150,7 @@ class Stage:
         inputs = DecodeInputs(
             batch.token_ids.numpy(), batch.positions.numpy(), batch.slots.numpy(), batch.paged.block_tables.numpy(),
             settings, states=None if batch.states is None else batch.states.numpy(),
+            rotary=None if batch.images is None else batch.rotary_positions.numpy(),
         )  # fmt: skip
         return graphs.step(inputs, hidden, ending)
 

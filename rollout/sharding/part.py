@@ -6,7 +6,6 @@ It is filled from a folder of safetensors files, of which only its slices are re
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..ranks.mesh import Mesh
@@ -23,6 +22,7 @@ from .checkpoint_slices import CheckpointSlices
 from .division import Division, divide
 from .pp_cut import PassedLayer, cut_stage, stage_layers, stage_problems
 from .shards import Shard
+from .skeleton import skeleton_of
 
 
 @dataclass(frozen=True)
@@ -112,18 +112,6 @@ def build_part(
     return Part(module, division.only(_names(module)), stage_input)
 
 
-def skeleton_of(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Make the whole module on the meta device: it has no memory. Its types are those of `from_pretrained`, which keeps
-    some tensors of some classes in float32."""
-    with torch.device("meta"):
-        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False)
-    wide = [re.compile(part.replace("*", ".*")) for part in module._keep_in_fp32_modules_strict or ()]
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_floating_point() and any(part.search(name) for part in wide):
-            tensor.data = tensor.data.float()
-    return module
-
-
 def _names(module: nn.Module) -> set[str]:
     tensors = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     return {name for pairs in tensors for name, _ in pairs}
@@ -147,16 +135,20 @@ def _materialise(part: Part, device: torch.device, read: Callable[[str, Shard], 
 
 @torch.no_grad()
 def _compute_buffers(module: PreTrainedModel, device: torch.device, slices: CheckpointSlices) -> None:
-    """Set the buffers as transformers does when it loads: from the folder, or computed by the module."""
+    """Set the buffers as transformers does when it loads: from the folder, or computed by the model that they are in,
+    which of an encoder inside another model is the encoder."""
+    models: dict[str, PreTrainedModel] = {}
     for owner_name, owner in module.named_modules():
+        around = models.get(owner_name.rpartition(".")[0], module)
+        models[owner_name] = owner if isinstance(owner, PreTrainedModel) else around
         buffers = [(leaf, buffer) for leaf, buffer in owner.named_buffers(recurse=False) if buffer.is_meta]
         if not buffers:
             continue
         for leaf, buffer in buffers:
             owner._buffers[leaf] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
-        kept = {leaf: p.clone() for leaf, p in owner.named_parameters(recurse=False)}
-        module._init_weights(owner)  # computes the buffers, but also initialises the module's own weights: restore them
-        for leaf, parameter in owner.named_parameters(recurse=False):
+        kept = {leaf: p.clone() for leaf, p in owner.named_parameters()}
+        models[owner_name]._init_weights(owner)  # computes the buffers, but also initialises weights: restore them
+        for leaf, parameter in owner.named_parameters():
             parameter.copy_(kept[leaf])
         for leaf, _ in buffers:
             name = f"{owner_name}.{leaf}" if owner_name else leaf

@@ -45,7 +45,16 @@ _ATTENTION = {
     "layers.*.self_attn.v_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
 }
-# Plans of families without one, by model_type.
+_MLP = {
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+_HEAD_NORMS = {
+    "layers.*.self_attn.q_norm": "replicated_with_grad_allreduce",
+    "layers.*.self_attn.k_norm": "replicated_with_grad_allreduce",
+}
+# Plans of families without one, by model_type of their text.
 _MISSING_PLANS = {
     "gpt_oss": _ATTENTION
     | {
@@ -54,7 +63,8 @@ _MISSING_PLANS = {
         "layers.*.mlp.experts.gate_up_proj_bias": "colwise",
         "layers.*.mlp.experts.down_proj": "rowwise",
         "layers.*.mlp.experts": "moe_tp_experts",
-    }
+    },
+    "qwen3_vl_text": _ATTENTION | _MLP | _HEAD_NORMS,
 }
 SUMS = ("row", "row_split")
 
@@ -72,7 +82,7 @@ class Roles:
 
 def roles_of(module: PreTrainedModel) -> Roles:
     """Return the roles that the module's plan gives to its parts. Lists every unknown style as a problem."""
-    plan, prefix = dict(module._tp_plan or {}), f"{module.base_model_prefix}."
+    plan, prefix = _plan_of_text(module)
     if not any("layers" in pattern for pattern in plan):
         missing = _MISSING_PLANS.get(module.config.get_text_config(decoder=True).model_type)
         if missing is None:
@@ -100,6 +110,16 @@ def roles_of(module: PreTrainedModel) -> Roles:
         if roles.get(gates := f"{name}.gate_up_proj") == "column" and _gates_by_halves(m):
             roles[gates] = "packed_column"
     return Roles(roles, tuple(problems))
+
+
+def _plan_of_text(module: PreTrainedModel) -> tuple[dict[str, str], str]:
+    """Return the plan of the module's decoder of text, and the beginning of the names in it. An encoder beside it, as
+    of images, is whole on every rank."""
+    plan, decoder = dict(module._tp_plan or {}), module.get_decoder()
+    name = next((name for name, part in module.named_modules() if part is decoder), "")
+    if decoder is module.base_model or not name:
+        return plan, f"{module.base_model_prefix}."
+    return {pattern: style for pattern, style in plan.items() if pattern.startswith(f"{name}.")}, f"{name}."
 
 
 def _gates_by_halves(experts: nn.Module) -> bool:

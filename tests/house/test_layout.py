@@ -36,8 +36,8 @@ PLACES = {
         "running scheduling sequences speculation states"
     ),
     "rollout.replica": (
-        "completion errors grammars kept_kv kv model ranks reports request_options running sampling_params sequences "
-        "states"
+        "completion errors grammars kept_kv kv media model ranks reports request_options running sampling_params "
+        "sequences states"
     ),
     "rollout.running": "completion errors kv media model reports sampling_params sequences states",
     "rollout.scheduling": "config kv sequences",
@@ -46,7 +46,7 @@ PLACES = {
     "rollout.states": "errors model sequences",
     "rollout.model": "errors held_signals media ranks sharding",
     "rollout.media": "",
-    "rollout.check": "media model",
+    "rollout.check": "media model ranks",
     "rollout.reports": "completion nothing sequences",
     "rollout.sequences": "completion errors grammars kept_kv media request_options sampling_params",
     "rollout.sharding": "ranks",

@@ -19,9 +19,9 @@ from transformers import AutoConfig
 
 from ....rollout.config import EngineConfig
 from ....rollout.engine import Engine
-from ....rollout.model.loading import auto_class
 from ....rollout.model.tokenizer import load_tokenizer
 from ....rollout.sampling_params import SamplingParams
+from ....rollout.sharding.skeleton import auto_class
 
 KINDS = ("ours", "transformers", "unkept")
 _TEXT = "The time to the first token of an engine that has just been made is"

@@ -16,6 +16,7 @@ from ...service import RolloutService
 from ..backends.backend import TrainerBackend
 from ..settings.config import JobConfig
 from .engine import LocalEngine, StepPrompts, write_gathered
+from .sent_prompts import as_json, from_json
 
 
 class ShardedEngine(LocalEngine):
@@ -56,13 +57,13 @@ class ShardedEngine(LocalEngine):
         """Bring the prompts of all ranks of the replica to each of them. Returns them, and which samples are this
         rank's."""
         params = [asdict(p) for p in asked.params]
-        own = {"prompts": asked.prompts, "params": params, "schedule": asked.schedule}
+        own = {"prompts": list(map(as_json, asked.prompts)), "params": params, "schedule": asked.schedule}
         # Rank 0 may call this later than the others: it writes logs and checkpoints.
         brought = self.ranks.gather_json(own, timeout_s=self._config.run.timeout_s)
         num_samples = [sum(plain["n"] for plain in of_rank["params"]) for of_rank in brought]
         first = sum(num_samples[: self.ranks.mesh.local_rank])
         all_ranks = StepPrompts(
-            [prompt for of_rank in brought for prompt in of_rank["prompts"]],
+            [from_json(prompt) for of_rank in brought for prompt in of_rank["prompts"]],
             [SamplingParams(**plain) for of_rank in brought for plain in of_rank["params"]],
             None if asked.schedule is None else [spans for of_rank in brought for spans in of_rank["schedule"]],
         )

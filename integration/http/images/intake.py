@@ -53,7 +53,7 @@ class ImageIntake:
         does."""
         model = self._engine.model
         if model.images is None:
-            return f"images are not supported: {why_no_images(model.module) or 'the model is on several ranks'}"
+            return f"images are not supported: {why_no_images(model.module)}"
         if importlib.util.find_spec("PIL") is None:
             return "images are not supported: the server has no Pillow (extra `images`: pip install -e '.[images]')"
         if self._folder is None:

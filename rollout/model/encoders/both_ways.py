@@ -24,13 +24,14 @@ _NAMES = ("mm_token_type_ids", "token_type_ids")
 
 
 def image_encoder(
-    module: PreTrainedModel, around: Callable[[Callable[..., Any]], Callable[..., Any]], num_ranks: int
+    module: PreTrainedModel, around: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> ImageEncoder | None:
-    """Return the encoder of a module; None for one that is not hosted with images, as where several ranks share it.
+    """Return the encoder of a module; None for one that is not hosted with images. Each rank that shares the module has
+    the whole encoder.
 
     around: puts the numerics around a function.
     """
-    if num_ranks > 1 or why_no_images(module) is not None:
+    if why_no_images(module) is not None:
         return None
     return ImageEncoder(module, around, BothWays.of(module))
 

@@ -8,8 +8,8 @@ from transformers import CONFIG_MAPPING
 
 from lockstep.integration.grpo.model_sizes import kv_bytes_per_token, layer_configs, mlp_width
 from lockstep.rollout.model.hosted_model import HostedModel
-from lockstep.rollout.model.loading import auto_class
 from lockstep.rollout.ranks.mesh import MeshPlan
+from lockstep.rollout.sharding.skeleton import auto_class
 from lockstep.tests.families.configs import tiny_config
 
 ONE = MeshPlan(1, 1, 1)

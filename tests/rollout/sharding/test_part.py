@@ -14,7 +14,7 @@ from lockstep.kernels.attention.paged import PagedStep
 from lockstep.rollout.model.hosted_model import HostedModel
 from lockstep.rollout.model.steps.context import StepContext
 from lockstep.rollout.ranks.mesh import Mesh
-from lockstep.rollout.sharding.part import skeleton_of
+from lockstep.rollout.sharding.skeleton import skeleton_of
 
 BLOCK_SIZE, BLOCKS_EACH = 16, 4
 SEQUENCES = {0: 40, 1: 23}  # tokens by sequence
