@@ -69,6 +69,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "rollout/grammars/test_looking_ahead.py": ("xgrammar",),
     "rollout/grammars/test_neighbours.py": ("xgrammar",),
     "rollout/kv/test_pins_random.py": HYPOTHESIS,
+    "rollout/loop/test_scored_prompts.py": ("peft",),
     "rollout/model/test_adapters.py": ("peft",),
     "rollout/sequences/test_detokenizer.py": HYPOTHESIS,
     "rollout/test_interruption_random.py": HYPOTHESIS,

@@ -16,6 +16,7 @@ from ..model.adapters.folder import AdapterFolder, AdapterLayers
 from ..replica.controller import ReplicaRunner
 from ..sequences.request import Request
 from ..sequences.sequence import State
+from .code_watch import score_prompts_again
 from .commands import (
     AbortReport,
     CommitReport,
@@ -196,7 +197,7 @@ class BetweenSteps:
             if retracts:
                 self.retract_running()
             self._sequences.keep_kv()
-            self._score_prompts_again()
+            score_prompts_again(self._parts, self._loop)
         self._sequences.weight_version, self._sequences.weight_digest = version, digest
         lifted = self._gate.lift(lift)
         for key, why in refuse.items():
@@ -221,15 +222,6 @@ class BetweenSteps:
             elif request in running:
                 self._loop.retract(request)
         return sum(request.options.takes_back for request in begun)
-
-    def _score_prompts_again(self) -> None:
-        """Begin sequences without output again that have given their KV back inside a prompt that is scored: all of
-        its log-probabilities are then of the weights that draw. With output they stay as the first token's weights
-        gave them, and where a sequence has kept its KV, each is of the weights that ran its row."""
-        for request in self._sequences.requests():
-            has_gone_back = request.sequence.state is State.WAITING_PREEMPT
-            if has_gone_back and request.wants_prompt_logprobs and not request.record.logprobs:
-                self._loop.begin_again(request)
 
     def replace_adapter(self, adapter: AdapterFolder | AdapterLayers) -> AdapterLayers:
         """Put an adapter into the model, or take it out; see `HostedModel.replace_adapter`. Checks it anew."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from ..sequences.sequence import State
 from .loop import Loop
 from .parts import Parts
 
@@ -43,5 +44,16 @@ def drop_kv(parts: Parts, loop: Loop) -> None:
     loop.drain()
     for request in reversed(parts.scheduler.running()):
         loop.retract(request)
+    score_prompts_again(parts, loop)
     parts.ledger.start_epoch()
     parts.scheduler.forget_under_way()
+
+
+def score_prompts_again(parts: Parts, loop: Loop) -> None:
+    """Begin sequences without output again that have given their KV back inside a prompt that is scored: all of its
+    log-probabilities are then of the weights that draw. With output they stay as the first token's weights gave them,
+    and where a sequence has kept its KV, each is of the weights that ran its row. No step is in flight."""
+    for request in parts.sequences.requests():
+        has_gone_back = request.sequence.state is State.WAITING_PREEMPT
+        if has_gone_back and request.wants_prompt_logprobs and not request.record.logprobs:
+            loop.begin_again(request)
