@@ -62,6 +62,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "integration/weights/test_adapters.py": ("peft",),
     "integration/weights/test_verify.py": SERVE,
     "integration/replay/test_grammars.py": ("xgrammar",),
+    "integration/router/moving/test_replaced_tokens.py": ("xgrammar",),
     "rollout/grammars/test_compiler.py": ("xgrammar",),
     "rollout/grammars/test_corpus.py": ("jsonschema", "xgrammar"),
     "rollout/grammars/test_engine.py": ("jsonschema", "xgrammar"),

@@ -268,11 +268,12 @@ class Proxy:
             raise
 
     async def _until_lost(self, worker: Worker, generation: Generation, relay: Relay) -> None:
-        """Wait until the worker dies, or drains while another one can go on with the stream at once."""
+        """Wait until the worker dies, or drains while another one can surely go on with the stream at once."""
         died, progress = worker.died, generation.progress
         if progress is not None:
             await first_of(asyncio.ensure_future(worker.drains.wait()), died.wait())
-            if relay.can_go_on and progress.why_lost is None and self._choosing.has_room_for(progress):
+            is_movable = progress.why_lost is None and progress.doubt is None
+            if relay.can_go_on and is_movable and self._choosing.has_room_for(progress):
                 return
         await died.wait()
 

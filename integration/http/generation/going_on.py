@@ -81,6 +81,7 @@ class Moving:
     begun: BegunBody | None = None
     rids: list[str] = field(default_factory=list)  # of the prompts, filled by `asked`
     names: list[str] = field(default_factory=list)  # of all samples, likewise
+    doubts: list[str] = field(default_factory=list)  # reasons why another server may draw other tokens first, likewise
 
     def asked(self, asked: Asked, engine: Engine) -> Asked:
         """Return the engine's part of the request with the seeds and the beginnings of its answers. A request that goes
@@ -99,6 +100,7 @@ class Moving:
             raise BadField(f"{FIELD}.head.rids", f"must have an id for each of the {len(asked.prompts)} prompts")
         self.rids[:] = rids
         self.names[:] = [name for rid, params in zip(rids, asked.params, strict=True) for name in _names(rid, params)]
+        self.doubts[:] = _doubts(asked.params, engine)
         if self.begun is None:
             return asked
         refuse_others(self.begun, engine)
@@ -159,6 +161,13 @@ def refuse_others(begun: BegunBody, engine: Engine) -> None:
         raise HttpError(409, f"the begun answer cannot go on here: {'; '.join(why)}", code="cannot_go_on")
 
 
+def _doubts(each: Sequence[SamplingParams], engine: Engine) -> list[str]:
+    """Return the reason why a server that draws tokens of these settings again may not have those that a client has;
+    empty: it will have them."""
+    modes = {params.jump_forward or engine.config.jump_forward for params in each if params.is_constrained}
+    return ["its jump_forward is text, by which jumps replace tokens"] if "text" in modes else []
+
+
 def _names(rid: str, params: SamplingParams) -> list[str]:
     """Return the ids of a prompt's samples as the engine makes them."""
     return [rid] if params.n == 1 else [f"{rid}-{index}" for index in range(params.n)]
@@ -173,8 +182,6 @@ def _gone_on(asked: Asked, begun: BegunBody, rids: Sequence[str]) -> Asked:
     for prompt, params, options, rid in zip(asked.prompts, asked.params, asked.options, rids, strict=True):
         if params.sampling_seed is None:
             raise BadField(FIELD, "needs the seed of the request")
-        if params.jump_forward == "text" and params.is_constrained:
-            raise HttpError(409, "an answer with jump_forward=text cannot go on elsewhere", code="cannot_go_on")
         for index in range(params.n):
             one = begun.sequences[len(parts)]
             seed = derive_seed(params.sampling_seed, index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from ....rollout.completion import Completion, StreamChunk
 from ....rollout.engine import Engine
@@ -20,15 +21,15 @@ class Seam:
         """Follow a request that was queued. head: what the answer's events repeat, for the next server."""
         self._wants_progress, begun = moving.wants_progress, moving.begun
         self._names = moving.names if begun is not None else None
-        self._known = [_Known(one) for one in begun.sequences] if begun is not None else None
+        doubt = moving.doubts[0] if moving.doubts else ""
+        self._known = [_Known(one, doubt) for one in begun.sequences] if begun is not None else None
         self._told: dict[int, tuple[str | None, str, int]] = {}  # by sequence: digest, version, cached tokens
         self._has_usage = begun is not None and begun.has_usage
         self._head = b""
         if self._wants_progress and begun is None:
             values = {"rids": moving.rids, **(head or {})}
-            self._head = progress_line(
-                {"head": values, "guarantee": guarantee(engine.model), "num_sequences": len(moving.names)}
-            )
+            told = {"head": values, "guarantee": guarantee(engine.model), "num_sequences": len(moving.names)}
+            self._head = progress_line(told | ({"doubt": doubt} if doubt else {}))
 
     def has_begun(self, index: int) -> bool:
         """Return whether the client has the first event of a sequence."""
@@ -100,11 +101,21 @@ class Seam:
         return note
 
 
+class _Other(NamedTuple):
+    """An output token that is another one than the client has."""
+
+    at: int
+    why: str
+
+
 class _Known:
     """The part of one sequence that the client has, while it comes again."""
 
-    def __init__(self, begun: BegunSequence | None) -> None:
-        self.begun = begun
+    def __init__(self, begun: BegunSequence | None, doubt: str) -> None:
+        """Compare with what the client has. doubt: why other tokens may come first, which later ones replace; "": they
+        cannot."""
+        self.begun, self._doubt = begun, doubt
+        self._other: _Other | None = None  # the first token that came and is another one, which may be replaced
         self._num_tokens = self._num_chars = 0  # that have come again
         self._is_over = begun is None
 
@@ -113,17 +124,24 @@ class _Known:
         begun = self.begun
         if self._is_over or begun is None:
             return None, chunk
+        has_all = self._other is None and self._num_tokens == len(begun.token_ids)
+        if has_all and chunk.num_taken_back and not begun.has_ended:
+            self._is_over = True  # the client has all tokens that this step replaces
+            return None, chunk
         self._num_tokens = max(self._num_tokens - chunk.num_taken_back, 0)
         self._num_chars = max(self._num_chars - chunk.num_chars_taken_back, 0)
+        if not self._comes_again(chunk):
+            self._num_tokens += len(chunk.token_ids)
+            self._num_chars += len(chunk.text)
+            return chunk, None
         num = min(len(begun.token_ids) - self._num_tokens, len(chunk.token_ids))
-        _compare(begun, self._num_tokens, chunk.token_ids[:num], chunk.logprobs[:num])
         self._num_tokens += num
         is_all = self._num_tokens == len(begun.token_ids)
         has_more = len(chunk.token_ids) > num or (chunk.completion is not None and not begun.has_ended)
         if chunk.completion is not None and not is_all:
-            raise _diverged(self._num_tokens, "the answer ends here")
+            raise self._diverged(self._num_tokens, "the answer ends here")
         if begun.has_ended and len(chunk.token_ids) > num:
-            raise _diverged(self._num_tokens, "the answer goes on here")
+            raise self._diverged(self._num_tokens, "the answer goes on here")
         if not is_all or not has_more:
             self._num_chars += len(chunk.text)
             return chunk, None
@@ -140,6 +158,18 @@ class _Known:
         )  # fmt: skip
         return known, fresh
 
+    def _comes_again(self, chunk: StreamChunk) -> bool:
+        """Return whether the output up to this chunk's end is what the client has, or begins with it. Raises HttpError
+        409 where it is another one and no later step may replace it."""
+        begun = self.begun
+        assert begun is not None
+        if self._other is None or self._num_tokens <= self._other.at:
+            num = min(len(begun.token_ids) - self._num_tokens, len(chunk.token_ids))
+            self._other = self._compare(self._num_tokens, chunk.token_ids[:num], chunk.logprobs[:num])
+        if self._other is not None and (not self._doubt or chunk.completion is not None):
+            raise self._diverged(*self._other)
+        return self._other is None
+
     def check(self, completion: Completion) -> None:
         """Check a whole answer. Raises HttpError 409 where it does not begin with what is known."""
         begun = self.begun
@@ -147,18 +177,22 @@ class _Known:
             return
         num = len(begun.token_ids)
         if len(completion.token_ids) < num:
-            raise _diverged(len(completion.token_ids), "the answer ends here")
-        _compare(begun, 0, completion.token_ids[:num], completion.logprobs[:num])
+            raise self._diverged(len(completion.token_ids), "the answer ends here")
+        if (other := self._compare(0, completion.token_ids[:num], completion.logprobs[:num])) is not None:
+            raise self._diverged(*other)
 
+    def _compare(self, start: int, token_ids: Sequence[int], logprobs: Sequence[float]) -> _Other | None:
+        """Return the first of these tokens, from number `start` on, that is another one; None: all are the client's."""
+        begun = self.begun
+        assert begun is not None
+        for at, (drawn, logprob) in enumerate(zip(token_ids, logprobs, strict=True), start):
+            told = begun.logprobs[at]
+            if drawn != begun.token_ids[at]:
+                return _Other(at, f"token {begun.token_ids[at]} was claimed, and {drawn} is drawn")
+            if logprob != told and not (told is None and not math.isfinite(logprob)):
+                return _Other(at, f"the log-probability {told} was claimed, and {logprob} comes out")
+        return None
 
-def _compare(begun: BegunSequence, start: int, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
-    for at, (drawn, logprob) in enumerate(zip(token_ids, logprobs, strict=True), start):
-        told = begun.logprobs[at]
-        if drawn != begun.token_ids[at]:
-            raise _diverged(at, f"token {begun.token_ids[at]} was claimed, and {drawn} is drawn")
-        if logprob != told and not (told is None and not math.isfinite(logprob)):
-            raise _diverged(at, f"the log-probability {told} was claimed, and {logprob} comes out")
-
-
-def _diverged(at: int, why: str) -> HttpError:
-    return HttpError(409, f"the begun answer is not proven: at output token {at} {why}", code="not_proven")
+    def _diverged(self, at: int, why: str) -> HttpError:
+        doubt = f" ({self._doubt})" if self._doubt else ""
+        return HttpError(409, f"the begun answer is not proven: at output token {at} {why}{doubt}", code="not_proven")

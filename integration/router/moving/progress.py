@@ -99,6 +99,7 @@ class Progress:
         self._guarantee: dict[str, Any] = {}
         self.parts: list[Part | None] = []  # by sequence; None: the client has nothing of it
         self.why_lost: str | None = "its worker does not report the tokens"  # why it cannot move; None: it can
+        self.doubt: str | None = None  # why another worker may not be able to go on; None: it will
         self.num_tokens = 0  # that all attempts together have delivered
         self.num_notes = 0  # likewise
         self.is_done = False  # whether the client has the last event
@@ -179,6 +180,7 @@ class Progress:
             self._has_usage = True
         elif "head" in note:
             self._head, self._guarantee = _valid(note["head"], dict), _valid(note["guarantee"], dict)
+            self.doubt = None if (doubt := note.get("doubt")) is None else _valid(doubt, str)
             json.dumps([self._head, self._guarantee])  # as another worker gets them: not nested too deeply for that
             if not 0 < (num := _valid(note["num_sequences"], int)) <= _MAX_SEQUENCES:
                 raise ValueError(f"{num} sequences")
