@@ -72,8 +72,8 @@ def create_app(
     Handlers find in `app.state`: service, config, reads and operations (they run blocking calls), updates (the gate),
     attendance (of clients of updates), flushes, conversations (their sessions), profiler, scrapes, traffic, plain_paths
     (paths without parameters), is_draining (the server takes no new requests), is_closing (it is about to end),
-    is_asleep (vLLM's /sleep was called), weight_way and update_watch (of vLLM's updates), rollouts (`kept_samples`). A
-    server adds its `connections`.
+    is_asleep (vLLM's /sleep was called), weight_way, weights_told (the tensors of the last update) and update_watch (of
+    vLLM's updates), rollouts (`kept_samples`). A server adds its `connections`.
     """
     config = config or HttpConfig()
     app = FastAPI(title="Lockstep", version=version(), docs_url=None, redoc_url=None)
@@ -89,7 +89,7 @@ def create_app(
     app.state.conversations = Sessions(config)
     SessionPins(service.engine, app.state.conversations, app.state.reads)
     app.state.is_closing = app.state.is_draining = app.state.is_asleep = False
-    app.state.weight_way = Broadcasts(None)
+    app.state.weight_way, app.state.weights_told = Broadcasts(None), ()
     app.state.update_watch = UpdateWatch(service, app.state.updates, config.update_idle_s)
     app.state.rollouts = kept_samples
     app.state.updated_from = None  # the folder of the last update from disk

@@ -67,6 +67,7 @@ class OpenAIRequest:
     prompts: list[Any]  # texts or token ids; empty for a chat, whose prompt `asked` makes
     num_prompt_top: int | None  # alternatives at each token of the prompt; None: it is not scored
     return_token_ids: bool
+    return_weight_versions: bool
     return_prompt_token_ids: bool
     return_meta_info: bool
     return_cached_details: bool
@@ -277,6 +278,7 @@ def _request(
         echo=echo,
         prompts=prompts,
         return_token_ids=body.return_token_ids,
+        return_weight_versions=body.return_weight_versions,
         return_prompt_token_ids=body.return_prompt_token_ids,
         return_meta_info=body.return_meta_info,
         return_cached_details=body.return_cached_tokens_details,

@@ -79,6 +79,7 @@ class CommonBody(MovingBody):
     include_stop_str_in_output: bool = False
     spaces_between_special_tokens: bool = True
     return_token_ids: bool = False
+    return_weight_versions: bool = Field(False, description="each choice says which version drew which of its tokens")
     return_prompt_token_ids: bool = False
     return_meta_info: bool = False
     return_cached_tokens_details: bool = Field(False, description="sglext: where cached tokens of the prompt were")

@@ -49,8 +49,12 @@ def weights_of(completion: Completion) -> dict[str, object]:
     metadata = {"weight_version": completion.weight_version}  # texts alone, as OpenAI's clients check
     if completion.weight_digest is not None:
         metadata["weight_digest"] = completion.weight_digest
-    spans = [{"version": span.version, "start": span.start, "end": span.end} for span in completion.weight_versions]
-    return {"metadata": metadata, "weight_digest": completion.weight_digest, "weight_versions": spans}
+    return {"metadata": metadata, "weight_digest": completion.weight_digest, "weight_versions": spans_of(completion)}
+
+
+def spans_of(completion: Completion) -> list[dict[str, object]]:
+    """List which version of the weights drew which tokens."""
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in completion.weight_versions]
 
 
 def choice(ask: OpenAIRequest, completion: Completion, index: int, received: float, before: str) -> dict[str, object]:
@@ -105,6 +109,8 @@ def extras(ask: OpenAIRequest, completion: Completion, received: float) -> dict[
         found["meta_info"] = meta_info(completion, Wanted(logprobs=True), received)
     if completion.receipt is not None:
         found["receipt"] = completion.receipt
+    if ask.return_weight_versions:
+        found["weight_versions"] = spans_of(completion)
     return found
 
 
@@ -183,6 +189,8 @@ def chunk_choices(
         last |= token_ids(chunk.token_ids)
     if chunk.completion is not None and chunk.completion.receipt is not None:
         last["receipt"] = chunk.completion.receipt
+    if chunk.completion is not None and ask.return_weight_versions:
+        last["weight_versions"] = spans_of(chunk.completion)
     return [
         *({"index": index, "delta": delta, "logprobs": None, **ending(None)} for delta in deltas if ask.is_chat),
         last,

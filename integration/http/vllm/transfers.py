@@ -7,7 +7,7 @@ an `init_info` without one means handles of the trainer's memory on this host, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from pydantic import Field
@@ -42,11 +42,11 @@ class InitBody(AdminBody):
 
 
 class UpdateInfo(Body):
-    """The tensors that follow, in their order."""
+    """The tensors that follow, in their order. Broadcasts without any are of the tensors of the update before."""
 
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[Count]]
+    names: list[str] = Field(default_factory=list)
+    dtype_names: list[str] = Field(default_factory=list)
+    shapes: list[list[Count]] = Field(default_factory=list)
     packed: bool | None = Field(None, description="of older clients: instead of init_info's")
     packed_buffer_size_bytes: BufferBytes | None = None
     ipc_handles_pickled: str | None = Field(None, description="base64 of pickled handles, see SECURITY.md")
@@ -142,6 +142,16 @@ class Handles:
 
 
 Way = Broadcasts | Handles
+
+
+def with_tensors(update: Update, way: Way, before: tuple[TensorSpec, ...]) -> Update:
+    """Return an update with its tensors: those of the update before where it names none, as trainers of vLLM 0.33 do
+    from the second one on. Raises BadField where there were none."""
+    if update.info is None or update.info.names or isinstance(way, Handles):
+        return update
+    if not before:
+        raise BadField("update_info.names", "are needed: no update since the init has told any tensors")
+    return replace(update, specs=before)
 
 
 def way_of(info: InitInfo, has_nccl: bool) -> Way:

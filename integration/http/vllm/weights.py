@@ -29,7 +29,7 @@ from ...service import RolloutService
 from ..admin.common import json_response, run, service_of
 from ..edge.bodies import AdminBody, body_of, describe, read_as
 from ..edge.errors import BadField, Busy, HttpError
-from .transfers import Broadcasts, InitBody, Update, UpdateBody, Way, read_update, way_of
+from .transfers import Broadcasts, InitBody, Update, UpdateBody, Way, read_update, way_of, with_tensors
 from .update_watch import UpdateWatch
 
 router = APIRouter(tags=["weights"])
@@ -70,7 +70,7 @@ async def init_weight_transfer_engine(request: Request) -> Response:
             way.place.join(service, seconds_left)
 
     await run(request, body, join)
-    state.weight_way = way
+    state.weight_way, state.weights_told = way, ()
     return json_response({"message": "Weight transfer initialized"})
 
 
@@ -146,7 +146,8 @@ async def start(request: Request, body: AdminBody, client: str | None = None) ->
 
 async def receive(request: Request, update: Update) -> None:
     """Receive the tensors of an update, or read a folder."""
-    way: Way = request.app.state.weight_way
+    state = request.app.state
+    way: Way = state.weight_way
 
     def work(service: RolloutService, seconds_left: float | None) -> None:
         if update.info is None:
@@ -154,10 +155,12 @@ async def receive(request: Request, update: Update) -> None:
             return
         check(service)
         try:
-            way.receive(service, update, seconds_left)
+            whole = with_tensors(update, way, state.weights_told)
+            way.receive(service, whole, seconds_left)
         except BaseException:
             _give_up(request)
             raise
+        state.weights_told = whole.specs
 
     def check(service: RolloutService) -> None:
         if update.info is not None and not service.sessions.is_open:

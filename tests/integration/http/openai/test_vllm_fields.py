@@ -60,6 +60,20 @@ def post(url: str, path: str, status: int = 200, **body: object) -> dict:
 PATHS = pytest.mark.parametrize("path", ["completions", "chat/completions"])
 
 
+@PATHS
+def test_each_choice_says_which_version_drew_its_tokens_where_that_is_asked_for(url, path):
+    spans = [{"version": "default", "start": 0, "end": 6}]
+    answer = post(
+        url, path, n=2, temperature=1.0, ignore_eos=True, return_weight_versions=True, skip_special_tokens=None
+    )
+    assert [choice["weight_versions"] for choice in answer["choices"]] == [spans, spans]
+    assert "weight_versions" not in post(url, path)["choices"][0]
+    events = events_of(url, path, n=2, ignore_eos=True, return_weight_versions=True)
+    told = [one for event in events for one in event["choices"] if "weight_versions" in one]
+    assert sorted(one["index"] for one in told) == [0, 1]
+    assert all(one["weight_versions"] == spans and one["finish_reason"] == "length" for one in told)
+
+
 def text_of(choice: dict) -> str:
     return choice["text"] if "text" in choice else choice["message"]["content"]
 

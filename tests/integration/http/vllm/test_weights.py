@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from lockstep.tests.integration.http.test_sequences import _url_of
-from lockstep.tests.integration.http.vllm.weight_trainer import Named, Trainer, info_of, model_of
+from lockstep.tests.integration.http.vllm.weight_trainer import Named, Trainer, info_of, model_of, payloads
 from lockstep.tests.support import prepared_python
 from lockstep.tests.support.random_models import random_model
 from lockstep.weight_sync.digests.model_digest import model_digest
@@ -75,6 +75,28 @@ def test_four_calls_publish_new_weights_and_nothing_before_the_last(url, buffer_
     assert (info["weight_version"], info["weight_digest"]) == (f"step-{step}", digest_of(newer))
     assert answer(trainer)["weight_versions"] == [{"version": f"step-{step}", "start": 0, "end": 8}]
     trainer.close()
+
+
+def test_an_update_that_names_no_tensors_has_those_of_the_one_before(url):
+    """Trainers of vLLM 0.33 send names, dtypes and shapes only where they have changed."""
+    trainer = Trainer(url)
+    none = {"names": [], "dtype_names": [], "shapes": []}
+    for step, told in ((61, info_of(model_of(61))), (62, none), (63, {})):
+        trainer.post("/start_weight_update")
+        waiting = trainer.begin("/update_weights", {"update_info": told})
+        trainer.broadcast(payloads(model_of(step)))
+        assert waiting().status_code == 200
+        trainer.post("/finish_weight_update", {"weight_version": str(step)})
+        info = trainer.post("/model_info")
+        assert (info["weight_version"], info["weight_digest"]) == (str(step), digest_of(model_of(step)))
+    trainer.close()
+    trainer = Trainer(url)  # a new one has told none
+    trainer.post("/start_weight_update")
+    refused = trainer.post("/update_weights", {"update_info": none}, 400)["error"]
+    assert refused["param"] == "update_info.names"
+    trainer.post("/finish_weight_update", status=400)  # the update is over
+    assert trainer.post("/model_info")["weight_version"] == "63"
+    trainer.leave()
 
 
 def test_an_update_that_fails_leaves_no_trace(url):
