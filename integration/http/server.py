@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from ...rollout.errors import LockstepError
 from ..service import RolloutService
 from .app import create_app
+from .edge.accepting import ACCEPTED_A_PASS, queue_connections, tell_of_failures_once
 from .edge.config import HttpConfig
 from .edge.connections import Connection, Connections, ask_for_descriptors
 from .edge.errors import SERVER_ENDED
@@ -34,8 +35,6 @@ _LOOK_AGAIN_S = 0.05  # between two checks of whether all requests are answered
 _YOUNG_OBJECTS = (
     5000  # new objects before the garbage collector looks at them; all objects are looked at 1/110 as often
 )
-_ACCEPTED_A_PASS = 16  # connections that the event loop accepts before it serves others
-_QUEUE = 2048  # connections that wait to be accepted
 _TURN_S = 0.0002  # a thread that computes gives the interpreter's lock up after so long
 
 
@@ -60,9 +59,9 @@ class _Server(uvicorn.Server):
         sys.setswitchinterval(min(sys.getswitchinterval(), _TURN_S))
         assert isinstance(self.config.app, FastAPI)
         hub_of(self.config.app)  # its threads start now, not when a request needs them
+        tell_of_failures_once(asyncio.get_running_loop())
         await super().startup(sockets)
-        for listening in sockets or ():
-            listening.listen(_QUEUE)  # more than the event loop accepts in a pass, which uvicorn's setting says
+        queue_connections(sockets or ())
         self._on_listening()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -290,5 +289,5 @@ def _uvicorn_config(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
         lifespan="off",
         timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
         server_header=False,
-        backlog=_ACCEPTED_A_PASS,
+        backlog=ACCEPTED_A_PASS,
     )

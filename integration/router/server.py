@@ -13,6 +13,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from ..http.edge.accepting import ACCEPTED_A_PASS, queue_connections, tell_of_failures_once
 from ..http.edge.connections import Connections, ask_for_descriptors
 from .app import create_app
 from .changes.journal import UpdateJournal
@@ -39,6 +40,11 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave the signals alone, which `signals_end` has. (uvicorn would raise them again at the end.)"""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        tell_of_failures_once(asyncio.get_running_loop())
+        await super().startup(sockets)
+        queue_connections(sockets or ())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain, or end the drain."""
@@ -90,6 +96,7 @@ class RouterServer:
                 timeout_keep_alive=max(1, round(config.http.idle_timeout_s)),
                 timeout_graceful_shutdown=max(1, round(config.http.shutdown_timeout_s)),
                 server_header=False,
+                backlog=ACCEPTED_A_PASS,
             ),
             app,
             config.drain_timeout_s,

@@ -435,7 +435,8 @@ def test_weights_stay_under_a_session_that_is_being_opened(owned, newer, how):
     engaged, let_go = threading.Event(), threading.Event()
     holder = submit(owned.engine.between_steps, "hold", lambda: (engaged.set(), let_go.wait(PATIENCE)))
     assert engaged.wait(PATIENCE)
-    lock = owned.sessions._manager._lock = CountedLock(owned.sessions._manager._lock)
+    calls = owned.sessions._manager._lock
+    lock = calls._lock = CountedLock(calls._lock)
     opened = submit(owned.begin_weight_update)
     wait_until(lambda: lock.num_asked == 1)
     other = (
@@ -524,7 +525,8 @@ def test_weights_that_hold_nothing_are_written_while_requests_wait(owned, newer,
 def test_two_calls_release_the_weights_at_once(model, folder):
     model.save_pretrained(folder / "model")
     service = RolloutService(Engine(folder / "model", CONFIG))
-    lock = service.sessions._manager._lock = CountedLock(service.sessions._manager._lock)
+    calls = service.sessions._manager._lock
+    lock = calls._lock = CountedLock(calls._lock)
     roots, begun, others, before = service.sessions._roots, threading.Event(), [], standing(service)
     finish = roots.finish_digest
 

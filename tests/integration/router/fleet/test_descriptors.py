@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -80,3 +81,17 @@ def test_a_request_that_waited_too_long_for_descriptors_is_refused_by_name(tmp_p
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
             assert "file descriptor" in refused.json()["message"] and int(refused.headers["retry-after"]) >= 1
         assert router.http.post("/generate", json={"text": "a"}).status_code == 200
+
+
+def test_connections_that_find_no_descriptor_are_one_line_of_the_log_and_are_answered_later(tmp_path, workers):
+    with routing(tmp_path, workers) as router, ThreadPoolExecutor(8) as pool:
+        with without_descriptors(router):
+            late = [pool.submit(httpx.get, f"{router.url}/liveness", timeout=WAIT_S) for _ in range(8)]
+            until = time.monotonic() + 2.5  # longer than it waits until it accepts again
+            while time.monotonic() < until:
+                router.http.get("/liveness").raise_for_status()
+        assert [one.result(WAIT_S).status_code for one in late] == [200] * 8
+        url = router.url
+    told = [line for line in router.log if "accept" in line]
+    assert len(told) == 1 and "connections wait" in told[0] and "file descriptors" in told[0], (url, router.log[:40])
+    assert not [line for line in router.log if "Traceback" in line]

@@ -182,7 +182,7 @@ def test_a_revert_that_fails_leaves_the_refusal_of_one_that_still_runs(service, 
         take_back(self)
 
     monkeypatch.setattr(WeightTransaction, "revert", slow)
-    monkeypatch.setattr(service.sessions._manager, "_lock_timeout_s", 0.05)
+    monkeypatch.setattr(service.sessions._manager._lock, "timeout_s", 0.05)
     running = submit(service.revert_weight_update)
     assert entered.wait(PATIENCE)
     with pytest.raises(SessionError, match="waited"):
