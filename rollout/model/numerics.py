@@ -37,7 +37,7 @@ from .module_code import class_forward
 from .operations.block_indexer import block_indexer_forward
 from .operations.carried import carrying_forward
 from .operations.compressor import compressor_of
-from .operations.distance_bias import DISTANCE_BIAS, distance_bias_forward, reach_of
+from .operations.distance_bias import DISTANCE_BIAS, distance_bias_forward, reach_of, without_distances
 from .operations.entries import COMPRESSOR
 from .operations.functions import ReplacedFunctions, invariant_functions, outside_modes
 from .operations.fused_layers import fused_forward, gates_by_halves, is_gated_mlp, silu_as_gated
@@ -179,7 +179,8 @@ class Numerics:
             telling = None if module in own else counting_forward(module)
             counting = telling
             telling = telling or telling_forward(module, recurrent) or shared_attention_forward(module)
-            forward = pooled or indexer_forward(module) or telling or distance_bias_forward(module)
+            forward = pooled or indexer_forward(module) or telling
+            forward = forward or distance_bias_forward(module) or without_distances(module)
             if forward is not None:
                 self._patches.append((module, "forward", forward))
             if counting is not None and hasattr(module, CHECKPOINTS_CACHE):

@@ -9,12 +9,14 @@ or it makes the states itself and is given hidden states, distances and position
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .copied_code import innermost
+from .copied_code import innermost, with_names
 
 DISTANCE_BIAS = "lockstep_distance_bias"  # attribute of an attention with such a part: the distances that it reaches
 
@@ -54,6 +56,37 @@ def reach_of(module: nn.Module) -> int | None:
         if distance_bias_forward(part) is not None:
             return next(part.parameters(recurse=False)).shape[1]
     return None
+
+
+def without_distances(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward of a model that gives its layers an empty tensor for the distances between all rows, [T, T],
+    which parts that stay by distance do not read; None for any other module."""
+    code = innermost(type(module).forward)
+    if code is None:
+        return None
+    found = [name for name in code.__code__.co_names if _gives_distances(code.__globals__.get(name))]
+    if not found or all(reach_of(part) is None for part in module.modules()):
+        return None
+    copy = with_names(type(module).forward, dict.fromkeys(found, _no_distances))
+    return copy and types.MethodType(copy, module)
+
+
+def _no_distances(inputs_embeds: Tensor, *_: object, **__: object) -> Tensor:
+    return inputs_embeds.new_empty((0, 0), dtype=torch.int64)
+
+
+def _gives_distances(function: object) -> bool:
+    """Return whether a function gives the distances between the rows of a forward without a cache, in all layers."""
+    if not inspect.isfunction(function):
+        return False
+    if list(inspect.signature(function).parameters) != ["inputs_embeds", "cache", "is_sliding"]:
+        return False
+    rows = torch.arange(4)
+    try:
+        given = [function(torch.zeros(1, 4, 1, dtype=torch.float32), None, is_sliding) for is_sliding in (False, True)]
+    except _UNLIKE:
+        return False
+    return all(isinstance(one, Tensor) and torch.equal(one, rows[:, None] - rows) for one in given)
 
 
 def _layers_of(module: nn.Module, width: int) -> tuple[nn.Linear, nn.Module] | None:

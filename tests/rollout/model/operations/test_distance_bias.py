@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.model.operations.distance_bias import distance_bias_forward, reach_of
+from lockstep.rollout.model.operations.distance_bias import distance_bias_forward, reach_of, without_distances
 from lockstep.rollout.sampling_params import SamplingParams
 
 
@@ -125,6 +125,41 @@ OTHERS = [Ahead(), Endless(), Scaled(), Late(), nn.Linear(4, 12, bias=False), nn
 @pytest.mark.parametrize("part", OTHERS, ids=lambda part: type(part).__name__)
 def test_other_parts_are_not_recognised(part: nn.Module) -> None:
     assert distance_bias_forward(part) is None and reach_of(Attention(part)) is None
+
+
+def distances(inputs_embeds: Tensor, cache: object, is_sliding: bool) -> Tensor:
+    rows = torch.arange(inputs_embeds.shape[1])
+    return rows[:, None] - rows
+
+
+def reversed_distances(inputs_embeds: Tensor, cache: object, is_sliding: bool) -> Tensor:
+    return -distances(inputs_embeds, cache, is_sliding)
+
+
+class Model(nn.Module):
+    """A model that gives its parts the distances between all rows."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.attention = Attention(part)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        distance = distances(hidden, None, is_sliding=False)
+        return distance, self.attention.part(hidden, distance, torch.arange(hidden.shape[1])[None])
+
+
+class Backwards(Model):
+    def forward(self, hidden: Tensor) -> Tensor:
+        return reversed_distances(hidden, None, is_sliding=False)
+
+
+def test_distances_that_no_part_reads_are_not_computed(monkeypatch) -> None:
+    model, hidden = Model(Making()), torch.randn(1, 30, 10)
+    forward = without_distances(model)
+    monkeypatch.setattr(model.attention.part, "forward", distance_bias_forward(model.attention.part))
+    distance, bias = forward(hidden)
+    assert distance.numel() == 0 and bias.shape == (1, 3, 30, 12) and model(hidden)[0].shape == (30, 30)
+    assert without_distances(Model(Late())) is None and without_distances(Backwards(Making())) is None
 
 
 def test_an_attention_whose_bias_is_not_recognised_is_refused_by_name(make_model, monkeypatch) -> None:
