@@ -83,11 +83,10 @@ class BothWays:
     def _blocks(self, types: Tensor) -> list[tuple[int, int]]:
         module = self._module
         types = types.to(module.device)
-        masks = self._make(
-            config=module.config, inputs_embeds=torch.empty(*types.shape, 0, dtype=module.dtype, device=module.device),
-            attention_mask=None, past_key_values=None, position_ids=None, is_first_iteration=True,
-            **{self.name: types},
-        )  # fmt: skip
+        hidden = torch.empty(*types.shape, 0, dtype=module.dtype, device=module.device)
+        # No mask, and no cache by its place: its name is another one since transformers 5.24.
+        given = (module.config, hidden, None, None)
+        masks = self._make(*given, position_ids=None, is_first_iteration=True, **{self.name: types})
         found: dict[tuple[int, ...], None] = {}
         start = torch.tensor([0, types.shape[1]], dtype=torch.int32, device=module.device)
         for mask in masks.values() if isinstance(masks, dict) else [masks]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.model.encoders.both_ways import BothWays
 from lockstep.rollout.model.operations.carried import PACKING, carrying
 from lockstep.rollout.model.operations.packed_rows import ends_of_blocks, hosted_mask
 from lockstep.rollout.request_options import RequestOptions
@@ -257,6 +258,15 @@ def test_blocks_that_are_not_of_tokens_side_by_side_are_refused() -> None:
     apart = torch.tensor([0, 3, 6], dtype=torch.int32)  # of two sequences
     assert ends_of_blocks(ids[:, None, None].clone(), apart, None).tolist() == [2, 2, 3, 1, 3, 3]
     assert ends_of_blocks(ids[:, None, None].clone(), apart, torch.tensor([3, 9])).tolist() == [2, 2, 3, 7, 9, 9]
+
+
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_masks_are_asked_for_without_names_that_transformers_gives_up() -> None:
+    model = make()
+    engine, ways = Engine(model, ENGINE), BothWays.of(model)
+    with engine.model.rollout_phase():
+        assert ways is not None and ways.inside == 1
+        assert ways.blocks(torch.tensor([[0, 1, 1, 1, 0, 0, 1, 1]])) == [(1, 4), (6, 8)]
 
 
 def test_a_block_longer_than_the_window_beside_it_is_refused() -> None:
