@@ -27,3 +27,15 @@ def test_the_rest_of_the_product_keeps_its_mark():
     marked = {param.id: [m.name for m in param.marks] for param in params}
     assert sum(names == ["slow"] for names in marked.values()) == 3
     assert sum(names == [] for names in marked.values()) == 3
+
+
+def test_the_slow_suite_has_more_rows_in_which_more_values_meet():
+    sizes = (4, 2, 3)
+    _, params = covering(1, in_slow=2, a=range(4), b=range(2), c=range(3)).mark.args
+    rows: dict[str, set[tuple[int, ...]]] = {"": set(), "slow": set(), "exhaustive": set()}
+    for param in params:
+        rows["".join(mark.name for mark in param.marks)].add(param.values)
+    assert rows[""] == covering_rows(1, sizes) and len(rows["exhaustive"]) >= 6
+    for axes in itertools.combinations(range(3), 2):
+        met = {tuple(row[axis] for axis in axes) for row in rows[""] | rows["slow"]}
+        assert met == set(itertools.product(*(range(sizes[axis]) for axis in axes)))

@@ -68,7 +68,7 @@ def record(completions: list[Completion]) -> list[tuple]:
     return [(c.token_ids, c.logprobs) for c in completions]
 
 
-@covering(1, rest="slow", family=FAMILIES, dtype=DTYPES, chunk=[1, 13, 100])
+@covering(1, in_slow=2, family=FAMILIES, dtype=DTYPES, chunk=[1, 13, 100])
 def test_chunks_neighbours_and_prefix_hits_keep_the_trainers_bits(make_model, family, dtype, chunk):
     engine = make_engine(make_model(family, dtype), chunked_prefill_size=chunk)
     cold = engine.generate(PROMPTS, params())
