@@ -6,13 +6,13 @@ import json
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from lockstep.integration.grpo.settings.config import load_config
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.chat.tokenizer import VOCAB_SIZE, byte_tokenizer, chat_template
 from lockstep.tests.support.random_models import random_model
 
@@ -50,7 +50,7 @@ def test_steps_of_episodes_are_the_same_ahead_of_training(tmp_path, package, fil
 
 def run(folder, *arguments):
     """Run a program of Python in a folder."""
-    done = subprocess.run(
+    done = prepared_python.run(
         [sys.executable, *arguments], cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True,
         text=True, timeout=300,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.tests.support.random_models import random_model
 from lockstep.tests.support.vllm.own_python import end, needs_vllm, start
@@ -39,7 +40,7 @@ def run(part: str, num_ranks: int, folder: Path, device: str = "cuda") -> None:
     script = folder / "ranks.py"
     script.write_text(PROGRAM)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    done = subprocess.run(
+    done = prepared_python.run(
         [*command, str(script), part, device], capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "NCCL_DEBUG": "WARN"},
     )  # fmt: skip

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from lockstep.integration.collective_watch import Lags
+from lockstep.tests.support import prepared_python
 
 LIMIT_S = 4
 RANK = f"""
@@ -76,7 +77,7 @@ def two_ranks() -> Iterator[list[subprocess.Popen[str]]]:
     for rank in range(2):
         env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        ranks.append(subprocess.Popen([sys.executable, "-c", RANK], env=env, text=True, **pipes))
+        ranks.append(prepared_python.Popen([sys.executable, "-c", RANK], env=env, text=True, **pipes))
     try:
         assert all(rank.stdout.readline() == "ready\n" for rank in ranks)
         assert ranks[0].stdout.readline() == "2.0\n"

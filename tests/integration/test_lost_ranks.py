@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from lockstep.tests.support import prepared_python
+
 SENDER = """
 import os, signal, sys
 from lockstep.integration.lost_ranks import leave, outlive_sigterm
@@ -26,7 +28,7 @@ ENDS = {
 @pytest.mark.parametrize(("end", "code"), [("leaves", 1), ("is ended by its launcher", 128 + 15)])
 def test_a_rank_that_ends_at_once_leaves_no_segment(tmp_path, end, code):
     command = [sys.executable, "-c", SENDER + ENDS[end], str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = prepared_python.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (code, "ready\n"), ended.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -36,7 +38,9 @@ def test_a_rank_whose_log_is_on_a_full_disk_leaves_too_and_writes_its_error_file
     error_file = tmp_path / "error.json"
     environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(error_file)}
     with open("/dev/full", "w") as full:
-        ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60, env=environment)
+        ended = prepared_python.run(
+            command, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60, env=environment
+        )
     assert (ended.returncode, ended.stdout) == (1, "ready\n")
     assert "rank 0 stops here: ValueError: lost" in error_file.read_text()
     assert list(tmp_path.iterdir()) == [error_file]
