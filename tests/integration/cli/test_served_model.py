@@ -13,8 +13,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from lockstep.tests.support.random_models import random_model
+
+FAMILIES = ["qwen3", "qwen3_5", "lfm2", "mamba"]
+# A new interpreter, which has loaded no kernels, and a fork of it for each model.
 SCRIPT = """
-import json, sys
+import json, os, sys
 from lockstep.integration.cli.served_model import compile_kernels
 from lockstep.integration.service import RolloutService
 from lockstep.kernels.machine import native
@@ -23,26 +27,42 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 
-service = RolloutService(Engine(sys.argv[1], EngineConfig(kv_cache="32 blocks")))
-compile_kernels(service)
-before = set(native._loaded)
-for params in (SamplingParams(max_new_tokens=4, top_p=0.9, top_k=5, min_p=0.01, frequency_penalty=0.1, n=3),
-               SamplingParams(max_new_tokens=4, temperature=0)):
-    service.engine.generate([[3, 4, 5]], params, options=RequestOptions(0, 2, (1,)))
-service.weights_checker("checksum")
-print(json.dumps([sorted(before), sorted(set(native._loaded) - before)]))
-service.close()
+assert not native._loaded
+for folder in sys.argv[1:]:
+    if os.fork():
+        assert os.wait()[1] == 0, folder
+        continue
+    service = RolloutService(Engine(folder, EngineConfig(kv_cache="32 blocks")))
+    compile_kernels(service)
+    before = set(native._loaded)
+    for params in (SamplingParams(max_new_tokens=4, top_p=0.9, top_k=5, min_p=0.01, frequency_penalty=0.1, n=3),
+                   SamplingParams(max_new_tokens=4, temperature=0)):
+        service.engine.generate([[3, 4, 5]], params, options=RequestOptions(0, 2, (1,)))
+    service.weights_checker("checksum")
+    print(json.dumps([sorted(before), sorted(set(native._loaded) - before)]))
+    service.close()
+    sys.exit()
 """
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_5", "lfm2", "mamba"])
-def test_no_request_or_checksum_waits_for_a_compiler(make_model, tmp_path, family):
-    make_model(family).save_pretrained(tmp_path / "model")
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "model")]
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[str], list[str]]]:
+    """Return the kernels that were loaded before and while a model of each family served."""
+    folders = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, folder in folders.items():
+        random_model(family).save_pretrained(folder)
+    command = [sys.executable, "-c", SCRIPT, *map(str, folders.values())]
     run = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
-    loaded, later = json.loads(run.stdout.splitlines()[-1])
-    assert "sha256/sha256_tiles.cpp" in loaded
+    lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("[[")]
+    return dict(zip(FAMILIES, lines, strict=True))
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_request_or_checksum_waits_for_a_compiler(loaded, family):
+    before, later = loaded[family]
+    assert "sha256/sha256_tiles.cpp" in before
     assert later == []
 
 
