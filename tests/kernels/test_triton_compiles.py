@@ -26,6 +26,7 @@ from lockstep.tests.support.gpu_compilation import LAUNCHES
 
 MAX_STACK = 64  # bytes per thread for spilled registers
 BY_PARTS = ("digests, 4 bytes side by side", "digests, single bytes")  # compile longer than all others together
+IMAGES_WIDE = "attention of images, float32"  # of the parts of "attention, float32" and "attention of images, bfloat16"
 # Kernels that sum in the order of their lanes. In all others an element depends on one element of a row and on results
 # of these, or its sums have an order of their own: the product and attention, whose matrix instructions add. These have
 # a binary for each tile and kind of step; they add alike, as other tests and the self-test say.
@@ -73,8 +74,9 @@ def compile_for_hopper(folder: Path, launches: list[str]) -> list[Binary]:
 
 @pytest.fixture(scope="module")
 def binaries(tmp_path_factory: pytest.TempPathFactory) -> list[Binary]:
-    """Compile all launches except BY_PARTS."""
-    return compile_for_hopper(tmp_path_factory.mktemp("binaries"), [name for name in LAUNCHES if name not in BY_PARTS])
+    """Compile all launches but those of the exhaustive tests."""
+    chosen = [name for name in LAUNCHES if name not in (*BY_PARTS, IMAGES_WIDE)]
+    return compile_for_hopper(tmp_path_factory.mktemp("binaries"), chosen)
 
 
 def test_every_kernel_compiles(binaries: list[Binary]) -> None:
@@ -96,12 +98,10 @@ def test_one_binary_serves_rows_in_any_number_and_place(binaries: list[Binary]) 
 
 
 def test_float32_is_multiplied_as_float32(binaries: list[Binary]) -> None:
-    assert [(b.launch, b.kernel) for b in binaries if "tf32" in b.ptx] == []
     multiplying = {"_linear_kernel", "_grouped_kernel", "_attend_kernel"}
     wide = [b for b in binaries if b.launch.endswith("float32") and b.kernel in multiplying]
     assert {b.kernel for b in wide} == multiplying
-    for binary in wide:
-        assert "mma" not in binary.ptx and binary.ptx.count("fma.rn.f32") >= 100, binary.launch
+    assert_multiplied_as_float32(binaries, wide)
 
 
 def test_tensor_cores_multiply_halves_and_all_tiles_of_the_product_add_alike(binaries: list[Binary]) -> None:
@@ -129,7 +129,7 @@ def test_attention_rounds_alike_in_all_its_binaries(binaries: list[Binary]) -> N
     """The compiler may fuse a product and a sum only if they have no rounding of their own (.rn)."""
     found = [b for b in binaries if b.module == "attention.triton_kernels"]
     assert len({b.ptx for b in found if b.kernel == "_attend_kernel"}) >= 8
-    assert [b.launch for b in found if re.search(r"\b(add|sub|mul)\.(ftz\.)?f32\b", b.ptx)] == []
+    assert_rounded_alike(found)
 
 
 def test_draws_fuse_no_product_and_sum(binaries: list[Binary]) -> None:
@@ -145,6 +145,16 @@ def test_draws_fuse_no_product_and_sum(binaries: list[Binary]) -> None:
 
 
 def test_hardly_a_register_is_spilled(binaries: list[Binary]) -> None:
+    assert_few_spills(binaries)
+
+
+@pytest.mark.exhaustive
+def test_attention_of_images_in_float32_is_as_that_of_text(tmp_path: Path) -> None:
+    binaries = compile_for_hopper(tmp_path, [IMAGES_WIDE])
+    attending = [b for b in binaries if b.kernel == "_attend_kernel"]
+    assert len(attending) >= 3
+    assert_multiplied_as_float32(binaries, attending)
+    assert_rounded_alike(attending)
     assert_few_spills(binaries)
 
 
@@ -187,6 +197,16 @@ def usage_of(binary: Binary) -> str:
         pytest.skip(f"nothing tells a binary's registers: {error}")
     command = [tool, "-res-usage", str(binary.cubin)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def assert_multiplied_as_float32(binaries: list[Binary], multiplying: list[Binary]) -> None:
+    assert [(b.launch, b.kernel) for b in binaries if "tf32" in b.ptx] == []
+    for binary in multiplying:
+        assert "mma" not in binary.ptx and binary.ptx.count("fma.rn.f32") >= 100, binary.launch
+
+
+def assert_rounded_alike(binaries: list[Binary]) -> None:
+    assert [b.launch for b in binaries if re.search(r"\b(add|sub|mul)\.(ftz\.)?f32\b", b.ptx)] == []
 
 
 def assert_few_spills(binaries: list[Binary]) -> None:

@@ -201,13 +201,14 @@ def test_an_aborted_answer_is_a_beginning_but_for_what_a_jump_may_replace():
 
 
 @pytest.mark.slow
-def test_our_own_server_holds_for_a_minute(tmp_path):
+@pytest.mark.parametrize("minutes", ["0.5", pytest.param("1", marks=pytest.mark.exhaustive)])
+def test_our_own_server_holds(tmp_path, minutes):
     # One seed, so that a run of the suite says the same as the one before; `make torture` draws its own. Grammars have
     # a shorter time here, because the requests of the last moments are waited for. The limit of latency is a second
     # wider than alone, because the time that other processes took is known by its bounds only. Crowds are left to `make
     # torture`: beside two other tests' processes these bounds say too little about them.
     attackers = ",".join(name for name in NAMES if name != "crowds")
-    command = [sys.executable, "-m", "lockstep.tests.torture.run", "--minutes", "1", "--seed", "15",
+    command = [sys.executable, "-m", "lockstep.tests.torture.run", "--minutes", minutes, "--seed", "15",
                "--attackers", attackers,
                "--latency-s", "3", "--engine", "grammar_timeout_s=3",
                "--record", str(tmp_path / "last.jsonl")]  # fmt: skip
