@@ -50,17 +50,22 @@ os.register_at_fork(after_in_child=gc.freeze)
 # The modules that take longest, about in descending order. They run first, so that no process runs one of them in the
 # end while the others are idle.
 LONGEST = (
-    # of the slow tests, by turns those that compute and those that wait
-    "grpo/test_ahead", "replica/test_rank_failures", "grpo/test_job", "replica/test_faults", "torture/test_torture",
-    "kernels/linear/test_linear", "edge/test_malformed", "transaction/test_fault_injection",
-    "kernels/test_triton_compiles", "http/test_replica", "examples/test_smollm2", "grpo/test_syncs",
-    "grpo/test_parallel", "explain/test_runs", "kernels/test_triton_engine", "kernels/test_triton_launches",
-    "admin/test_recorder",
-    # of the others
-    "attention/test_triton_kernels", "replica/test_interruption", "rollout/test_invariance_table",
-    "rollout/test_interruption_random", "push/test_pushed_engines", "push/test_http_target", "replica/test_engine",
-    "sha256/test_triton_kernels", "rollout/test_interruption", "grammars/test_engine", "attention/test_paged",
-    "push/test_pusher", "push/test_lost_pushers", "sampling/test_draws", "delta/test_apply",
+    # by turns those that compute and those that wait
+    "kernels/linear/test_linear", "replica/test_rank_failures", "replica/test_interruption", "states/test_engine",
+    "replica/test_faults", "kernels/test_triton_compiles", "rollout/test_invariance_table", "torture/test_torture",
+    "rollout/test_partial_attention", "kernels/test_triton_engine", "transaction/test_fault_injection",
+    "examples/test_smollm2", "grpo/test_ahead", "edge/test_malformed", "grpo/test_job", "running/test_cpu_graphs",
+    "admin/test_recorder", "sampling/test_segments", "push/test_verb_server", "kernels/test_emulated_amx",
+    "rollout/test_interruption", "replica/test_engine", "own_attention/test_families",
+    "integration/test_collective_watch", "speculation/test_equality", "delta/test_pull", "weights/test_sharded_engines",
+    "push/test_http_target", "push/test_lost_pushers",
+    "http/test_replica", "transaction/test_chaos", "push/test_pushed_engines", "attention/test_triton_row_ends",
+    "generation/test_limits", "backends/test_backend", "weights/test_sharded_failures",
+    "rollout/test_interruption_random", "ranks/test_channel", "attention/test_triton_kernels", "http/test_draining",
+    "router/test_chaos", "router/test_moving",
+    "kernels/test_triton_launches", "grammars/test_engine", "gpus/test_several_gpus", "cli/test_served_model",
+    "speculation/test_random_traces", "examples/test_examples", "explain/test_runs", "grpo/test_parallel",
+    "grpo/test_syncs", "tasks/test_pictures", "admin/test_control", "group/test_registry",
 )  # fmt: skip
 
 
