@@ -26,7 +26,7 @@ from lockstep.integration.grpo.training.packing import Sample, pack
 from lockstep.integration.push.adapters.fsdp2 import fsdp2_tensors
 from lockstep.integration.ranks import Ranks, process_group, this_rank
 from lockstep.kernels.sampling.logprobs import selected_logprobs
-from lockstep.rollout.model.hosted_model import HostedModel
+from lockstep.rollout.model.trainer_numerics import TrainerNumerics
 
 GROUP = 8  # samples of one prompt
 PROMPTS = ("Write a number: ", "Count: ")
@@ -48,7 +48,7 @@ def train(path: str | None, num_steps: int, ranks: Ranks) -> None:
     model, tokenizer = load(path)  # the same on every rank
     model.to(ranks.device)
     service = RolloutService(Engine(copy.deepcopy(model), EngineConfig(kv_cache="64MiB"), tokenizer=tokenizer))
-    hosted = HostedModel.adopt(model, dtype=None, device=None, invariant=True)  # the engine's numerics, for training
+    numerics = TrainerNumerics(model, device=ranks.device)  # the engine's, for training
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
@@ -59,7 +59,7 @@ def train(path: str | None, num_steps: int, ranks: Ranks) -> None:
         with service.rollout():
             completions = service.engine.generate(list(PROMPTS), params)
         batch = pack(samples_of(completions), ranks.device)
-        with hosted.training_numerics():
+        with numerics.training_numerics():
             logits = model(**batch.model_inputs()).logits[0]
             logprobs = selected_logprobs(logits, batch.targets, params.temperature)
             loss = -(batch.advantages * (logprobs - batch.logprobs).exp()).mean()

@@ -1,27 +1,25 @@
 """verl's FSDP engine with the rollout's numerics: its log-probabilities are those that the rollout reported.
 
 Importing this module, as `actor_rollout_ref.model.external_lib` does in each worker, puts it in the place of verl's own
-for `strategy=fsdp` and `fsdp2`.
+for `strategy=fsdp2`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from verl.utils import tensordict_utils
-from verl.utils.device import get_device_id, get_device_name, get_vendor
+from verl.utils.device import get_device_name, get_vendor
+from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.engine.base import EngineRegistry
-from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from ...kernels.sampling.entropy import row_entropy
 from ...kernels.sampling.logprobs import selected_logprobs
-from ...rollout.model.hosted_model import HostedModel
+from ...rollout.model.trainer_numerics import TrainerNumerics
 from .settings import k_blocks_of
 
 _NOT_TAKEN = ("use_fused_kernels", "calculate_sum_pi_squared", "distillation_use_topk")
@@ -31,27 +29,30 @@ _NOT_TAKEN = ("use_fused_kernels", "calculate_sum_pi_squared", "distillation_use
     model_type="language_model", backend=["fsdp", "fsdp2"], device=get_device_name(), vendor=get_vendor()
 )
 class LockstepFSDPEngine(FSDPEngineWithLMHead):
-    """verl's engine for FSDP and FSDP2, whose forward and backward passes run under the rollout's numerics.
+    """verl's engine for FSDP2, whose forward and backward passes run under the rollout's numerics.
 
-    It needs `use_remove_padding=True` and no sequence parallelism. Parameters may be float32 under a policy that
+    It needs `use_remove_padding=True` and no sequence parallelism, and stands for FSDP's first version too, which it
+    refuses by name: that one puts modules of its own around the layers. Parameters may be float32 under a policy that
     computes in bfloat16: the rollout's dtype has to be that in which the forward computes.
     """
 
-    hosted: HostedModel
+    numerics: TrainerNumerics
 
     def _build_module(self) -> nn.Module:
-        if self.use_ulysses_sp or not self.use_remove_padding:
+        if self.use_ulysses_sp or not self.use_remove_padding or self.engine_config.strategy != "fsdp2":
             raise NotImplementedError(
-                "the rollout's numerics need use_remove_padding=True and ulysses_sequence_parallel_size=1"
+                "the rollout's numerics need strategy=fsdp2, use_remove_padding=True and "
+                f"ulysses_sequence_parallel_size=1, not {self.engine_config.strategy}, {self.use_remove_padding} and "
+                f"{self.ulysses_sequence_parallel_size}"
             )
-        with _whole_weights():
-            return super()._build_module()
+        return super()._build_module()
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
-        module.to(get_device_id())
-        self.hosted = HostedModel.adopt(
-            module, dtype=None, device=None, invariant=True, k_blocks=k_blocks_of(self.model_config)
-        )
+        policy = self.engine_config.mixed_precision or {}
+        self.numerics = TrainerNumerics(
+            module, device=torch.device(get_device_name()), k_blocks=k_blocks_of(self.model_config),
+            dtype=PrecisionType.to_dtype(policy.get("param_dtype", "bf16")),
+        )  # fmt: skip
         divided = super()._build_fsdp_module(module)
         self._autocast_dtype = torch.float32  # none: the policy of FSDP casts, and nothing else does
         return divided
@@ -78,17 +79,5 @@ class LockstepFSDPEngine(FSDPEngineWithLMHead):
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         """Compute a micro-batch under the rollout's numerics."""
-        with self.hosted.training_numerics():
+        with self.numerics.training_numerics():
             return super().forward_step(micro_batch, loss_function, forward_only)
-
-
-@contextmanager
-def _whole_weights() -> Iterator[None]:
-    """Let verl load the weights in every worker. It loads them in the first one and hands them out when they are
-    divided, but the numerics are tried on a module that has its weights."""
-    of_verl = transformer_impl.get_init_weight_context_manager
-    transformer_impl.get_init_weight_context_manager = lambda use_meta_tensor, mesh: of_verl(False, mesh)
-    try:
-        yield
-    finally:
-        transformer_impl.get_init_weight_context_manager = of_verl

@@ -75,13 +75,11 @@ class LockstepServer:
         video_data: Sequence[Any] | None = None,
     ) -> TokenOutput:
         """Draw the answer to a prompt. Raises ValueError with the engine's reason for a request that it refuses."""
-        if video_data:
-            raise NotImplementedError("the rollout lockstep takes no videos")
+        if image_data or video_data:
+            raise NotImplementedError("the rollout lockstep takes text alone, no images and videos")
         if self._rejects:
             return TokenOutput(token_ids=[], stop_reason="aborted")
         body = request_body(self._config, self._context, prompt_ids, sampling_params, request_id)
-        if image_data:
-            body["image_data"] = list(image_data)
         response = await self._client.post(f"{self._url}/generate", json=body)
         if response.status_code != 200:
             raise ValueError(f"request {request_id}: {response.status_code} {response.text[:500]}")

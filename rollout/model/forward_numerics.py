@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -34,11 +35,15 @@ _configs_in_use: dict[int, _ConfigInUse] = {}  # by identity; models may share o
 class ForwardNumerics:
     """The numerics of one module while `installed()`: of a rollout stage or of the trainer's whole module."""
 
-    def __init__(self, module: PreTrainedModel, invariant: bool, division: Division) -> None:
+    def __init__(
+        self, module: PreTrainedModel, invariant: bool, division: Division, *,
+        device: torch.device | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        """Plan the operations of the module. device, dtype: see `Numerics`."""
         self.module = module
         self._tree = list(module.modules())
         self.code = ModuleCode(self._tree)
-        self.numerics = Numerics(module, invariant, division)
+        self.numerics = Numerics(module, invariant, division, device=device, dtype=dtype)
         # Ranks that share experts need the sums of their parts, and only our implementation computes them.
         self._own_experts = invariant or division.mesh.tp > 1
         self._lock = threading.RLock()

@@ -20,11 +20,12 @@ _MOST_NAMES = 3  # of an error
 _QUANTISED_PARTS = "torch.ao.nn."  # begin of the modules of PyTorch's own quantised layers, which pack their weights
 
 
-def given_module(model: object, *, is_copied: bool) -> PreTrainedModel:
+def given_module(model: object, *, is_copied: bool, is_filled_later: bool = False) -> PreTrainedModel:
     """Return the transformers model that an engine can host: the given one, or the one inside a PeftModel.
 
-    is_copied: each rank copies its part, so that DTensors may hold the weights. Raises ValueError that names what to
-    pass instead of a wrapper, and how an engine gets weights that this rank does not hold whole.
+    is_copied: each rank copies its part, so that DTensors may hold the weights. is_filled_later: weights may be on the
+    meta device. Raises ValueError that names what to pass instead of a wrapper, and how an engine gets weights that
+    this rank does not hold whole.
     """
     if isinstance(model, nn.Module):
         model = without_peft_model(model)
@@ -39,7 +40,7 @@ def given_module(model: object, *, is_copied: bool) -> PreTrainedModel:
         if inside is not None and _FLAT in inside.split("."):
             raise ValueError(f"{refused}: its ranks hold flat pieces of the weights. {_SEND}")
         raise ValueError(refused + (f": pass the model inside it, its attribute .{inside}" if inside else ""))
-    _refuse_missing_weights(model, is_copied=is_copied)
+    _refuse_missing_weights(model, is_copied=is_copied, is_filled_later=is_filled_later)
     _refuse_quantised_weights(model)
     return model
 
@@ -50,11 +51,11 @@ def _place_of_model(wrapper: nn.Module) -> str | None:
     return next(found, None)
 
 
-def _refuse_missing_weights(module: PreTrainedModel, *, is_copied: bool) -> None:
+def _refuse_missing_weights(module: PreTrainedModel, *, is_copied: bool, is_filled_later: bool) -> None:
     named = dict(module.named_parameters())
     name = type(module).__name__
     buffers = dict(module.named_buffers())
-    if empty := [key for key, tensor in {**named, **buffers}.items() if tensor.is_meta]:
+    if not is_filled_later and (empty := [key for key, tensor in {**named, **buffers}.items() if tensor.is_meta]):
         raise ValueError(f"{name} has no weights yet: {listed(empty)} on the meta device. Load them first")
     if any(hasattr(parameter, "ds_id") for parameter in named.values()):
         raise ValueError(f"{name} is partitioned by DeepSpeed, so no rank holds its weights whole. {_SEND}")

@@ -17,7 +17,7 @@ from ...kernels.machine.huge_pages import use_huge_pages
 from ..errors import MemoryReleased, PhaseError
 from ..media.encoder import NO_FEATURES, have_blocks
 from ..ranks.mesh import Mesh
-from ..sharding.division import FullSpec, divide
+from ..sharding.division import FullSpec
 from ..sharding.part import Part, copy_part, load_part
 from ..sharding.shards import Shard
 from .adapters.folder import AdapterFolder, AdapterLayers, put_in, take_out
@@ -49,6 +49,7 @@ from .supported import (
     warn_of_rounded_frequencies,
 )
 from .tensors import HostedTensors, first_weight
+from .trainer_numerics import whole_part
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class HostedModel:
         refuse_unsupported(self.module, self.config, invariant, self.division.layers)
         hosted = ForwardNumerics(self.module, invariant, self.division)
         self.numerics = hosted.numerics
-        whole = trained and _whole(trained, self.division.k_blocks)
+        whole = trained and whole_part(trained, self.division.k_blocks)
         self._trained = ForwardNumerics(whole.module, invariant, whole.division) if whole else hosted
         refuse_randomness(self.trained_module)
         warn_of_rounded_frequencies(self.trained_module)
@@ -101,7 +102,7 @@ class HostedModel:
             refuse_stages(config, mesh.pp)
             part = load_part(path, config, kept, torch.device(device), mesh, k_blocks)
         else:
-            part = _whole(load_whole(Path(path), config, kept, device).eval().requires_grad_(False), k_blocks)
+            part = whole_part(load_whole(Path(path), config, kept, device).eval().requires_grad_(False), k_blocks)
         return cls(replace(part, folder=Path(path)), owned=True, invariant=invariant)
 
     @classmethod
@@ -132,7 +133,7 @@ class HostedModel:
         if mesh is not None and num_ranks > 1:
             refuse_stages(module.config, mesh.pp)
             return cls(copy_part(module, mesh, k_blocks), owned=True, invariant=invariant, trained=module)
-        return cls(_whole(module, k_blocks), owned=False, invariant=invariant)
+        return cls(whole_part(module, k_blocks), owned=False, invariant=invariant)
 
     @property
     def mesh(self) -> Mesh:
@@ -253,7 +254,7 @@ class HostedModel:
             former.update(take_out(self.module))
             try:
                 put_in(self.module, adapter.layers_for(self.module) if isinstance(adapter, AdapterFolder) else adapter)
-                division = _whole(self.module, self.k_blocks).division
+                division = whole_part(self.module, self.k_blocks).division
                 return ForwardNumerics(self.module, self.numerics.guarantee is not None, division)
             except BaseException:
                 take_out(self.module)
@@ -261,7 +262,7 @@ class HostedModel:
                 raise
 
         hosted = self._trained = self.phase.replace(change)
-        self.numerics, self.division = hosted.numerics, _whole(self.module, self.k_blocks).division
+        self.numerics, self.division = hosted.numerics, whole_part(self.module, self.k_blocks).division
         self._tensors, self.adapters = HostedTensors(self.module), HostedAdapters(self.module)
         return former
 
@@ -392,9 +393,3 @@ class HostedModel:
         refuse_other_outputs(name, out, self.hidden_size, self.vocab_size if self.mesh.is_last_stage else None)
         probe.refuse_faults([i for i in self.division.layers if has_state(self.config, i)], name)
         return probe
-
-
-def _whole(module: PreTrainedModel, k_blocks: int) -> Part:
-    refuse_other_kinds(module)
-    num_layers = module.config.get_text_config(decoder=True).num_hidden_layers
-    return Part(module, divide(module, Mesh.single(), k_blocks, range(num_layers)), None)

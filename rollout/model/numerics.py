@@ -70,8 +70,14 @@ class Numerics:
     `with numerics.installed():` is re-entrant; when the outermost ends, every forward is restored.
     """
 
-    def __init__(self, module: PreTrainedModel, invariant: bool, division: Division) -> None:
+    def __init__(
+        self, module: PreTrainedModel, invariant: bool, division: Division, *,
+        device: torch.device | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        """Choose and plan the operations. device, dtype: on which and in which the forward will compute; those of the
+        weights by default."""
         parameter = first_weight(module.parameters())
+        self._device = device or parameter.device
         self.guarantee: Guarantee | None = None
         self._patches: list[tuple[nn.Module, str, object]] = []  # instance attributes, forward mostly, while installed
         self._own_forwards: list[tuple[nn.Module, Any]] = []
@@ -85,8 +91,8 @@ class Numerics:
         self._depth = 0
         if invariant:
             shapes = division.linear_shapes
-            self.guarantee = self_test(shapes, parameter.dtype, parameter.device, cuts=division.cuts)
-            _refuse_other_products(module, parameter, self.guarantee)
+            self.guarantee = self_test(shapes, dtype or parameter.dtype, self._device, cuts=division.cuts)
+            _refuse_other_products(module, parameter.dtype, self._device, self.guarantee)
         self._plan_recurrent(module, division)
         self._plan_own_attention(module)
         self._needs_mask = any(name == OWN_ATTENTION for _, name, _ in self._patches)
@@ -243,7 +249,7 @@ class Numerics:
     def _plan_invariant(self, root: nn.Module, guarantee: Guarantee) -> None:
         self._functions = invariant_functions(
             outside_modes(self._linear()),
-            defers=triton_serves(first_weight(root.parameters()).device),
+            defers=triton_serves(self._device),
             is_training=lambda: any(part.training for part in root.modules()),
         )
         planned = {id(module) for module, name, _ in self._patches if name == "forward"}
@@ -296,18 +302,18 @@ def _refuse_copy(memo: object) -> NoReturn:
     )
 
 
-def _refuse_other_products(root: nn.Module, parameter: Tensor, guarantee: Guarantee) -> None:
+def _refuse_other_products(root: nn.Module, own: torch.dtype, device: torch.device, guarantee: Guarantee) -> None:
     """Raise ValueError if layers of a second dtype, adapters in float32 for instance, need another product."""
     shapes: dict[torch.dtype, set[tuple[int, int]]] = {}
     for module in root.modules():
-        if type(module) is nn.Linear and module.weight.dtype is not parameter.dtype:
+        if type(module) is nn.Linear and module.weight.dtype is not own:
             shapes.setdefault(module.weight.dtype, set()).add((module.out_features, module.in_features))
     for dtype, found in shapes.items():
-        other = self_test(found, dtype, parameter.device)
+        other = self_test(found, dtype, device)
         if (other.linear, other.row_multiple) != (guarantee.linear, guarantee.row_multiple):
             raise ValueError(
                 f"{len(found)} shapes of layers in {dtype} need another product here ({other.choices}) than those in "
-                f"{parameter.dtype} ({guarantee.choices}): give all one dtype (autocast_adapter_dtype=False for PEFT)"
+                f"{own} ({guarantee.choices}): give all one dtype (autocast_adapter_dtype=False for PEFT)"
             )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from lockstep.tests.support.random_models import random_model
+from lockstep.tests.support.random_models import initial_model
 
 STEPS = 3
 CHAT = (
@@ -62,7 +62,7 @@ def main() -> None:
     for settings, is_tied in ((FLOAT32, False), (DIVIDED, True)):
         with tempfile.TemporaryDirectory() as folder:
             sizes = {"vocab_size": 1000, "max_position_embeddings": 256, "tie_word_embeddings": is_tied}
-            random_model("qwen3", **sizes).save_pretrained(f"{folder}/model")
+            initial_model("qwen3", **sizes).save_pretrained(f"{folder}/model")
             tokenizer.save_pretrained(f"{folder}/model")
             trains(Path(folder), settings)
     print("verl: done")
