@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 import triton
 
 import lockstep
-from lockstep.tests.support.gpu_compilation import LAUNCHES
+from lockstep.tests.support.triton.gpu_compilation import LAUNCHES
 
 MAX_STACK = 64  # bytes per thread for spilled registers
 BY_PARTS = ("digests, 4 bytes side by side", "digests, single bytes")  # compile longer than all others together
@@ -60,7 +60,7 @@ def compile_for_hopper(folder: Path, launches: list[str]) -> list[Binary]:
         pytest.skip(f"nothing compiles for a GPU: {error}")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "lockstep.tests.support.gpu_compilation", str(folder), *launches],
+        [sys.executable, "-m", "lockstep.tests.support.triton.gpu_compilation", str(folder), *launches],
         env={**environment, "TRITON_CACHE_DIR": str(folder / "cache")}, capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

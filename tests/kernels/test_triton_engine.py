@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
+from lockstep.tests.support.triton.programs import run_on_triton
+
 pytest.importorskip("triton")
 
-# Runs in its own process: the choice of kernels for a device is fixed for a whole process.
-ON_TRITON = """
-import collections, json, sys
-import torch
-torch.set_num_threads(1)
-from lockstep.kernels.machine import gpu
-device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cpu":
-    gpu.why_not_triton = lambda device_type: None
+PROGRAM = """
+import collections, json
 from lockstep.kernels.attention import triton_kernels as attention
 from lockstep.kernels.layers import triton_rms_norm
 from lockstep.kernels.recurrent import triton_kernels as recurrent
@@ -29,10 +21,6 @@ from lockstep.tests.rollout import test_invariance_table as table
 from lockstep.tests.rollout.model.own_attention.test_families import make
 from lockstep.tests.support.random_models import FAMILIES, random_model
 
-if device == "cpu":
-    from lockstep.tests.support.triton_interpreter import make_interpreter_fast
-
-    make_interpreter_fast()
 calls = collections.Counter()
 
 def count(module, name):
@@ -103,14 +91,7 @@ print(json.dumps({"linear": guarantee.linear, "attention": guarantee.attention, 
     ],
 )
 def test_an_engine_on_all_triton_kernels_at_once_keeps_the_trainers_bits(dtype, family):
-    # A new process: a prepared one may have chosen its products before it hears of LOCKSTEP_NATIVE.
-    done = subprocess.run(
-        [sys.executable, "-c", ON_TRITON, dtype, family],
-        env={**os.environ, "LOCKSTEP_NATIVE": "0"}, capture_output=True, text=True,
-        check=False, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(done.stdout.splitlines()[-1])
+    report = json.loads(run_on_triton(PROGRAM, dtype, family))
     assert (report["linear"], report["attention"]) == ("triton", "triton")
     has_experts = family not in (
         "qwen3",

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from lockstep.tests.support.triton.programs import run_on_triton
 
 pytest.importorskip("triton")
 
-# Runs in its own process: the choice of kernels for a device is fixed for a whole process.
-ON_TRITON = """
-import sys
-import torch
-torch.set_num_threads(1)
-from lockstep.kernels.machine import gpu
-device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cpu":
-    gpu.why_not_triton = lambda device_type: None
+PROGRAM = """
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.rollout.media import test_both_ways as both_ways
 
-if device == "cpu":
-    from lockstep.tests.support.triton_interpreter import make_interpreter_fast
-
-    make_interpreter_fast()
 engine = Engine(both_ways.make(getattr(torch, sys.argv[1])).to(device), both_ways.ENGINE)
 assert engine.model.numerics.guarantee.attention == "triton"
 prompts = both_ways.prompts_of(engine.model.module)[1:3]
@@ -44,9 +30,4 @@ assert again[0].num_cached_tokens >= 16
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_gemma_3_with_images_keeps_the_trainers_bits_on_triton_kernels(dtype: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ON_TRITON, dtype],
-        env={**os.environ, "LOCKSTEP_NATIVE": "0"}, capture_output=True, text=True,
-        check=False, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_on_triton(PROGRAM, dtype)

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+
+from lockstep.tests.support.triton.programs import run_on_triton
 
 pytest.importorskip("triton")
 
 MOST_A_LAYER = 14
-# Runs in its own process: the choice of kernels for a device is fixed for a whole process. A launch is one of Triton's
-# kernels, or an operation of PyTorch that is more than a view of memory, or memory itself.
+# A launch is one of Triton's kernels, or an operation of PyTorch that is more than a view of memory, or memory itself.
 PROGRAM = """
-import collections, json, sys
-import torch
+import collections, json
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
-torch.set_num_threads(1)
-from lockstep.kernels.machine import gpu
-gpu.why_not_triton = lambda device_type: None
 from lockstep.kernels.attention import triton_kernels
 triton_kernels._check_on_host = lambda *_: None  # a GPU's tables are not checked
 from lockstep.kernels import self_test
@@ -35,9 +29,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.running.recorders import PlainCalls
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.random_models import random_model
-from lockstep.tests.support.triton_interpreter import make_interpreter_fast
 
-make_interpreter_fast()
 counts, inside = collections.Counter(), []
 MEMORY = {"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"}
 
@@ -81,13 +73,7 @@ print(json.dumps({"layer": layer, "rest": {name: one[name] - layer.get(name, 0) 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("llama", marks=pytest.mark.exhaustive)])
 def test_a_layer_of_a_recorded_step_is_at_most_14_launches(family: str, record_property) -> None:
-    # A new process: a prepared one may have chosen its products before it hears of LOCKSTEP_NATIVE.
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, family], env={**os.environ, "LOCKSTEP_NATIVE": "0", "TRITON_INTERPRET": "1"},
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    counts = json.loads(done.stdout.splitlines()[-1])
+    counts = json.loads(run_on_triton(PROGRAM, family, is_interpreted=True, timeout_s=300))
     record_property("figures", counts)
     layer = counts["layer"]
     assert sum(layer.values()) <= MOST_A_LAYER, layer

@@ -1,6 +1,6 @@
 """Compile the Triton kernels for a Hopper GPU on a machine without one.
 
-    python -m lockstep.tests.support.gpu_compilation DIR LAUNCH...
+    python -m lockstep.tests.support.triton.gpu_compilation DIR LAUNCH...
 
 The launch code of kernels/*/triton_*.py runs unchanged, on tensors of the CPU: it chooses tiles and options, and Triton
 chooses the specialisations of a binary. Only the launch itself is left out. For each binary of each launch, a line of
