@@ -86,7 +86,7 @@ def test_a_profile_begins_and_ends_while_no_step_can_run(make_model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["overlap", "in the loop"])
+@pytest.mark.parametrize("overlap", ["overlap", pytest.param("in the loop", marks=pytest.mark.exhaustive)])
 def test_profiles_begin_and_end_beside_threads_that_run_operations(tmp_path: Path, overlap):
     command = [sys.executable, "-m", STORM, str(STORM_S), overlap, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=STORM_S + 120)
