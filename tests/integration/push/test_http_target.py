@@ -202,6 +202,7 @@ def test_every_error_carries_its_class_as_the_engine_named_it(targets):
     assert kind("no_such_verb") == "unknown_verb"
     assert kind("pause_generation", mode="sideways") != ""
     assert kind("pause_generation", no_such_argument=1) != ""
+    targets[0].call("abort_weight_update", timeout_s=PATIENCE)  # a server waits for an open session before it ends
 
 
 def test_a_key_that_is_missing_or_wrong_is_refused_by_kind(servers):
@@ -410,6 +411,7 @@ def test_a_push_over_a_router_that_fails_at_one_worker_leaves_both_old(router, m
     services[1].engine.continue_generation()
     with pytest.raises(TargetError, match="some are not"):
         target.call("state", timeout_s=PATIENCE)
+    services[0].engine.continue_generation()  # a server waits for a paused engine before it ends
     target.close()
 
 
