@@ -27,6 +27,11 @@ class Images:
     block_tokens: Sequence[str] = ()  # SHA-256 of the tokens of each of them
     block_keys: dict[int, Mapping[int, str]] = field(default_factory=dict)  # by size, see `kv_keys`
 
+    @property
+    def outline(self) -> Images:
+        """The images without their tensors, by which the cached blocks of their prompt are found."""
+        return replace(self, inputs=(), beside={})
+
     def parts(self, start: int, end: int) -> Iterator[ImagePart]:
         """Yield the parts of images whose tokens are among the prompt's tokens from `start` to `end` - 1."""
         first, last = bisect_left(self.tokens, start), bisect_left(self.tokens, end)

@@ -180,7 +180,7 @@ PLACES = {
     "integration.grpo.backends": "grpo.settings image_inputs push.adapters ranks",
     "integration.http.chat": "http.edge http.generation http.images",
     "integration.http.generation": "http.conversations http.edge http.images",
-    "integration.http.conversations": "chat_tail http.edge",
+    "integration.http.conversations": "chat_tail http.edge http.images",
     "integration.http.images": "folder_processor http.edge",
     "integration.push.vllm_wire": "",
     "integration.push.pusher": "push.adapters push.attendance push.failures",

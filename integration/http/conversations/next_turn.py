@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ....rollout.completion import Completion
+from ....rollout.media.images import Images
 from ...chat_tail import Template
 from ..edge.errors import BadField
+from ..images.pictures import SentPicture
 from .history import ChatPrompt, chat_prompt, divide
 from .params import FIELD, SessionParams
+from .pictures import num_pictures, with_digests
 from .session import Session
-from .turns import MESSAGE_BYTES, TOKEN_BYTES, TURN_BYTES, Turn, chained, encoded, tokens_of
+from .turns import MESSAGE_BYTES, TOKEN_BYTES, TURN_BYTES, Turn, chained, encoded, pictures_of, tokens_of
 
 
 class Store(Protocol):
@@ -52,31 +55,55 @@ class NextTurn:
         self._digest = b""  # of the conversation with them
         self._differs_at: int | None = None
         self._is_chat = False
+        self._pictures: tuple[SentPicture, ...] = ()  # that the request adds
 
     @property
     def num_tokens_before(self) -> int:
         """The number of tokens of the conversation that it goes on from."""
         return 0 if self._base is None else self._base.num_tokens
 
-    def joined(self, new_ids: Sequence[int]) -> list[int]:
-        """Return a prompt of the history and these tokens. Raises BadField for an offset beyond the history."""
+    @property
+    def pictures(self) -> list[SentPicture]:
+        """The pictures of its prompt, in the order of their tokens, once the prompt is made."""
+        return [*pictures_of(self._base), *self._pictures]
+
+    @property
+    def has_pictures(self) -> bool:
+        """Whether some turn of its session has pictures, from which it may go on."""
+        return any(turn.pictures for turn in list(self.session.turns.values()))
+
+    @property
+    def new_pictures(self) -> list[SentPicture]:
+        """The pictures that the request adds."""
+        return list(self._pictures)
+
+    def joined(self, new_ids: Sequence[int], pictures: Sequence[SentPicture] = ()) -> list[int]:
+        """Return a prompt of the history and these tokens. pictures: of these. Raises BadField for an offset beyond the
+        history, and for one that may cut its images."""
         history = self._history()
-        self._store.reserve(self, TURN_BYTES + TOKEN_BYTES * len(new_ids))
+        self._pictures = tuple(pictures)
+        self._store.reserve(self, TURN_BYTES + TOKEN_BYTES * len(new_ids) + _bytes_of(pictures))
         self._num_history = len(history)
         return [*history, *new_ids]
 
-    def chat_prompt(self, given: list[dict[str, Any]], template: Template) -> list[int]:
-        """Return the prompt of the conversation that goes on with these messages. Raises BadField for messages that do
-        not, and where the template refuses them."""
+    def chat_prompt(
+        self, given: list[dict[str, Any]], pictures: Sequence[SentPicture], template: Callable[[NextTurn], Template]
+    ) -> list[int]:
+        """Return the prompt of the conversation that goes on with these messages. pictures: of all of these. template:
+        makes the template of this turn, once its pictures are known. Raises BadField for messages that do not, and
+        where the template refuses them."""
+        given = with_digests(given, pictures)
         for name in ("offset", "drop_previous_output"):
             if getattr(self.params, name):
                 raise BadField(f"{FIELD}.{name}", "is for prompts of token ids or a text; a chat has messages, and rid")
         self._base, new = divide(self._base, given, self.params, self.session.with_messages)
-        prompt: ChatPrompt = chat_prompt(self._base, new, self.session.options.history, template)
+        num_new = num_pictures(new)
+        self._pictures = tuple(pictures[len(pictures) - num_new :])
+        prompt: ChatPrompt = chat_prompt(self._base, new, self.session.options.history, template(self))
         self._num_history, self._differs_at, self._is_chat = prompt.num_history, prompt.differs_at, True
         self._messages = tuple(map(encoded, new))
         num_tokens = len(prompt.token_ids) - prompt.num_history
-        num_chars = sum(map(len, self._messages))
+        num_chars = sum(map(len, self._messages)) + _bytes_of(self._pictures)
         self._store.reserve(self, TURN_BYTES + TOKEN_BYTES * num_tokens + MESSAGE_BYTES * len(new) + num_chars)
         self._digest = chained(b"" if self._base is None else self._base.digest, new)[-1]
         return prompt.token_ids
@@ -96,7 +123,7 @@ class NextTurn:
         turn = Turn(
             self.rid, self._base, self._num_history, array("i", tokens[self._num_history :]),
             len(completion.prompt_ids), reason.matched if reason is not None else None,
-            completion.weight_versions, extra_key, messages, digest,
+            completion.weight_versions, extra_key, messages, digest, self._pictures, _outline_of(completion),
         )  # fmt: skip
         is_kept = self._store.keep(self, turn)
         self.kept = turn if is_kept else None
@@ -122,6 +149,8 @@ class NextTurn:
             if offset:
                 raise BadField(f"{FIELD}.offset", "there is no turn before this one")
             return []
+        if offset and pictures_of(base):
+            raise BadField(f"{FIELD}.offset", "is not supported where the history has images, whose tokens stand")
         tokens = tokens_of(base, base.num_prompt if self.params.drop_previous_output else None)
         if abs(offset) > len(tokens):
             raise BadField(f"{FIELD}.offset", f"{offset} is beyond the history, which has {len(tokens)} tokens")
@@ -133,3 +162,12 @@ class NextTurn:
         if self.session.has_ended:
             return "the session has ended meanwhile"
         return f"the turn {self._base.rid if self._base else ''!r} was replaced meanwhile"
+
+
+def _bytes_of(pictures: Sequence[SentPicture]) -> int:
+    return sum(picture.num_bytes for picture in pictures)
+
+
+def _outline_of(completion: Completion) -> Images | None:
+    drawn = completion.drawn_with
+    return None if drawn is None or drawn.images is None else drawn.images.outline

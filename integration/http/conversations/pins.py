@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from ....rollout.engine import Engine
 from ....rollout.errors import LockstepError
+from ....rollout.media.images import PromptWithImages
 from ..edge.threads import Threads
 from .session import Session
 from .store import Sessions
@@ -73,7 +74,8 @@ class SessionPins:
             self._num_pinned += 1
             owner = f"session {session.number} turn {self._num_pinned}"
         # In this order: blocks that both turns have are never without a pin.
-        report = self._engine.pin_prefix(tokens_of(turn), owner, extra_key=turn.extra_key)
+        prompt = tokens_of(turn) if turn.images is None else PromptWithImages(tokens_of(turn), turn.images)
+        report = self._engine.pin_prefix(prompt, owner, extra_key=turn.extra_key)
         if report.num_refused:
             logger.warning("%s: %d blocks are not pinned: %s", owner, report.num_refused, report.reason)
         self._swap(session, turn, owner, report.hashes)

@@ -17,12 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....rollout.completion import WeightSpan
+from ....rollout.media.images import Images
+from ..images.pictures import SentPicture
 
 # Bytes of memory, about, of the objects that hold a turn, a message and a span; a test compares them with the truth.
 TURN_BYTES = 700
 MESSAGE_BYTES = 180
 SPAN_BYTES = 200
 TOKEN_BYTES = 4
+IMAGE_TOKEN_BYTES = 64  # of a token of a prompt with images: its place among them, and its rotary positions
 
 _THOUGHTS = ("reasoning_content", "reasoning")  # of an assistant's message, which clients may leave out
 
@@ -41,6 +44,8 @@ class Turn:
     extra_key: str = ""  # under which its KV is cached
     messages: tuple[bytes, ...] | None = None  # JSON of those that it added to the parent's; None: it had token ids
     digest: bytes = field(default=b"", repr=False)  # of all messages up to its answer
+    pictures: tuple[SentPicture, ...] = ()  # that it added to the parent's, in the order of their tokens
+    images: Images | None = field(default=None, repr=False)  # of its whole prompt, without their tensors
 
     @property
     def num_tokens(self) -> int:
@@ -51,8 +56,9 @@ class Turn:
     def num_bytes(self) -> int:
         """The memory that the turn takes, without its parent, in bytes."""
         messages = sum(MESSAGE_BYTES + len(message) for message in self.messages or ())
-        texts = len(self.rid) + len(self.extra_key)
-        return TURN_BYTES + texts + TOKEN_BYTES * len(self.added) + SPAN_BYTES * len(self.spans) + messages
+        texts = len(self.rid) + len(self.extra_key) + sum(picture.num_bytes for picture in self.pictures)
+        tokens = TOKEN_BYTES * len(self.added) + (0 if self.images is None else IMAGE_TOKEN_BYTES * self.num_prompt)
+        return TURN_BYTES + texts + tokens + SPAN_BYTES * len(self.spans) + messages
 
     @property
     def path(self) -> list[Turn]:
@@ -76,6 +82,11 @@ def tokens_of(turn: Turn | None, num: int | None = None) -> list[int]:
             parts.append(one.added[: limit - one.num_kept])
             limit = one.num_kept
     return [token for part in reversed(parts) for token in part]
+
+
+def pictures_of(turn: Turn | None) -> list[SentPicture]:
+    """Return the pictures of a conversation, in the order of their tokens."""
+    return [picture for each in (turn.path if turn else ()) for picture in each.pictures]
 
 
 def messages_of(turn: Turn | None) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ class Size:
     num_sequences: int
     num_tokens: int  # of prompts and drafts, for each sample of a prompt, because each sequence has its own copy
     num_image_bytes: int = 0  # as they came; 0: it has no images
+    has_known_images: bool = False  # whether it may go on from a turn with images, which the session counts
 
     @classmethod
     def of(
@@ -41,7 +42,15 @@ class Size:
 
     def after(self, turn: NextTurn | None) -> Size:
         """Return the size with the tokens of the conversation that the prompt goes on from."""
-        return self if turn is None else replace(self, num_tokens=self.num_tokens + turn.num_tokens_before)
+        if turn is None:
+            return self
+        num_tokens = self.num_tokens + turn.num_tokens_before
+        return replace(self, num_tokens=num_tokens, has_known_images=turn.has_pictures)
+
+    @property
+    def has_images(self) -> bool:
+        """Whether prompts may have images."""
+        return self.num_image_bytes > 0 or self.has_known_images
 
     def with_images(self, pictures: Iterable[SentPicture]) -> Size:
         """Return the size with these images."""

@@ -16,6 +16,7 @@ from ....rollout.giving_way import give_way
 from ....rollout.request_options import Renewal, RequestOptions
 from ....rollout.sampling_params import SamplingParams
 from ....rollout.sequences.request import fresh_ids
+from ..conversations.joined import joined_prompt, processed_prompt
 from ..conversations.next_turn import NextTurn
 from ..conversations.params import SessionParams, read_session_params, refuse_samples
 from ..edge.bodies import Positive, ReceiptKind, fields_of
@@ -114,33 +115,23 @@ class GenerateRequest:
     def asked(self, engine: Engine, turn: NextTurn | None = None) -> Asked:
         """Tokenise the prompts and return the engine's part of the request. turn: of the session. Slow for long texts.
         Raises BadField."""
-        token_ids: list[list[int]]
-        if self.pictures:
-            self.limits.images.check_pixels([one for own in self.pictures for one in own])
-            prompts = cast("list[str | list[int]]", self.prompts)
-            token_ids = list(map(self._with_images, prompts, self.pictures, self.params))
-        else:
-            token_ids = self.limits.tokenising.token_ids(self.prompts, self.field, self.params, turn=turn)
+        token_ids = self._token_ids(turn)
         self.limits.entries(
             token_ids, self.params, self.options, "top_logprobs_num", repeats=self.stream,
             has_logprobs=[wanted.logprobs for wanted in self.wanted],
         )  # fmt: skip
         return Asked(token_ids, self.params, self.options, self.rids)
 
-    def _with_images(self, prompt: str | list[int], pictures: list[SentPicture], params: SamplingParams) -> list[int]:
-        """Return the token ids of a prompt with its images, if it has any. Slow. Raises BadField."""
-        tokenising, images, field = self.limits.tokenising, self.limits.images, self.field
-        if not pictures:
-            [found] = tokenising.token_ids([prompt], field, [params])
-            return found
-        if isinstance(prompt, str):
-            tokenising.refuse_long(prompt, field, params)
-            processed = images.of_text(prompt, pictures, field, adds_special=True)
-        else:
-            [ids] = tokenising.token_ids([prompt], field, [params])
-            processed = images.of_ids(ids, pictures, field)
-        tokenising.fits(len(processed), field, params)
-        return processed
+    def _token_ids(self, turn: NextTurn | None) -> list[list[int]]:
+        limits, own = self.limits, self.pictures or [[]] * len(self.prompts)
+        if self.pictures:
+            limits.images.check_pixels([one for pictures in own for one in pictures])
+        rest = (limits.tokenising, limits.images, self.field)
+        prompts = cast("list[str | list[int]]", self.prompts)
+        if turn is None:
+            return [processed_prompt(*one, *rest) for one in zip(prompts, own, self.params, strict=True)]
+        [prompt], [pictures], [params] = prompts, own, self.params
+        return [joined_prompt(prompt, pictures, turn, params, *rest)]
 
 
 def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimits) -> GenerateRequest:
@@ -163,8 +154,6 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
     pictures = read_image_data(body.image_data, count, is_batch, limits.images)
     if (session := read_session_params(body.session_params)) is not None:
         refuse_samples(count if is_batch else 1, params[0].n)
-        if pictures:
-            raise BadField("image_data", "is not supported in a session: send the prompt whole")
     return GenerateRequest(
         prompts, field, is_batch, params, options, wanted, rids, body.stream, body.return_prompt_token_ids, limits,
         session, pictures,

@@ -191,7 +191,7 @@ class Hub:
 
     def _admit(self, size: Size) -> Subscription:
         """Open a request, until `leave`. Raises the errors of `Admission.take`."""
-        subscription = Subscription(self, has_images=size.num_image_bytes > 0)
+        subscription = Subscription(self, has_images=size.has_images)
         self.image_bytes.take(subscription, size.num_image_bytes)
         try:
             self.admission.take(subscription, size)

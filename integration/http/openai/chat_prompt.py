@@ -40,8 +40,6 @@ class ChatPrompt:
         self.limits.images.count(len(self.pictures), _FIELD)
         if self.num_kept is not None:
             raise BadField("truncate_prompt_tokens", "is not supported with images, whose tokens stand")
-        if self.body.session_params:
-            raise BadField(self.pictures[0].field, "images are not supported in a session: send the conversation whole")
         assert self.messages is not None
         if self.body.continue_final_message and isinstance(self.messages[-1].get("content"), list):
             raise BadField("continue_final_message", "is not supported where the final message has an image")
@@ -54,12 +52,26 @@ class ChatPrompt:
             return found
         assert self.messages is not None  # one of the two is given
         if turn is not None:
-            return session_prompt(turn, self.messages, self._render, self.limits, params)
+            return self._of_session(turn, params)
         if self.pictures:
             return self._with_images(params)
         text = self._render(self.messages)
         self.limits.characters(len(text), _FIELD)
         return tokenising.conversation(text, _FIELD, params, self.num_kept)
+
+    def _of_session(self, turn: NextTurn, params: SamplingParams) -> list[int]:
+        """Return the prompt of a session's next turn, whose history may have images."""
+        assert self.messages is not None
+        own = None
+        if self.pictures or turn.has_pictures:
+            processor = self.limits.images.processor(_FIELD)
+            _refuse_spelled(self.messages, processor.placeholder)
+            own = processor.chat_template
+
+        def render(told: Messages) -> str:
+            return apply_template(self.engine, told, self.body, self.tools, own)
+
+        return session_prompt(turn, self.messages, self.pictures, render, self.limits, params)
 
     def _with_images(self, params: SamplingParams) -> list[int]:
         assert self.messages is not None

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ....rollout.sampling_params import SamplingParams
 from ...chat_tail import Template
+from ..conversations.joined import with_pictures
 from ..conversations.next_turn import NextTurn
 from ..conversations.params import SessionParams, read_session_params, refuse_samples
+from ..conversations.pictures import without_digests
 from ..edge.errors import BadField
 from ..generation.limits import RequestLimits
+from ..images.pictures import SentPicture
 from .fields import ChatBody
 
+_MESSAGES = "messages"
 _SAME = "prompt_token_ids"  # another name of input_ids
 
 
@@ -40,16 +44,38 @@ def read_chat_session(body: ChatBody, num_kept: int | None) -> SessionParams | N
 def session_prompt(
     turn: NextTurn,
     messages: list[dict[str, Any]],
+    pictures: Sequence[SentPicture],
     render: Callable[[list[dict[str, Any]]], str],
     limits: RequestLimits,
     params: SamplingParams,
 ) -> list[int]:
-    """Return the prompt of a session's next turn. Slow for long conversations. Raises BadField."""
+    """Return the prompt of a session's next turn. pictures: of the messages. Slow for long conversations and for
+    images. Raises BadField."""
 
-    def tokenise(text: str) -> list[int]:
-        limits.characters(len(text), "messages")
+    def template(turn: NextTurn) -> Template:
+        def tokenise(text: str) -> list[int]:
+            limits.characters(len(text), _MESSAGES)
+            return _tokens_of(text, turn, limits)
+
+        return Template(lambda told: render(without_digests(told)), tokenise, limits.tokenising.special_ids)
+
+    prompt = turn.chat_prompt(messages, pictures, template)
+    [checked] = limits.tokenising.token_ids([prompt], _MESSAGES, [params])
+    return with_pictures(checked, turn.pictures, limits.images, _MESSAGES)
+
+
+def _tokens_of(text: str, turn: NextTurn, limits: RequestLimits) -> list[int]:
+    """Return the tokens of what the template wrote of the whole conversation, or of the new messages alone."""
+    if not turn.pictures:
         return limits.tokenising.whole(text, adds_special=False)
-
-    prompt = turn.chat_prompt(messages, Template(render, tokenise, limits.tokenising.special_ids))
-    [checked] = limits.tokenising.token_ids([prompt], "messages", [params])
-    return checked
+    placeholder = limits.images.processor(_MESSAGES).placeholder
+    num = text.count(placeholder)
+    if num == 0:
+        return limits.tokenising.whole(text, adds_special=False)
+    its = next((own for own in (turn.pictures, turn.new_pictures) if len(own) == num), None)
+    if its is None:
+        raise BadField(
+            _MESSAGES, f"the chat template writes {num} placeholders of images ({placeholder}) for "
+            f"{len(turn.new_pictures)} new images: it may have none in messages of some roles"
+        )  # fmt: skip
+    return limits.images.of_text(text, its, _MESSAGES, adds_special=False)

@@ -319,7 +319,7 @@ def test_what_open_requests_will_add_counts_before_they_are_answered(clock):
     template = Template(lambda messages: "", lambda text: [1], ())
     message = {"role": "user", "content": "hi", "unknown": "x" * 30_000}
     with pytest.raises(Overloaded):
-        third.chat_prompt([message], template)
+        third.chat_prompt([message], (), lambda turn: template)
     first.end()
     assert len(second.joined([1] * 8000)) == 8000
     second.keep(completed(prompt, [2]))

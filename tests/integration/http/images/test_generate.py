@@ -110,7 +110,6 @@ def test_placeholders_that_do_not_fit_are_refused(served: Served, processor: Any
         ({"text": ["a", "b"], "image_data": URLS[:1]}, "image_data", "has 1 entries for 2 prompts"),
         ({"text": text, "image_data": [URLS]}, "image_data.0", "must be a text, not list"),
         ({"text": text, "image_data": [{"url": URLS[0]}, URLS[1]]}, "image_data.0", "must be a text, not dict"),
-        ({"text": text, "image_data": URLS, "session_params": {"id": "a"}}, "image_data", "session"),
         ({"text": text, "video_data": URLS}, "video_data", "is not supported"),
     ):
         param, said = served.refused("/generate", **given)

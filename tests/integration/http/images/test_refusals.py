@@ -196,7 +196,6 @@ def test_placeholders_that_a_text_spells_are_refused(served: Served) -> None:
 
 def test_fields_that_do_not_go_with_images_are_refused(served: Served) -> None:
     image = image_part(data_url(GOOD))
-    assert ask(served, image, session_params={"id": "a"})[0] == "messages.1.content.0.image_url.url"
     assert ask(served, image, truncate_prompt_tokens=5)[0] == "truncate_prompt_tokens"
     assert ask(served, image, continue_final_message=True)[0] == "continue_final_message"
     assert ask(served, image, chat_template_kwargs={"chat_template": "x"})[0] == "chat_template_kwargs"
