@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lockstep.integration.grpo.training.packing import Sample, pack
+from lockstep.integration.image_inputs import joined
 from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
@@ -203,6 +204,25 @@ def _compare(engine: Engine, model: PreTrainedModel, prompts: Sequence[Mapping[s
                 if gap:
                     raise Differs(f"logprob_gap {gap:.2g} ({layout})")
     _compare_packed(engine, sampled)
+    _compare_turn(engine, model, prompts)
+
+
+def _compare_turn(engine: Engine, model: PreTrainedModel, prompts: Sequence[Mapping[str, Tensor]]) -> None:
+    """Compare the answer to a next turn, which has one more image and takes cached KV, with the trainer's forward."""
+    more, before = prompts
+    banned = dict.fromkeys(range(USUAL_TOKENS.stop, engine.model.vocab_size), -100.0)
+    params = SamplingParams(max_new_tokens=NUM_NEW, temperature=0.7, sampling_seed=5, logit_bias=banned)
+    [first] = engine.generate([before], params)
+    ids = torch.cat([torch.tensor([first.prompt_ids + first.token_ids]), more["input_ids"]], dim=1)
+    later = {name: joined([before[name], more[name]]) for name in before.keys() - {"input_ids"}} | {"input_ids": ids}
+    [second] = engine.generate([later], params)
+    with engine.model.training_numerics():
+        [found] = _logprobs(model, [later], [second], 0.7)
+    if gap := float((found - torch.tensor(second.logprobs)).abs().max()):
+        raise Differs(f"logprob_gap {gap:.2g} (a next turn, {second.num_cached_tokens} tokens of it cached)")
+    num_known = len(first.prompt_ids) + len(first.token_ids)
+    if second.num_cached_tokens + 2 * engine.config.block_size <= num_known:
+        raise Differs(f"a next turn takes {second.num_cached_tokens} cached tokens of {num_known}")
 
 
 def _compare_packed(engine: Engine, sampled: Sequence[Completion]) -> None:
