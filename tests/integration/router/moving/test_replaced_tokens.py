@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import torch
 
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.server import serve_in_background
+from lockstep.integration.push.http_target import HttpTarget
+from lockstep.integration.router.moving.streaming import stream_from
+from lockstep.integration.service import RolloutService
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
 from lockstep.tests.integration.router.cut_workers import CutWorker
 from lockstep.tests.integration.router.test_moving import (
     OPENAI,
     PROMPT,
     SAID,
+    assert_equal,
     events_of,
     merged,
     url,  # noqa: F401
@@ -88,6 +99,37 @@ def test_where_its_worker_dies_another_one_goes_on_with_it(make_fleet, url):  # 
     moved = events_of(fleet.post(path, body))
     assert text_of(moved) == text_of(events_of(httpx.post(f"{url}{path}", json=body, timeout=WAIT_S)))
     assert counted(fleet)["moved_streams_total", "moved"] == 3
+
+
+@pytest.fixture
+def replacing_url(make_model, bpe_tokenizer, restore_threads) -> Iterator[str]:
+    """Serve a model whose tokens are many characters long, so that jumps replace those that were drawn before them."""
+    torch.set_num_threads(1)
+    model = make_model("qwen3", vocab_size=1024, eos_token_id=0)
+    service = RolloutService(Engine(model, EngineConfig(kv_cache=64), tokenizer=bpe_tokenizer))
+    service.name_weights()
+    with service.rollout(), serve_in_background(service, HttpConfig(port=0)) as server:
+        yield server.url
+        service.engine.stop()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_it_goes_on_after_any_event_also_where_a_jump_has_replaced_tokens(replacing_url, seed):
+    params = {"regex": "(ab|[0-9]{2,5})( value){0,9}", "max_new_tokens": 12, "sampling_seed": seed, "temperature": 0.3}
+    body = {"input_ids": [3, 17, 90], "stream": True, "rid": "mine", "speculation": False, "return_logprob": True,
+            "sampling_params": params}  # fmt: skip
+    undisturbed = events_of(httpx.post(f"{replacing_url}/generate", json=body, timeout=WAIT_S))
+    for number in range(1, len(undisturbed)):
+        each = iter([number, None])
+        workers = [CutWorker(replacing_url, lambda each=each: next(each)) for _ in range(2)]
+        targets = [HttpTarget(worker.url) for worker in workers]
+        try:
+            *_, last, end = stream_from(targets, "/generate", body)
+        finally:
+            for one in (*targets, *workers):
+                one.close() if isinstance(one, HttpTarget) else one.stop()
+        assert end == b"data: [DONE]\n\n"
+        assert_equal(json.loads(last.removeprefix(b"data: ")), undisturbed[-1])
 
 
 def test_a_token_that_comes_out_otherwise_is_named_with_the_doubt(url):  # noqa: F811
