@@ -22,6 +22,7 @@ CASES = 6  # of a step: one operation, mostly with equal fields
 # Paths in a body that a server may create or write: they stay inside the folder of the storm.
 FOLDERS = ("output_dir", "local_checkpoint_dir", "source_dir", "model_path", "weight_dir")
 MAX_KNOWN = 200
+ENDLESS = ("/lockstep/attend",)  # whose answers last as long as their connections
 # Hypothesis parses functions' source, and has a callback of garbage collections, in which threads take turns. CPython
 # 3.11 counts the depth of all threads' syntax trees in one place: "AST constructor recursion depth mismatch".
 _drawing = threading.Lock()
@@ -44,7 +45,7 @@ class Schemas(Attacker):
         self._known: dict[str, list[Any]] = defaultdict(list)
         schema = schemathesis.openapi.from_dict(scene.description)
         operations = [result.ok() for result in schema.get_all_operations()]
-        self._operations = [one for one in operations if level_of(one.path) in self.levels]
+        self._operations = [one for one in operations if level_of(one.path) in self.levels and one.path not in ENDLESS]
         self._modes = list(schemathesis.GenerationMode)
 
     def step(self, draw: random.Random) -> None:

@@ -221,6 +221,8 @@ def of_schemathesis(description: dict, keys: dict[Level, tuple[str | None, int]]
     cases = []
     for result in schemathesis.openapi.from_dict(description).get_all_operations():
         operation = result.ok()
+        if operation.path == "/lockstep/attend":  # its answer lasts as long as its connection
+            continue
         key, count = keys.get(level_of(operation.path), (None, 0))
         for mode in schemathesis.GenerationMode:
             drawn = _draw(operation.as_strategy(generation_mode=mode), count)
