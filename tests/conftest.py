@@ -115,6 +115,7 @@ def pytest_collection_finish() -> None:
     Half a million objects of imported modules stay until the end: the garbage collector need not look through them in
     the middle of each test.
     """
+    gc.enable()  # before the fork, whose programs collect theirs
     prepared = sys.modules.get("lockstep.tests.support.prepared_python")
     if prepared and not prepared.HAS_GPU:
         prepared.prepare()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -40,6 +41,11 @@ def test_a_file_and_a_module_run_as_main(run, tmp_path):
     for command in ([str(tmp_path / "program.py")], ["-m", "program"]):
         done = run([sys.executable, *command, "x"], cwd=tmp_path, capture_output=True, text=True, check=True)
         assert done.stdout == "__main__ __main__ ['x']\n"
+
+
+def test_a_program_collects_garbage(run):
+    done = run([sys.executable, "-c", "import gc; print(gc.isenabled(), gc.get_threshold())"], capture_output=True)
+    assert done.stdout.decode() == f"True {gc.get_threshold()}\n"
 
 
 @pytest.mark.parametrize("how", ENDS)
