@@ -7,7 +7,6 @@ import json
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -85,7 +84,8 @@ def prepared(tmp_path_factory):
     shutil.copytree(ROOT / "examples", folder / "examples")
     shutil.copytree(ROOT / "configs", folder / "configs")
     for program, place in ((MODEL, "data/smollm2/model"), (SENTENCES, "data/smollm2")):
-        done = subprocess.run([sys.executable, str(program), place], cwd=folder, capture_output=True, text=True)
+        command = [sys.executable, str(program), place]
+        done = prepared_python.run(command, cwd=folder, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
     return folder
 
