@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
 from verl.utils import tensordict_utils
 from verl.utils.device import get_device_name, get_vendor
 from verl.utils.torch_dtypes import PrecisionType

@@ -7,7 +7,6 @@ import os
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from verl.plugin.platform import get_platform
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import HFModelConfig

@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import ray
 from torch import Tensor
-
 from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.base import BaseRollout

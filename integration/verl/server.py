@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import ray
-
 from verl.workers.rollout.replica import RolloutMode, TokenOutput
 from verl.workers.rollout.utils import get_max_position_embeddings
 
