@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..http.edge.bodies import parse_object_off_loop
-from ..http.edge.disconnect import first_of, until_disconnect
+from ..http.edge.disconnect import first_of, keep_open, until_disconnect
 from ..http.edge.errors import BadField, HttpError
 from .calls import WorkerCall
 from .fleet.worker import Worker
@@ -54,13 +54,16 @@ class _OpenAnswer(Response):
             headers = [(b"content-type", b"text/plain"), (b"cache-control", b"no-cache")]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": b"attended\n", "more_body": True})
-            await first_of(asyncio.ensure_future(until_disconnect(receive)), self._router.is_over.wait())
+            await keep_open(send, self._until_gone(receive))
             # First for all workers together: one of them may have committed what others have not.
             await self._router.admin.client_left(self._client, self._call)
         finally:
             for held in self._held:
                 held.end()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _until_gone(self, receive: Receive) -> None:
+        await first_of(asyncio.ensure_future(until_disconnect(receive)), self._router.is_over.wait())
 
 
 class _Held:

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from ...service import RolloutService
 from ...weights.options import MAX_CLIENT
 from ..edge.bodies import AdminBody, body_of, describe
-from ..edge.disconnect import first_of, until_disconnect
+from ..edge.disconnect import first_of, keep_open, until_disconnect
 from ..edge.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class _OpenAnswer(Response):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": b"attended\n", "more_body": True})
-            await self._attendance.until_gone(receive)
+            await keep_open(send, self._attendance.until_gone(receive))
         finally:
             self._attendance.leave(self._client)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

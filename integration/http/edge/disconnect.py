@@ -1,4 +1,4 @@
-"""Cancellation of work whose client has disconnected."""
+"""Cancellation of work whose client has disconnected, and answers that last as long as their connection."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Receive
+from starlette.types import Receive, Send
 
 T = TypeVar("T")
+
+HEARTBEAT_S = 15.0  # between two lines of an open answer: proxies close connections that are idle for a minute or so
 
 
 async def until_disconnect(receive: Receive) -> None:
@@ -36,3 +38,15 @@ async def first_of(working: asyncio.Future[Any], other: Awaitable[object]) -> bo
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def keep_open(send: Send, ended: Awaitable[object]) -> None:
+    """Send an empty line every HEARTBEAT_S until `ended` is done, so that nothing on the way takes the answer's
+    connection for idle. The head of the answer has been sent."""
+    waiting = asyncio.ensure_future(ended)
+    try:
+        while not (await asyncio.wait({waiting}, timeout=HEARTBEAT_S))[0]:
+            await send({"type": "http.response.body", "body": b"\n", "more_body": True})
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)

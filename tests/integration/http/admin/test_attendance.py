@@ -58,6 +58,19 @@ def test_what_a_client_has_begun_ends_with_its_connection_however_that_closes(se
     connection.close()
 
 
+def test_a_connection_of_a_long_update_is_never_idle(service, server, client, monkeypatch):
+    monkeypatch.setattr("lockstep.integration.http.edge.disconnect.HEARTBEAT_S", 0.02)
+    connection, answer = attend(server.url, "one"), b""
+    pause(client, "one")
+    while answer.count(b"1\r\n\n\r\n") < 3:  # chunks of one byte, as HTTP writes them
+        part = connection.recv(4096)
+        assert part, answer
+        answer += part
+    assert service.engine.is_paused
+    connection.close()
+    wait_until(lambda: not service.engine.is_paused, SOON_S)
+
+
 def test_the_end_of_one_client_leaves_the_pause_and_the_session_of_others(service, server, client):
     mine, other = attend(server.url, "mine"), attend(server.url, "other")
     pause(client, "mine")
@@ -66,9 +79,8 @@ def test_the_end_of_one_client_leaves_the_pause_and_the_session_of_others(servic
     refused = client.post("/lockstep/begin_weight_update", json={"client": "other"})
     assert refused.status_code == 400 and "already open, that of mine" in refused.json()["message"]
     reset(other)
-    wait_until(
-        lambda: "other is gone" in client.post("/lockstep/pause_generation", json={"client": "other"}).text, SOON_S
-    )
+    again = {"client": "other", "keeps_other": True}  # or it would take the pause over, as long as it is not gone
+    wait_until(lambda: "other is gone" in client.post("/lockstep/pause_generation", json=again).text, SOON_S)
     assert service.engine.is_paused and service.sessions.client == "mine"
     mine.close()
     wait_until(lambda: not service.engine.is_paused and service.sessions.client is None, SOON_S)
