@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _KEY = "LOCKSTEP_ADMIN_KEY"
 _TAGS = ("kv_cache", "weights")
+_LINE_BYTES = 1 << 24  # a progress bar is one line, however often it is drawn
 
 
 class LockstepServer:
@@ -48,8 +49,9 @@ class LockstepServer:
         command = serve_command(self._config, self._model_config, self._host)
         # Its standard input ends when this process ends, however it does, and it with it.
         self._process = await asyncio.create_subprocess_exec(
-            *command, stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=self._environment
-        )
+            *command, stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=self._environment,
+            limit=_LINE_BYTES,
+        )  # fmt: skip
         lines: list[str] = []
         assert self._process.stderr is not None
         async for line in self._process.stderr:
