@@ -142,15 +142,15 @@ def test_in_flight_excludes_the_other_ways_and_a_session_has_it_at_its_end(servi
             service.update_weights_from_named_tensors(tensors, in_flight="verify", **{other: True})
     with pytest.raises(ValueError, match="in_flight must be"):
         service.update_weights_from_named_tensors(tensors, in_flight="keep")
-    service.begin_weight_update(weight_version="new")
-    with pytest.raises(ValueError, match="end_weight_update has in_flight"):
-        service.update_weights_from_named_tensors(tensors, in_flight="verify")
-    service.abort_weight_update()
     service.engine.add(PROMPTS[0], PARAMS[0])
     service.engine.step()
     with pytest.raises(NotIdle, match='in_flight="verify"'):
         service.update_weights_from_named_tensors(tensors)
     service.engine.abort_request(abort_all=True)
+    service.begin_weight_update(weight_version="new")
+    with pytest.raises(ValueError, match="end_weight_update has in_flight"):
+        service.update_weights_from_named_tensors(tensors, in_flight="verify")
+    service.abort_weight_update()
 
 
 def test_a_commit_that_fails_verifies_nothing_later(service, new):

@@ -8,10 +8,12 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3Model
 
+from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.check.module_check import _gap, check_hosted
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.model.hosted_model import HostedModel
+from lockstep.rollout.sampling_params import SamplingParams
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 20, "layer_types": ["sliding_attention"] * 2}
 
@@ -98,7 +100,6 @@ def plant(model: nn.Module, kind: type[nn.Module]) -> None:
 
 
 FAULTS = {
-    TwiceAttention: r"layers \[0\] call their attention 2 times in a forward",
     NearAttention: r"with the engine's attention and operations its log-probabilities differ by up to [0-9.]+ from",
     ShiftedModel: "without position_ids, as a trainer calls it, it counts other positions than from 0",
     OddMLP: r"by up to [0-9.e-]+: the code of OddMLP computes other numbers at the input of model.layers.0.mlp",
@@ -114,6 +115,16 @@ def test_a_planted_fault_is_refused_by_name_when_the_engine_is_made(model, fault
         host(model)
     assert model.config._attn_implementation == "sdpa"
     assert not any("forward" in vars(part) for part in model.modules())
+
+
+def test_an_attention_that_one_layer_calls_twice_is_hosted_with_the_trainers_bits(model):
+    plant(model, TwiceAttention)
+    engine = host(model)
+    assert len(engine.model.kv_shapes) == 3  # of two layers
+    [answer] = engine.generate([[5, 17, 9]], SamplingParams(max_new_tokens=20, temperature=0.7, ignore_eos=True))
+    with engine.model.training_numerics():
+        logits = model(torch.tensor([answer.prompt_ids + answer.token_ids]), use_cache=False).logits[0, 2:-1]
+    assert list(answer.logprobs) == selected_logprobs(logits, torch.tensor(answer.token_ids), 0.7).tolist()
 
 
 def test_a_forward_that_was_wrapped_is_named_where_numbers_differ(model):
