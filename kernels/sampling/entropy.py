@@ -12,19 +12,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .logprobs import scaled_logprobs
+from .logprobs import per_row, scaled_logprobs
 
 _MAX_WIDENED = 1 << 22  # logits that are widened to float32 at a time
 
 
 def row_entropy(logits: Tensor, temperature: Tensor | float) -> Tensor:
     """Compute the entropy float32 [R], in nats, of softmax(logits / temperature). logits [R, V]; temperature: one, or
-    float32 [R].
+    float32 [R]; as in `scaled_logprobs` a number under GREEDY_BELOW stands for 1.
 
     Differentiable once in the logits. The backward pass does nothing where the entropy is in no loss.
     """
-    temperatures = torch.as_tensor(temperature, dtype=torch.float32, device=logits.device)
-    return _RowEntropy.apply(logits, temperatures.expand(len(logits)))
+    return _RowEntropy.apply(logits, per_row(temperature, logits).expand(len(logits)))
 
 
 def _blocks(logits: Tensor, temperatures: Tensor) -> Iterator[tuple[slice, Tensor]]:

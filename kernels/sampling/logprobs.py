@@ -30,7 +30,7 @@ def scaled_logprobs(logits: Tensor, temperature: Tensor | float) -> Tensor:
     for one that float32 has not. (An engine takes at most 1e6: from about 1e38 on its inverse is a denormal number.)
     """
     refuse_other_memory("scaled_logprobs", logits=logits)
-    temperatures = _per_row(temperature, logits)
+    temperatures = per_row(temperature, logits)
     if logits.requires_grad and torch.is_grad_enabled():
         return _ScaledLogprobs.apply(logits, temperatures)
     return _scaled(logits, temperatures)
@@ -56,13 +56,13 @@ def selected_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor | f
         if first < 0 or last >= vocab_size:
             raise ValueError(f"token_ids are from {first} to {last}, the vocabulary has {vocab_size}")
     token_ids = token_ids.to(logits.device, torch.int64)  # the kernels read 8 bytes a token
-    temperatures = _per_row(temperature, logits)
+    temperatures = per_row(temperature, logits)
     if logits.requires_grad and torch.is_grad_enabled():
         return _SelectedLogprobs.apply(logits, token_ids, temperatures)
     return _selected(logits, token_ids, temperatures)[0]
 
 
-def _per_row(temperature: Tensor | float, logits: Tensor) -> Tensor:
+def per_row(temperature: Tensor | float, logits: Tensor) -> Tensor:
     """Return the temperature as float32 [R] or [1]: dividing by a number would multiply by its inverse on a GPU."""
     if isinstance(temperature, Tensor):
         if temperature.shape not in ((), (1,), (len(logits),)):

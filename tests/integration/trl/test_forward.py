@@ -182,6 +182,15 @@ def test_entropy_is_computed_in_blocks_with_the_right_gradient(monkeypatch):
     torch.testing.assert_close(ours_grad, expected_grad)
 
 
+def test_each_row_may_have_an_entropy_of_its_own_temperature_and_greedy_ones_that_of_the_model():
+    logits = torch.randn(3, 7)
+    rows = row_entropy(logits, torch.tensor([0.5, 1.0, 2.0]))
+    assert rows.tolist() == [row_entropy(logits, each)[at].item() for at, each in enumerate((0.5, 1.0, 2.0))]
+    assert torch.equal(row_entropy(logits, 0.0), row_entropy(logits, 1.0))
+    with pytest.raises(ValueError, match="a temperature of -1"):
+        row_entropy(logits, -1)
+
+
 @pytest.mark.parametrize("hosted", [("qwen3_moe", torch.float32)], indirect=True, ids=["qwen3_moe"])
 def test_the_routers_loss_is_over_the_tokens_without_padding(hosted):
     _, module, engine = hosted
