@@ -21,6 +21,7 @@ from ...kernels.sampling.logprobs import selected_logprobs
 from ...rollout.model.trainer_numerics import TrainerNumerics
 from .settings import k_blocks_of
 
+_OF_TEXT = {"input_ids", "attention_mask", "position_ids", "cu_seqlens", "cu_seqlens_cpu"}
 _NOT_TAKEN = ("use_fused_kernels", "calculate_sum_pi_squared", "distillation_use_topk")
 
 
@@ -44,6 +45,8 @@ class LockstepFSDPEngine(FSDPEngineWithLMHead):
                 f"ulysses_sequence_parallel_size=1, not {self.engine_config.strategy}, {self.use_remove_padding} and "
                 f"{self.ulysses_sequence_parallel_size}"
             )
+        if self.pad_to_length:
+            raise NotImplementedError("the rollout's numerics need pad_to_length=False")
         return super()._build_module()
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
@@ -62,6 +65,8 @@ class LockstepFSDPEngine(FSDPEngineWithLMHead):
         if wrong:
             raise NotImplementedError(f"the rollout's numerics do not go with {', '.join(wrong)}")
         inputs, kept = super().prepare_model_inputs(micro_batch)
+        if more := sorted(set(inputs) - _OF_TEXT):
+            raise NotImplementedError(f"the rollout's numerics take text alone, not {', '.join(more)}")
         inputs["cu_seq_lens_q"] = micro_batch["input_ids"].offsets().to(torch.int32)
         return inputs, kept
 

@@ -37,7 +37,7 @@ class WeightSender(BaseRollout):
         self.is_leader_rank = rank % ranks == 0
         self._url = self._key = ""
         self._num_updates = 0
-        self._outgoing: Outgoing | None = None
+        self._outgoing = Outgoing.of(self.model_config.hf_config, PrecisionType.to_dtype(self.config.dtype))
 
     async def resume(self, tags: Sequence[str]) -> None:
         """Allocate the server's memory again. tags: "weights", "kv_cache"."""
@@ -64,22 +64,22 @@ class WeightSender(BaseRollout):
             )
         version = str(self._num_updates if global_steps is None else global_steps)
         self._num_updates += 1
-        if not self.is_leader_rank:
-            for _ in weights:
+        tensors = self._outgoing.tensors(weights)
+        try:
+            if self.is_leader_rank:
+                url, key = await self._endpoint()
+                self._push(url, key, tensors, version)  # in this thread, whose device is the weights'
+        finally:
+            for _ in tensors:
                 pass
-            return
-        url, key = await self._endpoint()
-        self._push(url, key, weights, version)  # in this thread, whose device is the weights'
 
-    def _push(self, url: str, key: str, weights: Iterable[tuple[str, Tensor]], version: str) -> None:
-        if self._outgoing is None:
-            self._outgoing = Outgoing.of(self.model_config.hf_config, PrecisionType.to_dtype(self.config.dtype))
+    def _push(self, url: str, key: str, tensors: Iterable[tuple[str, Tensor]], version: str) -> None:
         bucket = int(self.config.checkpoint_engine.update_weights_bucket_megabytes) << 20
         transport = TensorTransport(bucket_bytes=bucket, cuda=get_device_name() == "cuda")
         target = HttpTarget(url, key, name=f"replica {self.replica_rank}")
         pusher = WeightPusher([target], transport, timeout_s=_TIMEOUT_S)
         try:
-            pusher.push_tensors(self._outgoing.tensors(weights), None, version)
+            pusher.push_tensors(tensors, None, version)
         finally:
             pusher.close()
             target.close()

@@ -81,7 +81,7 @@ class LockstepServer:
         if self._rejects:
             return TokenOutput(token_ids=[], stop_reason="aborted")
         body = request_body(self._config, self._context, prompt_ids, sampling_params, request_id)
-        response = await self._client.post(f"{self._url}/generate", json=body)
+        response = await self._post("/generate", body)
         if response.status_code != 200:
             raise ValueError(f"request {request_id}: {response.status_code} {response.text[:500]}")
         return TokenOutput(**read_answer(response.json()))
@@ -136,9 +136,15 @@ class LockstepServer:
             await self._tell("/stop_profile")
 
     async def _tell(self, path: str, **body: object) -> None:
-        response = await self._client.post(f"{self._url}{path}", json=body)
+        response = await self._post(path, body)
         if response.status_code != 200:
             raise RuntimeError(f"{path}: {response.status_code} {response.text[:500]}")
+
+    async def _post(self, path: str, body: Mapping[str, object]) -> httpx.Response:
+        try:
+            return await self._client.post(f"{self._url}{path}", json=body)
+        except httpx.HTTPError as error:
+            raise RuntimeError(f"`lockstep serve` at {self._url} does not answer {path}: {error!r}") from error
 
     async def _log(self) -> None:
         """Pass the process's messages on to verl's log."""

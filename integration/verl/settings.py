@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -67,9 +68,8 @@ def serve_command(config: Any, model_config: Any, host: str) -> list[str]:
 
 
 def _as_flags(settings: Mapping[str, object]) -> Sequence[str]:
-    written = {True: "true", False: "false"}
     return [
-        f"{name}={written[value] if isinstance(value, bool) else value}"
+        f"{name}={value if isinstance(value, str) else json.dumps(value, default=dict)}"
         for name, value in settings.items()
         if value is not None
     ]

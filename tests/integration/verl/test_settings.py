@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 
+from lockstep.integration.cli.arguments.settings import read_settings
 from lockstep.integration.verl.outgoing import Outgoing
 from lockstep.integration.verl.settings import refuse_settings, serve_command
 from lockstep.rollout.config import EngineConfig
@@ -47,10 +48,12 @@ def test_the_settings_of_a_rollout_are_those_of_an_engine():
 
 
 def test_the_engines_own_settings_and_its_interpreter_come_first():
-    own = {"python": "/other/python", "kv_cache": "4GiB", "dtype": "float32"}
+    own = {"python": "/other/python", "kv_cache": "4GiB", "dtype": "float32", "speculation": {"past": 4}}
     command = serve_command(config(engine_kwargs={"lockstep": own}), model_config(), "::1")
     assert command[0] == "/other/python"
     assert (engine_of(command)["kv_cache"], engine_of(command)["dtype"]) == ("4GiB", "float32")
+    given = read_settings("--engine", command[command.index("--engine") + 1 :])
+    assert EngineConfig.from_dict(given).speculation == {"past": 4}
     assert own["python"] == "/other/python"  # which is left as it was
 
 
