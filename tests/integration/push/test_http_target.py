@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import httpx
 import pytest
 import torch
-from torch import nn
 
 from lockstep.integration.http.admin.verbs import arguments_of
 from lockstep.integration.http.edge.config import HttpConfig
@@ -29,8 +28,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.callers import held_between_steps
-from lockstep.tests.support.pushes import TRANSPORTS
-from lockstep.weight_sync.digests.model_digest import model_digest
+from lockstep.tests.support.pushes import TRANSPORTS, digest_of, standing, train
 from lockstep.weight_sync.target import TargetError
 
 pytestmark = pytest.mark.slow  # many small calls over real sockets
@@ -81,21 +79,6 @@ def make_pusher(targets, shm):
     yield make
     for pusher in made:
         pusher.close()
-
-
-def train(model: nn.Module) -> None:
-    """Change some of the elements."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_((torch.rand_like(parameter) < 0.05) * 0.1)
-
-
-def digest_of(model: nn.Module) -> str:
-    return model_digest(model.named_parameters())
-
-
-def standing(service: RolloutService) -> tuple[object, ...]:
-    return service.engine.weight_version, service.model_digest()
 
 
 class Failing(HttpTarget):

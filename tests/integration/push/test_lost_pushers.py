@@ -11,8 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import torch
-from torch import nn
 
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
@@ -26,8 +24,7 @@ from lockstep.integration.service_config import ServiceConfig
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.tests.support.callers import wait_until
-from lockstep.tests.support.pushes import TRANSPORTS
-from lockstep.weight_sync.digests.model_digest import model_digest
+from lockstep.tests.support.pushes import TRANSPORTS, digest_of, standing, train
 from lockstep.weight_sync.same_host.segment import remove_stale_segments
 from lockstep.weight_sync.target import TargetError
 
@@ -80,20 +77,6 @@ def make_pusher(shm):
     yield make
     for pusher in made:
         pusher.close()
-
-
-def train(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_((torch.rand_like(parameter) < 0.05) * 0.1)
-
-
-def digest_of(model: nn.Module) -> str:
-    return model_digest(model.named_parameters())
-
-
-def standing(service: RolloutService) -> tuple[object, ...]:
-    return service.engine.weight_version, service.model_digest()
 
 
 def generate(url: str) -> httpx.Response:

@@ -21,7 +21,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.integration.weights.sessions.callers import Slow, named
 from lockstep.tests.support.callers import soon, submit, wait_until
-from lockstep.tests.support.pushes import TRANSPORTS
+from lockstep.tests.support.pushes import TRANSPORTS, digest_of, standing, train
 from lockstep.tests.support.random_models import with_router_biases
 from lockstep.weight_sync.digests.model_digest import model_digest
 from lockstep.weight_sync.manifest import specs_of
@@ -53,21 +53,6 @@ def make_pusher(services, shm):
     yield make
     for pusher in made:
         pusher.close()
-
-
-def train(model: nn.Module, share: float = 0.05) -> None:
-    """Change some of the elements."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_((torch.rand_like(parameter) < share) * 0.1)
-
-
-def digest_of(model: nn.Module) -> str:
-    return model_digest(model.named_parameters())
-
-
-def standing(service: RolloutService) -> tuple[object, ...]:
-    return service.engine.weight_version, service.model_digest()
 
 
 class Failing(LocalTarget):
