@@ -27,11 +27,9 @@ def check_required_version(version: object) -> None:
 
 
 def check_client(client: object) -> None:
-    """Check the name of a caller; None: it has none. Raises ValueError for one that no message could bear."""
-    if client is not None and not (isinstance(client, str) and 0 < len(client) <= MAX_CLIENT and _is_encodable(client)):
-        raise ValueError(
-            f"client must be a text of 1 to {MAX_CLIENT} characters that UTF-8 can encode, not {repr(client)[:100]}"
-        )
+    """Check the name of a caller; None: it has none. Raises ValueError for one that a line of a log cannot bear."""
+    if client is not None and not (isinstance(client, str) and 0 < len(client) <= MAX_CLIENT and client.isprintable()):
+        raise ValueError(f"client must be a text of 1 to {MAX_CLIENT} printable characters, not {ascii(client)[:100]}")
 
 
 def _is_encodable(text: str) -> bool:

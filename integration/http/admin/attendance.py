@@ -12,9 +12,10 @@ from pydantic import Field
 from starlette.types import Receive, Scope, Send
 
 from ...service import RolloutService
-from ...weights.options import MAX_CLIENT
+from ...weights.options import MAX_CLIENT, check_client
 from ..edge.bodies import AdminBody, body_of, describe
 from ..edge.disconnect import first_of, keep_open, until_disconnect
+from ..edge.errors import BadField
 from ..edge.threads import Threads
 
 logger = logging.getLogger(__name__)
@@ -71,4 +72,8 @@ async def attend(request: Request) -> Response:
     """Answer until the connection closes. Then the update that `client` has begun and not ended is taken back, and its
     pause ends."""
     body = await body_of(AttendBody)(request)
+    try:
+        check_client(body.client)
+    except ValueError as error:
+        raise BadField("client", str(error)) from error
     return _OpenAnswer(request.app.state.attendance, body.client)

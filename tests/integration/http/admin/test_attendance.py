@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import struct
 
@@ -84,6 +85,14 @@ def test_the_end_of_one_client_leaves_the_pause_and_the_session_of_others(servic
     assert service.engine.is_paused and service.sessions.client == "mine"
     mine.close()
     wait_until(lambda: not service.engine.is_paused and service.sessions.client is None, SOON_S)
+
+
+@pytest.mark.parametrize("name", ["a\nWARNING forged", "\ud800", "\x1b[2J", ""])
+def test_a_name_that_would_forge_lines_of_a_log_is_refused(server, client, name):
+    for verb in ("attend", "pause_generation", "begin_weight_update"):
+        sent = json.dumps({"client": name}).encode()
+        answer = client.post(f"/lockstep/{verb}", content=sent, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 400 and "client" in answer.text, (verb, answer.text)
 
 
 def test_a_hundred_connections_that_come_and_are_killed_leave_nothing(service, server, client):
