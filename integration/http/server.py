@@ -281,6 +281,7 @@ def _uvicorn_config(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=app.state.connections.protocol(),
+        loop="asyncio",  # whose transports `Connection` knows; by itself uvicorn takes uvloop where that is installed
         ws="none",
         timeout_keep_alive=max(1, round(config.idle_timeout_s)),
         log_config=None,  # the program configures logging

@@ -294,3 +294,11 @@ def test_a_thousand_connections_that_are_dropped_leave_no_descriptor_and_no_thre
         assert threading.active_count() <= num_threads + 4  # of the pools, which are made when they are first used
         until(lambda: service.engine.state()["num_running"] + service.engine.state()["num_waiting"] == 0)
         service.engine.check_integrity()
+
+
+def test_the_event_loop_is_asyncios_where_uvloop_is_installed(service, monkeypatch, tmp_path) -> None:
+    """Other packages of an environment bring uvloop (vLLM, verl, `uvicorn[standard]`), which uvicorn then prefers."""
+    (tmp_path / "uvloop.py").write_text("def new_event_loop():\n    raise AssertionError('a loop of uvloop')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with serve_in_background(service, HttpConfig(port=0)) as server:
+        assert httpx.post(f"{server.url}/generate", json=ASK, timeout=PATIENCE).status_code == 200
