@@ -49,9 +49,7 @@ class ImageReader:
         self._model = module.base_model
         self._encode: Callable[..., Any] = self._model.get_image_features  # type: ignore[assignment]
         self._token = image_token(module) or 0
-        self._names = {
-            name for name, one in inspect.signature(self._encode).parameters.items() if one.kind is not one.VAR_KEYWORD
-        }
+        self._names = encoder_names(module)
 
     def read(
         self, prompt: Mapping[str, object], computing: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -157,6 +155,12 @@ def why_no_images(module: PreTrainedModel) -> str | None:
     if _OUTPUTS not in inspect.signature(type(model).forward).parameters:
         return f"{name} takes no {_OUTPUTS}: images need transformers 5.23 or newer"
     return None
+
+
+def encoder_names(module: PreTrainedModel) -> frozenset[str]:
+    """Return the names of the tensors that the encoder of a module with images takes."""
+    taken = inspect.signature(module.base_model.get_image_features).parameters  # type: ignore[arg-type]
+    return frozenset(name for name, one in taken.items() if one.kind is not one.VAR_KEYWORD)
 
 
 def _of_images(prompt: Mapping[str, object]) -> dict[str, object]:

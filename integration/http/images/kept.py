@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,6 +20,7 @@ class Made:
     """The token ids of one prompt and the tensors of its images."""
 
     inputs: Mapping[str, Any]
+    ranges: Sequence[tuple[int, int]] = ()  # the first token of each image, and the one behind its last; (): unknown
 
     @cached_property
     def num_bytes(self) -> int:
@@ -36,12 +37,12 @@ class KeptPrompts:
         self._limit, self._turn, self._num_bytes = limit, threading.Lock(), 0
         self._made: OrderedDict[bytes, Made] = OrderedDict()  # the one that was used last is last
 
-    def of(self, key: bytes, make: Callable[[], Mapping[str, Any]]) -> Made:
+    def of(self, key: bytes, make: Callable[[], Made]) -> Made:
         """Return what was made under a key, or make it now. Raises the errors of `make`."""
         with others_compute(), self._turn:
             found = self._made.pop(key, None)
             if found is None:
-                found = Made(make())
+                found = make()
                 self._num_bytes += found.num_bytes
             self._made[key] = found
             while self._num_bytes > self._limit:

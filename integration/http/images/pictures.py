@@ -64,6 +64,11 @@ def sent_picture(given: object, field: str, config: HttpConfig, *, is_bare: bool
         start = 0
     else:
         raise BadField(field, "must be data:image/...;base64,...")
+    return sent_bytes(given, field, config, start)
+
+
+def sent_bytes(given: str, field: str, config: HttpConfig, start: int = 0) -> SentPicture:
+    """Return what came as base64 from a character on. Raises BadField for nothing, and for too much."""
     if start == len(given):
         raise BadField(field, "has no data")
     if (len(given) - start) // 4 * 3 - given[-2:].count("=") > (limit := config.max_image_bytes):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...folder_processor import load_processor
+from .kept import Made
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -57,16 +58,16 @@ class FolderProcessor:
         except ERRORS as error:
             raise self._refusal(error) from error
 
-    def of_text(self, text: str, images: Sequence[Image], *, adds_special: bool) -> dict[str, Any]:
+    def of_text(self, text: str, images: Sequence[Image], *, adds_special: bool) -> Made:
         """Return what the processor makes of a text with a placeholder for each image. Raises WrongPlaces where it has
         another number of them, and ValueError."""
         if (num := text.count(self.placeholder)) != len(images):
             raise WrongPlaces(f"{num} placeholders of images ({self.placeholder}) for {len(images)} images")
         found = self._call(text, images, adds_special=adds_special)
         found.pop("text_replacement_offsets", None)
-        return found
+        return Made(found)
 
-    def of_ids(self, ids: list[int], images: Sequence[Image]) -> dict[str, Any]:
+    def of_ids(self, ids: list[int], images: Sequence[Image]) -> Made:
         """Return what the processor makes of images for token ids, in which each image is one placeholder, or what the
         processor makes of it. Raises WrongPlaces for anything else, and ValueError."""
         found = self._call(self.placeholder * len(images), images, adds_special=False)
@@ -76,7 +77,9 @@ class FolderProcessor:
         expanded = [self._tokens(one["replacement"]) for one in offsets[0]]
         placed = places(ids, expanded, self._placeholder_id)
         kept = {name: value for name, value in found.items() if name not in _OF_TEXT}
-        return {**kept, "input_ids": placed, **self._types(placed, found)}
+        ranges = _ranges(placed, expanded, self._placeholder_id)
+        assert ranges is not None, "the tokens of each image were placed"
+        return Made({**kept, "input_ids": placed, **self._types(placed, found)}, ranges)
 
     def _types(self, ids: list[int], found: Mapping[str, Any]) -> dict[str, Any]:
         names = [name for name in ("mm_token_type_ids", "token_type_ids") if name in found]
@@ -111,7 +114,7 @@ def places(ids: list[int], expanded: Sequence[list[int]], placeholder: int) -> l
 
     Example: `places([1, 9, 2], [[9, 9]], 9)` and `places([1, 9, 9, 2], [[9, 9]], 9)` are `[1, 9, 9, 2]`.
     """
-    if _has_whole(ids, expanded, placeholder):
+    if _ranges(ids, expanded, placeholder) is not None:
         return ids
     num = ids.count(placeholder)
     if num != len(expanded):
@@ -127,16 +130,18 @@ def places(ids: list[int], expanded: Sequence[list[int]], placeholder: int) -> l
     return found
 
 
-def _has_whole(ids: list[int], expanded: Sequence[list[int]], placeholder: int) -> bool:
-    """Return whether token ids have all tokens of each image, in order, and no other placeholder."""
-    at = 0
+def _ranges(ids: list[int], expanded: Sequence[list[int]], placeholder: int) -> list[tuple[int, int]] | None:
+    """Return the first token of each image and the one behind its last; None where token ids do not have all tokens of
+    each image, in order, or have another placeholder."""
+    at, found = 0, []
     for image in expanded:
         before = image.index(placeholder)  # tokens of it that may be a text's, too
         try:
             at = ids.index(placeholder, at) - before
         except ValueError:
-            return False
+            return None
         if at < 0 or ids[at : at + len(image)] != image:
-            return False
+            return None
+        found.append((at, at + len(image)))
         at += len(image)
-    return placeholder not in ids[at:]
+    return None if placeholder in ids[at:] else found

@@ -12,6 +12,7 @@ from ....rollout.control.intake import CheckedPrompt, Prompt
 from ....rollout.engine import Engine
 from ....rollout.errors import DeadlineExceeded, MemoryReleased, SamplingRefused
 from ....rollout.giving_way import others_compute
+from ....rollout.media.images import Images, PromptWithImages
 from ..edge.errors import BadField, HttpError
 from ..edge.threads import run_giving_way
 from .intake import ProcessedPrompt
@@ -46,7 +47,7 @@ def read_images(
 
     for key, prompt in processed.items():
         try:
-            read[key] = engine.requests.read_images(prompt.made.inputs, computing)
+            found = engine.requests.read_images(prompt.made.inputs, computing)
         except _Aborted:
             return unread(prompts)
         except ValueError as error:
@@ -54,7 +55,21 @@ def read_images(
         except (MemoryReleased, SamplingRefused) as error:
             message = f"images of this size are new here and need the model, which does not run: {error}"
             raise HttpError(503, message, headers={"Retry-After": "1"}) from None
+        if isinstance(found, PromptWithImages):
+            _check_ranges(prompt, found.images)
+        read[key] = found
     return [read.get(id(prompt), prompt) for prompt in prompts]
+
+
+def _check_ranges(prompt: ProcessedPrompt, images: Images) -> None:
+    """Check that each image has its tokens where its request says, if it does. Raises BadField."""
+    begin = 0
+    for index, ((first, end), stop) in enumerate(zip(prompt.made.ranges, images.ends, strict=False)):
+        tokens = images.tokens[begin:stop]
+        if tokens[0] < first or tokens[-1] >= end:
+            what = f"image {index} has {len(tokens)} features, and tokens {tokens[0]} to {tokens[-1]}, not {first} to "
+            raise BadField(prompt.field, f"{what}{end - 1}")
+        begin = stop
 
 
 def unread(prompts: Sequence[Sequence[int]]) -> list[Prompt]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictInt
@@ -21,6 +21,7 @@ from ..generation.going_on import MovingBody
 from ..generation.limits import RequestLimits
 from ..openai.fields import StreamOptions
 from ..openai.vllm_fields import num_prompt_top, refuse_values, structured_settings
+from .features import FeaturesBody, SentImages, read_features, read_parts
 
 # vLLM's sampling parameters (0.32) that are ours, too. The others are read by name below, refused, or change no token:
 # output_kind, skip_clone, skip_reading_prefix_cache, output_text_buffer_length and routed_experts_prompt_start.
@@ -42,7 +43,7 @@ _ELSEWHERE = {
          "guided_regex", "guided_choice", "guided_grammar"), "structured_outputs",
     ),
 }  # fmt: skip
-_REFUSED_BODY = ("features", "kv_transfer_params", "ec_transfer_params", "content_parts", "reasoning_parser_kwargs")
+_REFUSED_BODY = ("kv_transfer_params", "ec_transfer_params", "reasoning_parser_kwargs")
 # Values that change nothing, by field; every other value is refused.
 _HARMLESS: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(_REFUSED, (None, [], {})),
@@ -71,6 +72,10 @@ class InferenceBody(MovingBody):
     """Fields of POST /inference/v1/generate."""
 
     token_ids: Ids
+    features: FeaturesBody | None = Field(None, description="tensors of the images whose tokens token_ids has")
+    content_parts: list[Any] | None = Field(
+        None, description="instead, images for token_ids with one placeholder each: {type: image_url, url: data:...}"
+    )
     sampling_params: dict[str, Any] = Field(description="vLLM's names; max_tokens absent: the rest of the context")
     request_id: str | None = Field(None, max_length=256)
     model: str | None = None
@@ -98,12 +103,28 @@ class InferenceRequest:
     num_prompt_top: int | None  # of the prompt; None: it is not scored
     has_listed: bool
     return_token_ids: bool
-    asked: Asked
+    token_ids: list[int]  # of the prompt, of which images may make more
+    params: SamplingParams
+    context: int | None  # whose rest is max_tokens; None: the request names it
+    options: RequestOptions
+    images: SentImages | None
+    limits: RequestLimits
 
     @property
     def size(self) -> Size:
         """The size that counts in the limits of the queue."""
-        return Size.of(self.asked.prompts, [params.n for params in self.asked.params])
+        return Size.of([self.token_ids], [self.params.n]).with_images(self.images.pictures if self.images else ())
+
+    def asked(self) -> Asked:
+        """Return the engine's part of the request. Slow for images. Raises BadField."""
+        limits, ids, params = self.limits, self.token_ids, self.params
+        if self.images is not None:
+            ids = self.images.prompt(ids, limits.images)
+            if self.context is not None:
+                params = replace(params, max_new_tokens=max(self.context - len(ids), 1))
+            limits.tokenising.fits(len(ids), "token_ids", params)
+        limits.entries([ids], [params], [self.options], "sampling_params", has_logprobs=[self.num_top is not None])
+        return Asked([ids], [params], [self.options], [self.id], grammar_field="sampling_params.structured_outputs")
 
 
 def read_inference(values: dict[str, object], engine: Engine, model: str, limits: RequestLimits) -> InferenceRequest:
@@ -138,14 +159,22 @@ def read_inference(values: dict[str, object], engine: Engine, model: str, limits
     )  # fmt: skip
     streaming = body.stream_options or StreamOptions()
     id = with_prefix(body.request_id or uuid.uuid4().hex)
-    asked = Asked([body.token_ids], [params], [options], [id], grammar_field="sampling_params.structured_outputs")
-    limits.entries(asked.prompts, asked.params, asked.options, "sampling_params",
-                   has_logprobs=[num_top is not None])  # fmt: skip
     return InferenceRequest(
         id, body.model or engine.model.adapter_name or model, int(time.time()), body.stream,
         bool(streaming.include_usage), streaming.has_continuous_usage, body.output_mode == "text",
-        num_top if num_top is not None or not listed else 0, prompt_top, bool(listed), body.return_token_ids, asked,
+        num_top if num_top is not None or not listed else 0, prompt_top, bool(listed), body.return_token_ids,
+        body.token_ids, params, engine.max_model_len if given.get("max_tokens") is None else None, options,
+        _images(body, limits), limits,
     )  # fmt: skip
+
+
+def _images(body: InferenceBody, limits: RequestLimits) -> SentImages | None:
+    """Return the images of a request; None: it has none. Raises BadField."""
+    if body.features is not None and body.content_parts:
+        raise BadField("content_parts", "does not go with features: images come as they are, or as tensors")
+    if body.features is not None:
+        return read_features(body.features, len(body.token_ids), limits.images)
+    return read_parts(body.content_parts, limits.images) if body.content_parts else None
 
 
 def with_prefix(request_id: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 
@@ -26,6 +26,7 @@ from ..generation.going_on import Moving, read_moving
 from ..generation.seam import Seam
 from ..generation.sse import DONE, dumps, event, event_of
 from ..generation.subscriptions import Subscription, hub_of
+from ..images.intake import ProcessedPrompt
 from ..observe.model_info import refuse_unknown_model, served_name
 from ..openai.vllm_fields import prompt_logprobs, token_name
 from .body import InferenceBody, InferenceRequest, read_inference, with_prefix
@@ -82,6 +83,7 @@ class InferenceReply:
     request: InferenceRequest
     engine: Engine
     moving: Moving
+    prompts: list[Sequence[int]] = field(default_factory=list)  # the one prompt, filled by `asked`
 
     @property
     def is_streamed(self) -> bool:
@@ -100,7 +102,9 @@ class InferenceReply:
 
     def asked(self) -> Asked:
         """See `Reply.asked`."""
-        return self.moving.asked(self.request.asked, self.engine)
+        asked = self.request.asked()
+        self.prompts[:] = asked.prompts
+        return self.moving.asked(asked, self.engine)
 
     def whole(self, completions: list[Completion]) -> object:
         """See `Reply.whole`."""
@@ -121,7 +125,8 @@ class InferenceReply:
             "prompt_token_id_logprobs": None if listed is None else [
                 at and {str(id): _finite(logprob) for logprob, id in at} for at in listed
             ],
-            **dict.fromkeys(("mm_placeholders", "metrics", "kv_transfer_params", "ec_transfer_params")),
+            "mm_placeholders": self._places(),
+            **dict.fromkeys(("metrics", "kv_transfer_params", "ec_transfer_params")),
         }  # fmt: skip
 
     async def events(self, subscription: Subscription) -> AsyncIterator[bytes]:
@@ -132,8 +137,9 @@ class InferenceReply:
         seam = Seam(self.moving, self.engine, {name: getattr(ask, name) for name in HEAD})
         first: Entry = {}
         if ask.return_token_ids and not seam.has_events:
-            first = {"prompt_token_ids": ask.asked.prompts[0]}
-        num_prompt, num_new = len(ask.asked.prompts[0]), [0] * len(subscription.index_of)
+            places = self._places()
+            first = {"prompt_token_ids": self.prompts[0], **({} if places is None else {"mm_placeholders": places})}
+        num_prompt, num_new = len(self.prompts[0]), [0] * len(subscription.index_of)
 
         def chunk_event(chunk: StreamChunk, index: int, more: Entry) -> bytes:
             return event_of({**head, "choices": [self._delta(chunk, index)], **more})
@@ -162,6 +168,13 @@ class InferenceReply:
                 in_order = [answers[index] for index in range(len(answers))]
                 yield seam.usage_note() + event_of({**head, "choices": [], "usage": _usage(in_order)})
         yield DONE
+
+    def _places(self) -> Entry | None:
+        """Return the tokens of each image of the prompt; None: it has none."""
+        [prompt] = self.prompts
+        if not isinstance(prompt, ProcessedPrompt):
+            return None
+        return {"image": [{"offset": begin, "length": end - begin} for begin, end in prompt.made.ranges]}
 
     def _head(self) -> Entry:
         ask = self.request

@@ -20,14 +20,14 @@ from lockstep.tests.support.callers import soon, submit
 CHATS = "/v1/chat/completions"
 
 
-def made_of(num_bytes: int) -> dict[str, Any]:
-    return {"input_ids": [1], "pixel_values": torch.zeros(num_bytes, dtype=torch.uint8)}
+def made_of(num_bytes: int) -> Made:
+    return Made({"input_ids": [1], "pixel_values": torch.zeros(num_bytes, dtype=torch.uint8)})
 
 
 def test_equal_prompts_are_made_once_also_at_the_same_time() -> None:
     kept, calls, begun, release = KeptPrompts(100), [], threading.Event(), threading.Event()
 
-    def make() -> dict[str, Any]:
+    def make() -> Made:
         calls.append(1)
         begun.set()
         assert release.wait(60)
@@ -58,12 +58,12 @@ def test_a_prompt_that_fails_is_not_kept() -> None:
     kept = KeptPrompts(25)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
-            kept.of(b"a", lambda: {"input_ids": 1 / 0})
+            kept.of(b"a", lambda: Made({"input_ids": 1 / 0}))
     assert kept.of(b"a", lambda: made_of(1)).num_bytes == 1
 
 
 def test_shared_images_are_counted_until_the_last_request_has_its_answer() -> None:
-    opened, made, other = OpenImages(100), Made(made_of(60)), Made(made_of(30))
+    opened, made, other = OpenImages(100), made_of(60), made_of(30)
     for request in ("a", "b"):
         opened.take(request, 5)
         opened.share(request, [made])
@@ -80,7 +80,7 @@ def test_shared_images_are_counted_until_the_last_request_has_its_answer() -> No
     opened.release("b")
     assert opened.num == 0
     opened.take("alone", 5)
-    opened.share("alone", [Made(made_of(500))])
+    opened.share("alone", [made_of(500)])
     assert opened.num == 505
 
 
