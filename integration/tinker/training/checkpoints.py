@@ -1,0 +1,276 @@
+"""Checkpoints of training runs in a folder: adapters in PEFT's layout, and what training goes on with beside them.
+
+    FOLDER / RUN / run.json
+    FOLDER / RUN / weights / NAME / checkpoint.json, adapter_config.json, adapter_model.safetensors,
+                                    training.safetensors
+    FOLDER / RUN / sampler_weights / NAME / checkpoint.json, adapter_config.json, adapter_model.safetensors
+
+A checkpoint appears whole or not at all. Its path for clients is tinker://RUN/weights/NAME or .../sampler_weights/NAME.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ....rollout.model.adapters.folder import CONFIG_FILE, WEIGHTS_FILE
+from ....rollout.model.adapters.layers import PEFT_PREFIX
+from ....weight_sync.disk.atomic_folder import atomic_folder
+from .data import BadInput
+from .targets import AdapterSpec
+
+SCHEME = "tinker://"
+KINDS = {"weights": "training", "sampler_weights": "sampler"}  # types of checkpoints, by the middle of their paths
+TTL_S = (3600, 10 * 366 * 86400)
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
+_RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9:_-]{0,199}")
+_FORMER = ".former"  # end of the name of a checkpoint while another takes its place
+_META, _RUN_META, _TRAINING = "checkpoint.json", "run.json", "training.safetensors"
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """The description of a training run."""
+
+    run_id: str
+    base_model: str
+    spec: AdapterSpec
+    created: float  # seconds since 1970
+    user_metadata: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """The description of a checkpoint."""
+
+    path: str  # with tinker://
+    base_model: str
+    base_digest: str  # of the base weights
+    digest: str  # of the adapter's tensors
+    spec: AdapterSpec
+    created: float  # seconds since 1970
+    num_bytes: int = 0
+    expires_at: float | None = None
+    user_metadata: Mapping[str, str] | None = None
+    num_steps: int = 0
+
+    @property
+    def run_id(self) -> str:
+        return parts_of(self.path)[0]
+
+    @property
+    def kind(self) -> str:
+        """The type of checkpoint: training or sampler."""
+        return KINDS[parts_of(self.path)[1]]
+
+    def as_json(self) -> dict[str, object]:
+        """Return the checkpoint as the API describes it."""
+        _, middle, name = parts_of(self.path)
+        return {
+            "checkpoint_id": f"{middle}/{name}", "checkpoint_type": self.kind, "time": moment(self.created),
+            "tinker_path": self.path, "size_bytes": self.num_bytes, "public": False,
+            "user_metadata": self.user_metadata,
+            "expires_at": None if self.expires_at is None else moment(self.expires_at),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Content:
+    """The tensors of a checkpoint."""
+
+    weights: Mapping[str, Tensor]  # in the model's dtype, by PEFT's names
+    config: Mapping[str, object]  # of the adapter, in PEFT's layout
+    masters: Mapping[str, Tensor] | None = None  # float32; None: only sampling goes on from it
+    moments: Mapping[str, Tensor] | None = None  # of the optimizer
+
+
+class Checkpoints:
+    """The checkpoints in one folder. Methods may be called from any thread; one thread writes."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folder, and put back what a process that was killed was about to replace."""
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for former in folder.glob(f"*/*/.*{_FORMER}"):
+            target = former.with_name(former.name.removeprefix(".").removesuffix(_FORMER))
+            if target.exists():
+                shutil.rmtree(former)
+            else:
+                former.rename(target)
+
+    def note_run(self, run: RunInfo) -> None:
+        """Note a training run. The same one may be noted again."""
+        folder = self.folder / run.run_id
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _RUN_META).write_text(json.dumps(asdict(run)), encoding="utf-8")
+
+    def runs(self) -> list[RunInfo]:
+        """Return all training runs that have a folder, the newest first."""
+        found = [self.run(path.parent.name) for path in self.folder.glob(f"*/{_RUN_META}")]
+        return sorted(found, key=lambda run: -run.created)
+
+    def run(self, run_id: str) -> RunInfo:
+        """Return a training run. Raises BadInput for one that is not known."""
+        values = _read(self.folder / _checked(_RUN, run_id, "training run") / _RUN_META, f"training run {run_id!r}")
+        return RunInfo(**{**values, "spec": AdapterSpec(**values["spec"])})
+
+    def of_run(self, run_id: str) -> list[CheckpointInfo]:
+        """Return the checkpoints of a run, the newest first."""
+        found = self._infos(self.folder / _checked(_RUN, run_id, "training run"))
+        return sorted(found, key=lambda one: -one.created)
+
+    def _infos(self, folder: Path) -> Iterator[CheckpointInfo]:
+        for middle in KINDS:
+            for file in (folder / middle).glob(f"*/{_META}"):
+                path = f"{SCHEME}{folder.name}/{middle}/{file.parent.name}"
+                if _NAME.fullmatch(file.parent.name) and (info := self._info(path)) is not None:
+                    yield info
+
+    def _info(self, path: str) -> CheckpointInfo | None:
+        """Return a checkpoint; None: it has expired, and is removed."""
+        values = _read(self._at(path) / _META, f"checkpoint {path}")
+        info = CheckpointInfo(**{**values, "spec": AdapterSpec(**values["spec"])})
+        if info.expires_at is not None and info.expires_at <= time.time():
+            shutil.rmtree(self._at(path))
+            return None
+        return info
+
+    def info(self, path: str) -> CheckpointInfo:
+        """Return a checkpoint by its path. Raises BadInput for one that is not there, or has expired."""
+        if (info := self._info(path)) is None:
+            raise BadInput(f"checkpoint {path} has expired")
+        return info
+
+    def write(self, info: CheckpointInfo, content: Content, *, overwrite: bool = False) -> CheckpointInfo:
+        """Write a checkpoint; returns its description, with its size. Raises BadInput where the name is taken."""
+        target = self._at(info.path)
+        if target.exists() and not overwrite:
+            raise BadInput(f"checkpoint {info.path} exists already")
+        former = target.with_name(f".{target.name}{_FORMER}")
+        shutil.rmtree(former, ignore_errors=True)
+        if target.exists():
+            target.rename(former)
+        try:
+            with atomic_folder(target) as folder:
+                (folder / CONFIG_FILE).write_text(json.dumps(content.config, indent=2), encoding="utf-8")
+                save_file(
+                    _plain({PEFT_PREFIX + name: own for name, own in content.weights.items()}), folder / WEIGHTS_FILE
+                )
+                if content.masters is not None:
+                    kept = {f"master/{name}": own for name, own in content.masters.items()} | dict(
+                        content.moments or {}
+                    )
+                    save_file(_plain(kept), folder / _TRAINING)
+                info = replace(info, num_bytes=sum(file.stat().st_size for file in folder.iterdir()))
+                (folder / _META).write_text(json.dumps(asdict(info)), encoding="utf-8")
+        except BaseException:
+            if former.exists():
+                former.rename(target)
+            raise
+        shutil.rmtree(former, ignore_errors=True)
+        return info
+
+    def read(self, info: CheckpointInfo, device: torch.device, *, training: bool) -> Content:
+        """Read a checkpoint's tensors. training: with what training goes on with. Raises BadInput for a checkpoint that
+        has none, and for tensors that are not those that were written."""
+        folder = self._at(info.path)
+        if training and info.kind != "training":
+            raise BadInput(f"{info.path} is for sampling only: load a checkpoint of {SCHEME}RUN/weights/NAME")
+        try:
+            config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+            weights = {
+                name.removeprefix(PEFT_PREFIX): own
+                for name, own in load_file(folder / WEIGHTS_FILE, str(device)).items()
+            }
+            kept = load_file(folder / _TRAINING) if training else {}
+        except (OSError, ValueError, SafetensorError) as error:
+            raise BadInput(f"checkpoint {info.path} cannot be read: {error}") from error
+        if adapter_digest(weights) != info.digest:
+            raise BadInput(f"checkpoint {info.path} has other tensors than were written to it")
+        masters = {name.removeprefix("master/"): own for name, own in kept.items() if name.startswith("master/")}
+        moments = {name: own for name, own in kept.items() if not name.startswith("master/")}
+        return Content(weights, config, masters if training else None, moments if training else None)
+
+    def delete(self, path: str) -> None:
+        """Delete a checkpoint. Raises BadInput for one that is not there."""
+        self.info(path)
+        shutil.rmtree(self._at(path))
+
+    def set_expiry(self, path: str, expires_at: float | None) -> None:
+        """Set when a checkpoint expires; None: never."""
+        info = replace(self.info(path), expires_at=expires_at)
+        (self._at(path) / _META).write_text(json.dumps(asdict(info)), encoding="utf-8")
+
+    def _at(self, path: str) -> Path:
+        run_id, middle, name = parts_of(path)
+        return self.folder / run_id / middle / name
+
+
+def path_of(run_id: str, middle: str, name: str) -> str:
+    """Return the path of a checkpoint for clients. Raises BadInput for a name that no file may have."""
+    return f"{SCHEME}{run_id}/{middle}/{_checked(_NAME, name, 'name of a checkpoint')}"
+
+
+def parts_of(path: str) -> tuple[str, str, str]:
+    """Return run, kind and name of a checkpoint's path. Raises BadInput for another text."""
+    parts = path.removeprefix(SCHEME).split("/")
+    if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
+        raise BadInput(f"{path[:200]!r} is no path of a checkpoint: {SCHEME}RUN/weights/NAME, or sampler_weights")
+    _checked(_RUN, parts[0], "training run")
+    _checked(_NAME, parts[2], "name of a checkpoint")
+    return parts[0], parts[1], parts[2]
+
+
+def adapter_digest(weights: Mapping[str, Tensor]) -> str:
+    """Return the SHA-256 of an adapter's names, dtypes, shapes and bytes."""
+    found = hashlib.sha256()
+    for name in sorted(weights):
+        own = weights[name].detach().cpu().contiguous()
+        found.update(f"{name} {own.dtype} {list(own.shape)}\n".encode())
+        found.update(own.view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def expiry(ttl_seconds: int | None) -> float | None:
+    """Return when a checkpoint expires. Raises BadInput for a time that the API does not allow."""
+    if ttl_seconds is None:
+        return None
+    if not TTL_S[0] <= ttl_seconds <= TTL_S[1]:
+        raise BadInput(f"ttl_seconds must be from {TTL_S[0]} to {TTL_S[1]}, not {ttl_seconds}")
+    return time.time() + ttl_seconds
+
+
+def moment(seconds: float) -> str:
+    """Return a time as the API writes it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _checked(pattern: re.Pattern[str], text: str, what: str) -> str:
+    if not pattern.fullmatch(text):
+        raise BadInput(f"{text[:200]!r} is no {what}: letters, digits, dots, dashes and underscores")
+    return text
+
+
+def _read(file: Path, what: str) -> dict:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInput(f"there is no {what}") from None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{what} cannot be read: {error}") from error
+
+
+def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: own.detach().cpu().contiguous() for name, own in tensors.items()}

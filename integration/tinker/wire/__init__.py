@@ -1,0 +1,1 @@
+"""The bodies of the Tinker API, as its SDK sends and reads them."""
