@@ -56,6 +56,8 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "integration/push/test_vllm_wire.py": SERVE,
     "integration/router": SERVE,
     "integration/router/test_parts.py": HYPOTHESIS,
+    "integration/tinker": (*SERVE, "peft"),
+    "integration/tinker/test_wire.py": HYPOTHESIS,
     "integration/trl/test_images.py": ("PIL",),
     "integration/trl/test_trainer.py": ("peft",),
     "integration/weights/test_adapter_folders.py": ("peft",),

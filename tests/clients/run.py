@@ -72,6 +72,12 @@ CLIENTS = {
         file="vllm/distributed/weight_transfer/clients.py",
     ),
     "tinker": Client("tinker_program.py", ("tinker==0.38.0",), serves_tinker=True, seconds=900),
+    "tinker_cookbook": Client(
+        "tinker_cookbook_program.py",
+        ("tinker==0.38.0", "aiohttp", "blobfile", "chz", "cloudpickle", "datasets", "pyrage", "termcolor", "tiktoken",
+         "tml-renderers"),
+        alone=("tinker_cookbook==0.6.1",), serves_tinker=True, seconds=900,
+    ),
     "lm_eval": Client("lm_eval_program.py", ("lm-eval[api]==0.4.13",)),
     "guidellm": Client("load_program.py", ("guidellm==0.8.1",), arguments=("guidellm",)),
     "aiperf": Client("load_program.py", ("aiperf==0.13.0",), arguments=("aiperf",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import signal
 import socket
 import threading
@@ -112,6 +113,8 @@ def serve(
 
 def check(engine: EngineConfig, http: HttpConfig) -> None:
     """Raise ValueError for settings of an engine or a server that this server cannot have."""
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError("adapters need PEFT, the extra `lora`: pip install -e '.[lora]'")
     if engine.tp * engine.pp > 1 or engine.k_blocks > 1:
         raise ValueError("adapters need one rank and k_blocks=1 (tp=1, pp=1)")
     if not engine.invariant:

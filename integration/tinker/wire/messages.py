@@ -167,7 +167,7 @@ def dense_of(
 ) -> np.ndarray:
     """Return a tensor in CSR form as a dense one, `pad` where it lists nothing. rows: where each row begins, and the
     end. Raises BadMessage for parts that do not fit, and for more elements than anybody means."""
-    if shape is None or len(shape) != 2 or shape[0] * shape[1] > _MAX_DENSE:
+    if shape is None or len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > _MAX_DENSE:
         raise BadMessage(f"a tensor in CSR form has two dimensions, and at most {_MAX_DENSE} elements, not {shape}")
     is_whole = len(rows) == shape[0] + 1 and rows[0] == 0 and rows[-1] == len(values) == len(columns)
     if not is_whole or (np.diff(rows) < 0).any() or ((columns < 0) | (columns >= shape[1])).any():

@@ -1,0 +1,165 @@
+"""Checkpoints on disk: whole or absent, checked when they are read, named so that no other file is touched."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lockstep.integration.tinker.training import checkpoints as module
+from lockstep.integration.tinker.training.checkpoints import CheckpointInfo, Checkpoints, Content, adapter_digest
+from lockstep.integration.tinker.training.data import BadInput
+from lockstep.integration.tinker.training.targets import AdapterSpec
+from lockstep.tests.support.random_models import random_model
+from lockstep.tests.support.tinker_client import Client, Failed, datum
+
+DATA = [datum([1, 2, 3], target_tokens=[2, 3, 4])]
+WEIGHTS = {"a.lora_A.weight": torch.ones(1, 3), "a.lora_B.weight": torch.zeros(2, 1)}
+
+
+def content(value: float = 1.0) -> tuple[CheckpointInfo, Content]:
+    weights = {name: own + value for name, own in WEIGHTS.items()}
+    info = CheckpointInfo("tinker://run:0/weights/one", "base", "d", adapter_digest(weights), AdapterSpec(1), 5.0)
+    return info, Content(weights, {"r": 1}, weights, {f"step/{name}": torch.tensor(3.0) for name in weights})
+
+
+def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
+    kept = Checkpoints(tmp_path)
+    info, written = content()
+    info = kept.write(info, written)
+    assert info.num_bytes > 0 and kept.info(info.path) == info
+    found = kept.read(info, torch.device("cpu"), training=True)
+    assert found.config == {"r": 1} and found.moments.keys() == written.moments.keys()
+    for one, other in ((found.weights, written.weights), (found.masters, written.masters)):
+        assert {name: own.tolist() for name, own in one.items()} == {name: own.tolist() for name, own in other.items()}
+
+
+def test_a_name_is_taken_once_unless_it_is_overwritten_and_a_failure_leaves_the_former(tmp_path, monkeypatch):
+    kept = Checkpoints(tmp_path)
+    first = kept.write(*content())
+    with pytest.raises(BadInput, match="exists already"):
+        kept.write(*content(2.0))
+    monkeypatch.setattr(module, "save_file", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    with pytest.raises(OSError, match="no space"):
+        kept.write(*content(2.0), overwrite=True)
+    assert kept.info(first.path) == first
+    monkeypatch.undo()
+    second = kept.write(*content(2.0), overwrite=True)
+    assert kept.info(first.path).digest == second.digest != first.digest
+    assert [path.name for path in (tmp_path / "run:0" / "weights").iterdir()] == ["one"]
+
+
+def test_what_a_killed_process_was_about_to_replace_comes_back(tmp_path):
+    kept = Checkpoints(tmp_path)
+    first = kept.write(*content())
+    folder = tmp_path / "run:0" / "weights" / "one"
+    folder.rename(folder.with_name(".one.former"))
+    assert Checkpoints(tmp_path).info(first.path) == first
+    folder.with_name(".one.former").mkdir()
+    assert Checkpoints(tmp_path).info(first.path) == first
+    assert not folder.with_name(".one.former").exists()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["tinker://run/weights/..", "tinker://../weights/a", "tinker://run/weights/.hidden", "tinker://run/other/a", "run",
+     "tinker://run/weights/a/b", "tinker://run/weights/", "tinker://run/weights/a\n", "file:///etc/weights/passwd"],
+)  # fmt: skip
+def test_paths_name_checkpoints_and_nothing_else(tmp_path, path):
+    with pytest.raises(BadInput):
+        Checkpoints(tmp_path).info(path)
+
+
+def test_tensors_that_are_not_those_that_were_written_are_refused(tmp_path):
+    kept = Checkpoints(tmp_path)
+    info = kept.write(*content())
+    file = tmp_path / "run:0" / "weights" / "one" / "adapter_model.safetensors"
+    save_file({name: own + 1 for name, own in load_file(file).items()}, file)
+    with pytest.raises(BadInput, match="has other tensors than were written to it"):
+        kept.read(info, torch.device("cpu"), training=True)
+    file.write_bytes(b"broken")
+    with pytest.raises(BadInput, match="cannot be read"):
+        kept.read(info, torch.device("cpu"), training=True)
+
+
+def test_checkpoints_expire(tmp_path, monkeypatch):
+    kept = Checkpoints(tmp_path)
+    info = kept.write(*content())
+    kept.set_expiry(info.path, time.time() + 3600)
+    assert len(kept.of_run("run:0")) == 1
+    now = time.time()
+    monkeypatch.setattr(module.time, "time", lambda: now + 3601)
+    with pytest.raises(BadInput, match="has expired"):
+        kept.info(info.path)
+    with pytest.raises(BadInput, match="there is no checkpoint"):
+        kept.info(info.path)
+
+
+def test_verbs_of_checkpoints_over_http(client):
+    model = client.model(rank=2)
+    model.train(DATA)
+    path = model.call("save_weights", path="one", ttl_seconds=7200, user_metadata={"a": "b"})["path"]
+    with pytest.raises(Failed, match="exists already"):
+        model.call("save_weights", path="one")
+    model.train(DATA)
+    assert model.call("save_weights", path="one", overwrite=True, ttl_seconds=7200)["path"] == path
+    for wrong in ({"path": "../out"}, {"path": "two", "ttl_seconds": 5}):
+        with pytest.raises(Failed, match=r"name of a checkpoint|ttl_seconds must be from 3600"):
+            model.call("save_weights", **wrong)
+    unnamed = model.call("save_weights")["path"]
+    sampler = model.call("save_weights_for_sampler", path="one")["path"]
+    run = client.get(f"training_runs/{model.model_id}")
+    assert run["lora_rank"] == 2 and run["last_checkpoint"]["tinker_path"] == unnamed
+    listed = client.get(f"training_runs/{model.model_id}/checkpoints")["checkpoints"]
+    assert {one["tinker_path"] for one in listed} == {path, unnamed, sampler}
+    assert {one["checkpoint_id"] for one in listed} >= {"weights/one", "sampler_weights/one"}
+    assert client.get("checkpoints?limit=1")["cursor"]["total_count"] >= 3
+    assert client.get("training_runs?limit=1")["training_runs"][0]["training_run_id"] == model.model_id
+    assert client.post("weights_info", tinker_path=path)["lora_rank"] == 2
+    assert client.get(f"sessions/{client.session}")["training_run_ids"] == [model.model_id]
+    at = f"training_runs/{model.model_id}/checkpoints"
+    assert client.http.put(f"{at}/weights/one/ttl", json={}).status_code == 204
+    assert client.http.delete(f"{at}/sampler_weights/one").status_code == 204
+    assert client.http.delete(f"{at}/sampler_weights/one").status_code == 404
+    for missing in ("training_runs/nobody", "training_runs/..%2f..", "sessions/nobody"):
+        assert client.http.get(missing).status_code == 404
+    sampling = {"session_id": client.session, "sampling_session_seq_id": 77, "model_path": sampler}
+    assert client.http.post("create_sampling_session", json=sampling).status_code == 400
+    with pytest.raises(Failed, match="save_weights_external is not supported"):
+        model.call("save_weights_external", path="one")
+
+
+def test_loads_of_other_kinds_and_other_bases_are_refused_and_change_nothing(serve, tmp_path, client):
+    model = client.model(rank=2)
+    model.train(DATA)
+    path = model.call("save_weights", path="state")["path"]
+    sampler = model.call("save_weights_for_sampler", path="only")["path"]
+    other = client.model(rank=3)
+    before = other.run(DATA, forward_only=True)[1]
+    for wrong, reason in ((path, "rank=2"), (sampler, "for sampling only"), (path + "x", "there is no checkpoint")):
+        with pytest.raises(Failed, match=reason):
+            other.call("load_weights", path=wrong, optimizer=True)
+    assert other.run(DATA, forward_only=True)[1] == before
+
+    from lockstep.tests.integration.tinker.conftest import serving
+
+    torch.manual_seed(99)
+    random_model("qwen3").save_pretrained(tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    save_file({name: own * 2 for name, own in load_file(weights).items()}, weights, {"format": "pt"})
+    with serve() as same:
+        folder = same.trainer.checkpoints.folder
+    (tmp_path / "checkpoints").symlink_to(folder)
+    with serving(tmp_path) as server, Client(server.url) as stranger:
+        with pytest.raises(Failed, match="is of another base model"):
+            stranger.model_from(path, optimizer=False)
+        assert "is of another base" in json.dumps(str(_refusal(stranger, sampler)))
+
+
+def _refusal(client: Client, path: str) -> Exception:
+    with pytest.raises(Failed) as failed:
+        client.sampler(path).draw([1], max_tokens=1)
+    return failed.value

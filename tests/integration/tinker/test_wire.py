@@ -1,0 +1,119 @@
+"""The encoding of messages: examples of its documentation, and hostile bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.integration.tinker.training.data import BadInput
+from lockstep.integration.tinker.wire import protobuf as wire
+from lockstep.integration.tinker.wire.messages import dense_of, pass_request, tensor
+from lockstep.tests.support import tinker_client
+from lockstep.tests.support.tinker_client import datum, pass_body
+
+
+def test_examples_of_the_documentation():
+    """protobuf.dev, "Encoding": a varint of 150, the text "testing", a message inside, a packed list."""
+    assert wire.put_varint(1, 150) == bytes.fromhex("089601")
+    assert wire.put_text(2, "testing") == bytes.fromhex("120774657374696e67")
+    assert wire.put_bytes(3, wire.put_varint(1, 150)) == bytes.fromhex("1a03089601")
+    assert wire.put_numbers(6, [3, 270, 86942]) == bytes.fromhex("3206038e029ea705")
+    assert wire.put_varint(1, -2) == bytes.fromhex("08feffffffffffffffff01")
+    [(number, value)] = wire.fields(bytes.fromhex("08feffffffffffffffff01"))
+    assert (number, wire.signed(value)) == (1, -2)
+    [(_, packed)] = wire.fields(bytes.fromhex("3206038e029ea705"))
+    assert wire.numbers(packed) == [3, 270, 86942]
+
+
+def test_unknown_fields_are_skipped():
+    known = pass_body("m", 3, [datum([1], target_tokens=[2])], "ppo", {"a": 0.5}, True)
+    others = wire.put_varint(90, 7) + wire.put_text(91, "x") + bytes([92 * 8 & 0x7F | 0x81, 0x05]) + bytes(8)
+    for body in (known, known + others, others + known):
+        found = pass_request(body)
+        assert (found.model_id, found.seq_id, found.loss_fn, found.forward_only) == ("m", 3, "ppo", True)
+        assert found.loss_fn_config == {"a": 0.5}
+        [one] = found.data()
+        assert one.token_ids.tolist() == [1] and one.inputs["target_tokens"].tolist() == [2]
+
+
+def test_settings_of_the_newer_form_may_be_texts():
+    newer = wire.put_bytes(7, wire.put_text(1, "kind") + wire.put_bytes(2, wire.put_text(2, "b")))
+    assert pass_request(wire.put_text(1, "m") + newer).loss_fn_config == {"kind": "b"}
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"\x0a", "ends inside of a number"),
+        (b"\x0a\x05ab", "has 5 bytes, and the message has 2 more"),
+        (b"\x00\x01", "number 0"),
+        (b"\x0b", "kind 3"),
+        (b"\x08" + b"\xff" * 11, "more than 10 bytes"),
+        (b"\x0a\x01\xff", "not UTF-8"),
+        (b"\x08\x01", "is the number 1, not bytes"),
+    ],
+)
+def test_broken_bytes_are_named(data, reason):
+    with pytest.raises(wire.BadMessage, match=reason):
+        pass_request(data)
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=300, deadline=None)
+def test_any_bytes_are_a_message_or_refused(data):
+    try:
+        found = pass_request(data)
+        found.data()
+    except ValueError:
+        return
+    assert isinstance(found.model_id, str)
+
+
+@given(st.binary(min_size=1, max_size=60), st.integers(0, 200))
+@settings(max_examples=300, deadline=None)
+def test_a_message_with_other_bytes_inside_is_a_message_or_refused(noise, at):
+    body = bytearray(pass_body("m", 1, [datum([1, 2], target_tokens=[2, 3], weights=[1, 2])], "ppo", {"a": 1.0}, False))
+    body[at : at + len(noise)] = noise
+    try:
+        pass_request(bytes(body)).data()
+    except ValueError:
+        return
+
+
+def test_tensors_whose_parts_do_not_fit_are_refused():
+    good = np.array([[1, 2], [3, 4]], "<i8")
+    assert tensor(memoryview(tinker_client.tensor(good))).tolist() == good.tolist()
+    for broken, reason in (
+        (wire.put_bytes(1, bytes(8)), "dtype 0"),
+        (wire.put_bytes(1, bytes(7)) + wire.put_varint(3, 1), "7 bytes are no array of float32"),
+        (wire.put_bytes(1, bytes(8)) + wire.put_varint(3, 1) + wire.put_numbers(4, [3]), r"shape is \[3\]"),
+        (wire.put_bytes(1, bytes(8)) + wire.put_varint(3, 1) + wire.put_numbers(4, [-2]), "is none"),
+        (wire.put_varint(3, 2) + wire.put_numbers(4, [2**40, 2**40]), "0 numbers"),
+    ):
+        with pytest.raises(wire.BadMessage, match=reason):
+            tensor(memoryview(broken))
+
+
+def test_csr_tensors_whose_parts_do_not_fit_are_refused():
+    values, rows, columns = np.array([5, 6]), np.array([0, 1, 2]), np.array([1, 0])
+    assert dense_of(values, rows, columns, [2, 2], -1).tolist() == [[-1, 5], [6, -1]]
+    for parts in (
+        (values, np.array([0, 2]), columns, [2, 2]),
+        (values, np.array([1, 1, 2]), columns, [2, 2]),
+        (values, np.array([0, 3, 2]), columns, [2, 2]),
+        (values, rows, np.array([2, 0]), [2, 2]),
+        (values, rows, np.array([-1, 0]), [2, 2]),
+        (values, rows, columns, None),
+        (values, rows, columns, [2**20, 2**20]),
+        (values, np.array([], np.int64), columns, [-1, 2]),
+    ):
+        with pytest.raises(wire.BadMessage):
+            dense_of(*parts, 0)
+
+
+def test_a_broken_datum_is_named_by_its_place():
+    request = pass_request(pass_body("m", 1, [datum([1], target_tokens=[2]), b"\x0a\x09"], "ppo", {}, False))
+    with pytest.raises(BadInput, match=r"data\[1\]: field 1 has 9 bytes"):
+        request.data()
