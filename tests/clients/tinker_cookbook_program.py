@@ -105,21 +105,32 @@ def metrics_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def reinforcement(url: str, name: str, folder: Path, **settings: object) -> list[dict]:
+    """Run the RL loop. Returns the metrics of its steps."""
+    config = rl.Config(
+        learning_rate=3e-2, dataset_builder=GroupsBuilder(name=name), model_name=name, recipe_name="test",
+        max_tokens=8, log_path=str(folder), eval_every=0, save_every=5, renderer_name="role_colon", lora_rank=8,
+        base_url=url, **settings,
+    )  # fmt: skip
+    asyncio.run(rl.main(config))
+    return [one for one in metrics_of(folder) if "env/all/reward/total" in one]
+
+
 def main(url: str, _folder: str, name: str) -> None:
     with tempfile.TemporaryDirectory() as logs:
-        folder = Path(logs, "rl")
-        config = rl.Config(
-            learning_rate=3e-2, dataset_builder=GroupsBuilder(name=name), model_name=name, recipe_name="test",
-            max_tokens=8, log_path=str(folder), eval_every=0, save_every=5, renderer_name="role_colon", lora_rank=8,
-            base_url=url, kl_penalty_coef=0.001, kl_reference_config=rl.KLReferenceConfig(base_model=name),
-        )  # fmt: skip
-        asyncio.run(rl.main(config))
-        found = [one for one in metrics_of(folder) if "env/all/reward/total" in one]
+        reference = rl.KLReferenceConfig(base_model=name)
+        found = reinforcement(url, name, Path(logs, "rl"), kl_penalty_coef=0.001, kl_reference_config=reference)
         rewards = [one["env/all/reward/total"] for one in found]
         gaps = [one[f"optim/kl_sample_train_{kind}"] for one in found for kind in ("v1", "v2")]
         assert len(found) == NUM_STEPS and rewards[-1] > rewards[0] + 0.1, rewards
         assert gaps == [0.0] * len(gaps), f"sampler and trainer have the same bits: {gaps}"
         print(f"cookbook, RL: the reward rises from {rewards[0]:.2f} to {rewards[-1]:.2f}, kl_sample_train is 0.0")
+
+        ahead = rl.AsyncConfig(max_steps_off_policy=2, groups_per_batch=3, loss_fn="importance_sampling")
+        found = reinforcement(url, name, Path(logs, "ahead"), async_config=ahead)
+        rewards = [one["env/all/reward/total"] for one in found]
+        assert len(found) > 1 and rewards[-1] > rewards[0] + 0.1, rewards
+        print(f"cookbook, RL off policy: the reward rises from {rewards[0]:.2f} to {rewards[-1]:.2f}")
 
         folder = Path(logs, "supervised")
         supervised_config = supervised.Config(

@@ -3,6 +3,7 @@ by which the client fetches the answer."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ from ..wire.bodies import (
 from ..wire.messages import pass_output, pass_request
 from .promises import PROTO, Answer, as_json
 from .served import Served, read, read_bytes, served_of
-from .sessions import Run
+from .sessions import Beside, Run
 
 router = APIRouter()
 
@@ -87,7 +88,10 @@ async def forward_backward(request: Request) -> dict[str, object]:
         )
         return Answer(pass_output(result.outputs, result.metrics), PROTO)
 
-    return _submit(served_of(request), parsed.model_id, parsed.seq_id, digest, run)
+    return _submit(
+        served_of(request), parsed.model_id, parsed.seq_id, digest, run,
+        lambda trainer: trainer.runs_beside_samples(parsed.model_id),
+    )  # fmt: skip
 
 
 @router.post("/optim_step")
@@ -161,7 +165,7 @@ async def load_weights(request: Request) -> dict[str, object]:
     _check_optimizer(body.optimizer_config)
     session = served.sessions.get(body.session_id)
     model_id, metadata = f"{session.session_id}:train:{body.model_seq_id}", _texts(body.user_metadata)
-    spec = served.checkpoints.info(body.path).spec
+    spec = (await asyncio.to_thread(served.checkpoints.info, body.path)).spec
 
     def run(trainer: Trainer) -> Answer:
         trainer.create_from(model_id, body.path, body.optimizer, metadata)
@@ -191,12 +195,14 @@ async def not_supported(request: Request) -> dict[str, object]:
     raise HttpError(400, f"{request.scope['path']} is not supported by this server")
 
 
-def _submit(served: Served, model_id: str, seq_id: int | None, digest: bytes, run: Run) -> dict[str, object]:
+def _submit(
+    served: Served, model_id: str, seq_id: int | None, digest: bytes, run: Run, runs_beside: Beside = lambda _: True
+) -> dict[str, object]:
     """Queue a call of a model. What is wrong with it otherwise is its answer: its seq_id is used all the same."""
     model = served.sessions.model(model_id)
     if seq_id is not None and seq_id < 1:
         raise BadInput(f"seq_id must be 1 or more, not {seq_id}")
-    promise = served.sessions.submit(model, seq_id, digest, run)
+    promise = served.sessions.submit(model, seq_id, digest, run, runs_beside)
     return {"request_id": promise.request_id, "model_id": model_id}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from fastapi import APIRouter, Request
 
 from ..training.data import BadInput
@@ -22,7 +24,9 @@ async def create_sampling_session(request: Request) -> dict[str, object]:
         served.check_base(body.base_model)
     elif body.model_path is None:
         raise BadInput("create_sampling_session needs base_model or model_path")
-    weights = SamplerWeights(BASE) if body.model_path is None else weights_at(served.checkpoints.info(body.model_path))
+    weights = SamplerWeights(BASE)
+    if body.model_path is not None:
+        weights = weights_at(await asyncio.to_thread(served.checkpoints.info, body.model_path))
     session = served.sessions.get(body.session_id)
     sampler = served.sessions.add_sampler(session, body.sampling_session_seq_id, weights)
     return {"type": "create_sampling_session", "sampling_session_id": sampler.sampler_id}

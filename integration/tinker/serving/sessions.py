@@ -25,6 +25,7 @@ from .worker import Job, SampleJob, Worker
 logger = logging.getLogger(__name__)
 
 Run = Callable[[Trainer], Answer]
+Beside = Callable[[Trainer], bool]  # see `Job`
 
 
 @dataclass
@@ -147,7 +148,7 @@ class Sessions:
                 model.is_gone = True
                 raise
 
-        self._worker.put(Job(make, promise))
+        self._worker.put(Job(make, promise, lambda trainer: not trainer.makes_layers(spec)))
         return model, promise
 
     def model(self, model_id: str) -> Model:
@@ -159,7 +160,9 @@ class Sessions:
         model.last_request = time.time()
         return model
 
-    def submit(self, model: Model, seq_id: int | None, digest: bytes, run: Run) -> Promise:
+    def submit(
+        self, model: Model, seq_id: int | None, digest: bytes, run: Run, runs_beside: Beside = lambda trainer: True
+    ) -> Promise:
         """Queue a call of a model behind those of smaller seq_id. The same request again has the same promise.
 
         Raises HttpError for a seq_id that another request had, and TooMany.
@@ -172,7 +175,7 @@ class Sessions:
             raise HttpError(400, f"seq_id {seq} of {model.model_id} was used; the next one is {model.next_seq}")
         if seq >= model.next_seq + self._config.max_requests_ahead:
             raise TooMany(f"seq_id {seq} of {model.model_id} is too far ahead: {model.next_seq} is waited for")
-        model.waiting[seq] = Job(run, self.promises.add(request_id, digest))
+        model.waiting[seq] = Job(run, self.promises.add(request_id, digest), runs_beside)
         promise = model.waiting[seq].promise
         while (job := model.waiting.pop(model.next_seq, None)) is not None:
             self._worker.put(job)

@@ -1,8 +1,8 @@
 """The one thread that trains and samples: it takes jobs in their order, and runs the steps of the engine.
 
-Training jobs run one by one. Samples of one set of weights run together: while they do, further ones of the same
-weights join them, unless a job that came before waits. So every job's turn comes, and the order of a model's jobs is
-kept.
+Samples of one set of weights run together: while they do, further ones of the same weights join them, and training jobs
+that exchange no layers run between their steps. A job that cannot, samples of other weights for instance, waits for the
+samples under way, and what came after it waits for it. So every job's turn comes, and the order of jobs is kept.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from ....rollout.completion import Completion
 from ..training.data import BadInput
@@ -31,6 +32,8 @@ class Job:
 
     run: Callable[[Trainer], Answer]
     promise: Promise
+    # Whether it can run between the steps of samples, whose layers it leaves in the module.
+    runs_beside: Callable[[Trainer], bool] = lambda trainer: True
 
 
 @dataclass(frozen=True)
@@ -126,8 +129,7 @@ class Worker:
                 self._abort_cancelled()
                 for completion in self._engine.step(_MOST_STEPS):
                     self._take(completion, digest)
-                for job in self._joining(first.weights):
-                    self._submit(job)
+                self._let_in(first.weights)
         except Exception as error:  # noqa: BLE001 - a thread boundary: the clients get the error
             for request_id in list(self._open):
                 self._end(request_id).job.promise.fail(error)
@@ -135,14 +137,23 @@ class Worker:
             first.promise.fail(error)
             self._engine.abort_request(abort_all=True, message="a step of samples failed")
 
-    def _joining(self, weights: SamplerWeights) -> list[SampleJob]:
-        """Take the samples of the same weights from the front of the queue."""
-        found = []
+    def _let_in(self, weights: SamplerWeights) -> None:
+        """Take samples of the same weights from the front of the queue, up to a training job, and run that one."""
+        while (job := self._next_beside(weights)) is not None:
+            if isinstance(job, SampleJob):
+                self._submit(job)
+                continue
+            self._engine.between_steps("tinker", partial(self._run_job, job))
+            return
+
+    def _next_beside(self, weights: SamplerWeights) -> Job | SampleJob | None:
+        """Take the first job of the queue, if it can run beside samples of these weights."""
         with self._changed:
-            while self._jobs and isinstance(job := self._jobs[0], SampleJob) and job.weights == weights:
-                self._jobs.popleft()
-                found.append(job)
-        return found
+            if not self._jobs:
+                return None
+            job = self._jobs[0]
+            is_beside = job.weights == weights if isinstance(job, SampleJob) else job.runs_beside(self._trainer)
+            return self._jobs.popleft() if is_beside else None
 
     def _submit(self, job: SampleJob) -> None:
         request_id = job.promise.request_id

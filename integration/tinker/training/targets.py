@@ -14,7 +14,8 @@ from .data import BadInput
 
 ALPHA = 32  # of every adapter, whatever its rank: Schulman et al., "LoRA Without Regret", Thinking Machines, 2025
 _OF_MLP = ("mlp", "feed_forward", "ffn", "moe", "expert", "fc1", "fc2")  # in names of MLP layers and of what holds them
-_ROUTERS = ("gate", "router", "shared_expert_gate")  # last parts of names: they choose experts, and are not adapted
+# Parts of names of layers that choose experts or keys, which are not adapted.
+_CHOOSING = ("gate", "router", "shared_expert_gate", "indexer")
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,10 @@ class Targets:
                 continue
             if layer is head:
                 self._of_kind["train_unembed"][name] = layer
-            elif _in_layers(name) and name.rpartition(".")[2] not in _ROUTERS:
+            elif _in_layers(name) and not set(name.split(".")) & set(_CHOOSING):
                 kind = "train_mlp" if any(part in name for part in _OF_MLP) else "train_attn"
                 self._of_kind[kind][name] = layer
-        self._experts = [
-            name for name, own in module.named_parameters() if own.dim() == 3 and any(part in name for part in _OF_MLP)
-        ]
+        self._experts = [name for name, own in module.named_parameters() if own.dim() == 3 and "expert" in name]
 
     def of(self, spec: AdapterSpec) -> dict[str, nn.Linear]:
         """Return the layers that an adapter is on, by name. Raises BadInput naming a kind that the model lacks."""

@@ -65,6 +65,7 @@ class Trainer:
     def create(self, model_id: str, spec: AdapterSpec, seed: int | None, metadata: Mapping[str, str] | None) -> None:
         """Begin an adapter whose first values follow from the seed (None: 0). Raises BadInput."""
         spec.check(self._config.max_lora_rank)
+        self._window.prepare(spec)
         layers = self._window.targets.of(spec)
         values = first_values(layers, spec, derive_seed(seed or 0, spec.rank))
         self._add(model_id, TrainedAdapter(spec, values, self.engine.model.dtype, self.engine.model.device), metadata)
@@ -73,6 +74,7 @@ class Trainer:
         """Begin an adapter with a checkpoint's weights, and with `optimizer` its optimizer's state. Raises BadInput."""
         info, content = self._read(path)
         info.spec.check(self._config.max_lora_rank)
+        self._window.prepare(info.spec)
         assert content.masters is not None
         model = self.engine.model
         adapter = TrainedAdapter(info.spec, content.masters, model.dtype, model.device)
@@ -100,6 +102,15 @@ class Trainer:
         if model_id not in self._adapters:
             raise BadInput(f"model {model_id} is not loaded")
         return self._adapters[model_id]
+
+    def runs_beside_samples(self, model_id: str) -> bool:
+        """Return whether passes of a model can run between the steps of samples: they exchange no layers."""
+        adapter = self._adapters.get(model_id)
+        return adapter is None or self._window.has(adapter.spec)
+
+    def makes_layers(self, spec: AdapterSpec) -> bool:
+        """Return whether a model of this spec needs layers that are not made yet."""
+        return not self._window.knows(spec)
 
     def drop(self, model_id: str) -> None:
         """Forget a model, if it is there."""

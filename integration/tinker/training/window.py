@@ -38,6 +38,22 @@ class AdapterWindow:
         self._parameters: dict[str, nn.Parameter] = {}  # of those, by PEFT's names
         self._published: str | None = None  # the version that samples have; None: they need to be published anew
 
+    def knows(self, spec: AdapterSpec) -> bool:
+        """Return whether layers of this spec have been made."""
+        return spec == self._spec or spec in self._layers
+
+    def has(self, spec: AdapterSpec) -> bool:
+        """Return whether the layers in the module are of this spec, so that a pass exchanges none."""
+        return spec == self._spec
+
+    def prepare(self, spec: AdapterSpec) -> None:
+        """Make the layers of a spec, unless they are known. Raises ValueError for layers that cannot be adapted; then
+        those in the module are as before."""
+        self.targets.of(spec)
+        if not self.knows(spec):
+            self._hold()
+            self._put(spec)
+
     def publish(self, version: str, spec: AdapterSpec | None, tensors: Tensors) -> str:
         """Give the module an adapter, or its base alone (no spec), for sampling. Returns the digest of all weights.
 

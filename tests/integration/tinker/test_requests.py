@@ -11,7 +11,9 @@ import pytest
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.tinker.training.config import TinkerConfig
 from lockstep.integration.tinker.wire.protobuf import put_bytes, put_text
-from lockstep.tests.support.tinker_client import Client, Failed, datum, pass_body, tensor
+from lockstep.tests.integration.tinker.conftest import serving
+from lockstep.tests.support.random_models import random_model
+from lockstep.tests.support.tinker_client import Client, Failed, datum, pass_body, read_samples, tensor
 
 DATA = [datum([1, 2, 3], target_tokens=[2, 3, 4])]
 PROTO = {"Content-Type": "application/x-protobuf"}
@@ -294,3 +296,63 @@ def test_telemetry_is_taken_and_dropped(client):
 def test_a_pass_of_a_stranger_is_refused(client):
     body = pass_body(f"{client.session}:train:77", 1, DATA, "cross_entropy", {}, False)
     assert client.http.post("forward_backward", content=body, headers=PROTO).status_code == 404
+
+
+def test_training_runs_between_the_steps_of_samples_and_changes_none_of_them(serve):
+    with serve() as server, Client(server.url) as client:
+        engine = server.service.engine
+        model, other = client.model(rank=4), client.model(rank=2)
+        model.train(DATA)
+        sampler = model.sampler()
+        params = {"max_tokens": 120, "stop": [], "seed": 4}
+        expected = sampler.draw([1, 2], 3, **params)
+        first_step, has_sent = threading.Event(), threading.Event()
+        step, trained_beside = engine.step, []
+        trainer_step = server.trainer.step
+
+        def slow_step(most: int = 1):
+            found = step(most)
+            first_step.set()
+            assert has_sent.wait(30)
+            return found
+
+        def noted(model_id, adam):
+            trained_beside.append(engine.has_work)
+            return trainer_step(model_id, adam)
+
+        engine.step, server.trainer.step = slow_step, noted
+        sent = sampler.send([1, 2], 3, **params).json()["request_id"]
+        assert first_step.wait(30)
+        ids = []
+        for one in (model, model, other):  # that of another rank exchanges layers
+            ids.append(one.send_pass(DATA).json()["request_id"])
+            one.seq += 1
+            step_body = {"model_id": one.model_id, "seq_id": one.seq, "adam_params": {}}
+            ids.append(client.http.post("optim_step", json=step_body).json()["request_id"])
+        has_sent.set()
+        for request_id in ids:
+            client.answer(request_id)
+        answer = client.answer(sent)
+        assert read_samples(answer.content)["sequences"] == expected["sequences"]
+        assert answer.headers["x-lockstep-weight-digest"] == expected["digest"]
+        assert trained_beside == [True, True, False]
+
+
+def test_layers_that_cannot_be_adapted_are_refused_when_the_model_is_created(tmp_path):
+    random_model("mamba2").save_pretrained(tmp_path / "model")
+    with serving(tmp_path) as server, Client(server.url) as client:
+        with pytest.raises(Failed, match="no linear layers for train_mlp"):
+            client.model()
+        with pytest.raises(Failed, match="'out_proj' is incompatible"):
+            client.model(train_mlp=False)
+        model = client.model(train_mlp=False, train_attn=False)
+        model.run(DATA)
+        assert model.step()["grad_norm"] > 0
+
+
+def test_adapters_on_experts_are_refused_by_name(tmp_path):
+    random_model("qwen3_moe").save_pretrained(tmp_path / "model")
+    with serving(tmp_path) as server, Client(server.url) as client:
+        with pytest.raises(Failed, match=r"experts of Qwen3MoeForCausalLM are one tensor .* pass train_mlp=False"):
+            client.model()
+        client.model(train_mlp=False).run(DATA)
