@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 from ..errors import TransferFailed
 from .communicator import Communicators
 from .joining import Joining
 from .weight_group import WeightGroup
+
+logger = logging.getLogger(__name__)
 
 
 class GroupRegistry:
@@ -21,9 +24,10 @@ class GroupRegistry:
         self._groups: dict[str, WeightGroup | Joining] = {}
 
     def init(self, rendezvous: Joining) -> WeightGroup:
-        """Join the rendezvous and keep the group under its name. Raises ValueError for a name that is taken or is
-        joining."""
+        """Join the rendezvous and keep the group under its name, in the place of a group whose sender has ended: one
+        that starts again may not know of it. Raises ValueError for a name that is taken or is joining."""
         group_name = rendezvous.group_name
+        self._leave_lost(group_name)
         with self._lock:
             if group_name in self._groups:
                 rendezvous.cancel()
@@ -43,6 +47,19 @@ class GroupRegistry:
             group.destroy()
             raise TransferFailed(f"{group.at('rendezvous')}: destroyed while it was joining")
         return group
+
+    def _leave_lost(self, group_name: str) -> None:
+        """Destroy the group of that name if its sender has ended."""
+        with self._lock:
+            group = self._groups.get(group_name)
+        if not isinstance(group, WeightGroup) or not group.has_lost_its_sender():
+            return
+        with self._lock:
+            if self._groups.get(group_name) is not group:  # meanwhile another call has destroyed it
+                return
+            del self._groups[group_name]
+        logger.warning("%s: its sender has ended, and another one joins under its name", group.at("left"))
+        group.destroy()
 
     def get(self, group_name: str) -> WeightGroup:
         """Return a group. Raises ValueError for a name that is unknown or still joining."""

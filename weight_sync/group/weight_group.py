@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from datetime import timedelta
 from typing import Literal, Protocol
 
@@ -16,6 +17,7 @@ from .sealed_store import sealed
 from .shared_keys import SharedKeys
 
 Backend = Literal["gloo", "nccl"]
+_PROBE_S = 1.0  # for a machine to say that a port of its is closed
 
 
 class Running(Protocol):
@@ -78,6 +80,20 @@ class WeightGroup:
     def at(self, phase: str, tensor: str | None = None) -> str:
         """Describe the place of an error: rank, group, phase and tensor."""
         return f"rank {self.rank} of group {self.name!r}, {phase}" + (f", tensor {tensor}" if tensor else "")
+
+    def has_lost_its_sender(self) -> bool:
+        """Return whether rank 0 has ended, and its store with it: nothing listens at the store's address any more.
+        False where that is not known, as of another machine that does not answer."""
+        store = self._stores[0] if self._stores else None
+        if self.rank == 0 or not isinstance(store, dist.TCPStore):
+            return False
+        try:
+            socket.create_connection((store.host, store.port), timeout=_PROBE_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
 
     def check_usable(self) -> None:
         """Raise TransferFailed for a group that is broken or destroyed."""

@@ -318,3 +318,29 @@ def test_nccl_group_of_one_rank_broadcasts() -> None:
     group.finish(group.broadcast(tensor, deadline), deadline)
     assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0]
     group.destroy()
+
+
+def test_a_group_whose_sender_has_ended_makes_way_for_another_one_of_its_name() -> None:
+    ports, refused = (free_port(), free_port()), multiprocessing.get_context("fork").Event()
+
+    def sender() -> None:
+        first = join_group(HOST, ports[0], 0, 2, "g", timeout_s=10)
+        assert refused.wait(30)
+        first.destroy()
+        second = join_group(HOST, ports[1], 0, 2, "g", timeout_s=10)
+        broadcast(second, 2.0)
+        second.destroy()
+
+    def receiver() -> float:
+        registry = GroupRegistry()
+        assert not registry.init(Rendezvous(HOST, ports[0], 1, 2, "g", timeout_s=10)).has_lost_its_sender()
+        with pytest.raises(ValueError, match="'g' exists already"):
+            registry.init(Rendezvous(HOST, ports[1], 1, 2, "g", timeout_s=10))
+        refused.set()
+        while not registry.get("g").has_lost_its_sender():
+            pass
+        value = broadcast(registry.init(Rendezvous(HOST, ports[1], 1, 2, "g", timeout_s=10)), 0.0)
+        registry.close()
+        return value
+
+    assert run_ranks(receiver, sender)[0] == 2.0
