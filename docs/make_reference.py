@@ -293,7 +293,7 @@ def http_paths() -> dict[str, list[tuple[str, str, str, str]]]:
     from lockstep.integration.http.edge.auth import level_of
     from lockstep.integration.router import app as router
     from lockstep.integration.router.changes.journal import UpdateJournal
-    from lockstep.integration.router.changes.rules import RULES
+    from lockstep.integration.router.changes.rules import RULES, verb_of
     from lockstep.integration.router.config import RouterConfig
     from lockstep.integration.router.fleet.roster import Roster
     from lockstep.integration.router.fleet.served import ServedFile
@@ -301,7 +301,7 @@ def http_paths() -> dict[str, list[tuple[str, str, str, str]]]:
     ours = [route for module in server.ROUTERS if module is not unsupported for route in module.router.routes]
     with tempfile.TemporaryDirectory() as folder, closing(UpdateJournal(Path(folder) / "journal.json")) as journal:
         routed = router.create_app(RouterConfig(), journal, Roster(None, ()), ServedFile(None)).routes
-    own = [r for r in routed if hasattr(r, "endpoint") and r.path.rpartition("/")[2] not in RULES]
+    own = [r for r in routed if hasattr(r, "endpoint") and verb_of(r.path) not in RULES]
     refused = {route.path: None for route in unsupported.router.routes}  # type: ignore[attr-defined]
     others = {"/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json", *refused}
     own = [r for r in own if r.path not in others]
@@ -330,7 +330,7 @@ def _purpose(texts: dict[str, str]) -> str:
 
 def http_page() -> str:
     from lockstep.integration.push.local_target import VERBS
-    from lockstep.integration.router.changes.rules import ELSEWHERE, RULES
+    from lockstep.integration.router.changes.rules import ELSEWHERE, RULES, SAME
 
     paths = http_paths()
     parts = [
@@ -350,8 +350,8 @@ def http_page() -> str:
     parts += ["## A router", "A router answers these itself.", table(paths["router"])]
     parts += ["It passes these to all workers, as `/VERB`, `/lockstep/VERB` and `/hicache/VERB`: "
               + ", ".join(f"`{verb}`" for verb in RULES) + ". Likewise "
-              + ", ".join(f"`{path}`" for path in ELSEWHERE) + "."]  # fmt: skip
-    parts += ["## Refused", "SGLang or vLLM has these paths, Lockstep has not. They answer 501 and say why. "
+              + ", ".join(f"`{path}`" for path in (*ELSEWHERE, *(f"/{name}" for name in SAME))) + "."]  # fmt: skip
+    parts += ["## Refused", "SGLang, vLLM or AReaL has these paths, Lockstep has not. They answer 501 and say why. "
               "A router answers so where it does not pass a path on to a worker: "
               + ", ".join(f"`{path}`" for path, *_ in paths["refused"]) + "."]  # fmt: skip
     return page(parts)

@@ -23,11 +23,11 @@ from .generation import generate
 from .observe import debug_page, health, loads, metrics, model_info, rollouts, server_info, state
 from .observe.traffic import Traffic, TrafficMiddleware
 from .openai import api as openai_api
+from .vllm import areal, tokens
 from .vllm import checker as vllm_checker
 from .vllm import control as vllm_control
 from .vllm import generate as vllm_generate
 from .vllm import rpc as vllm_rpc
-from .vllm import tokens
 from .vllm import weights as vllm_weights
 from .vllm.transfers import Broadcasts
 from .vllm.update_watch import UpdateWatch
@@ -41,6 +41,7 @@ ROUTERS = (
     vllm_weights,
     vllm_checker,
     vllm_rpc,
+    areal,
     tokens,
     health,
     model_info,
@@ -70,10 +71,11 @@ def create_app(
     kept_samples: those of the run of the job that the engine belongs to, by step, as their page shows them.
 
     Handlers find in `app.state`: service, config, reads and operations (they run blocking calls), updates (the gate),
-    attendance (of clients of updates), flushes, conversations (their sessions), profiler, scrapes, traffic, plain_paths
-    (paths without parameters), is_draining (the server takes no new requests), is_closing (it is about to end),
-    is_asleep (vLLM's /sleep was called), weight_way, weights_told (the tensors of the last update) and update_watch (of
-    vLLM's updates), rollouts (`kept_samples`). A server adds its `connections`.
+    attendance (of clients of updates), flushes, conversations (their sessions), profiler, scrapes, traffic,
+    plain_paths (paths without parameters), is_draining (the server takes no new requests), is_closing (it is about to
+    end), is_asleep (vLLM's /sleep was called), weight_way, weights_told (the tensors of the last update) and
+    update_watch (of vLLM's updates), areal_tensors (those that AReaL's next update receives), rollouts
+    (`kept_samples`). A server adds its `connections`.
     """
     config = config or HttpConfig()
     app = FastAPI(title="Lockstep", version=version(), docs_url=None, redoc_url=None)
@@ -89,7 +91,7 @@ def create_app(
     app.state.conversations = Sessions(config)
     SessionPins(service.engine, app.state.conversations, app.state.reads)
     app.state.is_closing = app.state.is_draining = app.state.is_asleep = False
-    app.state.weight_way, app.state.weights_told = Broadcasts(None), ()
+    app.state.weight_way, app.state.weights_told, app.state.areal_tensors = Broadcasts(None), (), None
     app.state.update_watch = UpdateWatch(service, app.state.updates, config.update_idle_s)
     app.state.rollouts = kept_samples
     app.state.updated_from = None  # the folder of the last update from disk

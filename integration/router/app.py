@@ -18,7 +18,7 @@ from ..http.edge.errors import BadField, EndingMiddleware, HttpError, error_resp
 from .attending import add_attending
 from .changes.broadcast import broadcast
 from .changes.journal import UpdateJournal
-from .changes.rules import ELSEWHERE, RULES
+from .changes.rules import ELSEWHERE, RULES, SAME, verb_of
 from .config import RouterConfig
 from .fleet.roster import Roster
 from .fleet.served import ServedFile
@@ -187,7 +187,7 @@ def _add_admin(app: FastAPI) -> None:
         router = router_of(request)
         call = await call_of(request, router.config.max_admin_body_bytes)
         values: Mapping[str, object] = await parse_object_off_loop(call.body, router.config.http.max_body_lists)
-        verb = request.scope["path"].rpartition("/")[2]
+        verb = verb_of(request.scope["path"])
         status, body = await router.admin.run(verb, call, values, request.is_disconnected)
         return Response(body, status, media_type="application/json")
 
@@ -196,7 +196,7 @@ def _add_admin(app: FastAPI) -> None:
         methods = ["POST", "PUT"] if rule.is_change else ["GET", "POST", "PUT"]
         for path in (f"/{verb}", f"/lockstep/{verb}", f"/hicache/{verb}"):
             app.add_api_route(path, administer, methods=methods, include_in_schema=path == f"/{verb}")
-    for path in ELSEWHERE:
+    for path in (*ELSEWHERE, *(f"/{name}" for name in SAME)):
         app.add_api_route(path, administer, methods=["POST"])
 
 

@@ -18,6 +18,7 @@ class GlooSender:
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
         self._tensors = [(name, p.detach() * (0.5 + packed)) for name, p in model.named_parameters()]
         self._packed, self.digest = packed, model_digest(self._tensors)
+        self.group_name = GROUP_NAME
         self._rendezvous = Rendezvous("127.0.0.1", 0, 0, 2, GROUP_NAME, timeout_s=60)
         self.init_info = {
             "master_address": "127.0.0.1", "master_port": self._rendezvous.port, "rank_offset": 1, "world_size": 2,

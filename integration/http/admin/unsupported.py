@@ -1,4 +1,4 @@
-"""Paths of SGLang's and vLLM's APIs that this engine does not support: each answers 501 with the reason."""
+"""Paths of SGLang's, vLLM's and AReaL's APIs that this engine does not support: each answers 501 with the reason."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ _PATHS = {
     "/update_weights_from_ipc": f"the checkpoint-engine protocol is not supported: {_IPC}",
     "/load_lora_adapter_from_tensors": f"adapters in another form than a folder are not supported: {_LORA}",
     "/load_lora_adapter_from_distributed": f"adapters in another form than a folder are not supported: {_LORA}",
+    **dict.fromkeys(
+        ("/areal_set_update_weight_meta_lora", "/areal_update_weights_lora_xccl", "/areal_update_weights_lora"),
+        "adapters in another form than a folder are not supported: update them by weight_update_mode=disk",
+    ),
     "/init_weights_send_group_for_remote_instance": "transfers between engines are not supported",
     "/send_weights_to_remote_instance": "transfers between engines are not supported",
     "/remote_instance_transfer_engine_info": "transfers between engines are not supported",

@@ -90,10 +90,26 @@ RULES: dict[str, Rule] = {
     "start_weight_update": replace(_UPDATE, journal="opens"),
     "update_weights": replace(_UPDATE, ends_if_refused=True),
     "finish_weight_update": replace(_UPDATE, journal="closes", ends_if_refused=True),
+    # AReaL's
+    "areal_set_update_weight_meta": Rule(is_change=True),
+    "areal_update_weights_xccl": _UPDATE,
+}
+# Further names of verbs, under which AReaL's trainers call them.
+SAME = {
+    "areal_pause_generation": "pause_generation",
+    "areal_continue_generation": "continue_generation",
+    "areal_init_weights_update_group": "init_weights_update_group",
+    "areal_update_weights": "update_weights_from_disk",
 }
 
 # Paths of these verbs under prefixes whose other paths go to one worker.
 ELSEWHERE = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/inference/v1/abort_requests")
+
+
+def verb_of(path: str) -> str:
+    """Return the verb that a path asks for, by its name in RULES."""
+    last = path.rpartition("/")[2]
+    return SAME.get(last, last)
 
 
 def rule_for(verb: str, values: Mapping[str, object]) -> Rule:
@@ -105,7 +121,7 @@ def rule_for(verb: str, values: Mapping[str, object]) -> Rule:
 
 def aborted_by(call: WorkerCall, values: Mapping[str, object]) -> Abort | None:
     """Return which requests a verb aborts; None where it aborts none."""
-    verb = call.path.rpartition("/")[2]
+    verb = verb_of(call.path)
     if verb == "abort_request":
         reason = values.get("finished_reason")
         said = values.get("abort_message") or (reason.get("message") if isinstance(reason, Mapping) else None)

@@ -346,6 +346,21 @@ def test_one_init_call_serves_workers_of_several_ranks(make_fleet):
     assert fleet.post("/init_weights_update_group", body).status_code == 200
 
 
+def test_areals_names_of_verbs_reach_all_workers_by_the_rules_of_those_verbs(fleet):
+    body = {"master_address": "h", "master_port": "1", "rank_offset": 1, "world_size": 3, "group_name": "g"}
+    assert fleet.post("/areal_init_weights_update_group", body).status_code == 200
+    assert [worker.asked("/areal_init_weights_update_group") for worker in fleet.workers] == [
+        [{**body, "rank_offset": offset}] for offset in (1, 2)
+    ]
+    for path in ("areal_pause_generation", "areal_set_update_weight_meta", "areal_update_weights_xccl"):
+        assert fleet.post(f"/{path}").status_code == 200
+        assert all(fleet.report(worker)["paused"] for worker in fleet.workers)
+    assert fleet.post("/areal_update_weights", {"model_path": "m"}).status_code == 200
+    assert [worker.asked("/areal_update_weights") for worker in fleet.workers] == [[{"model_path": "m"}]] * 2
+    assert fleet.post("/areal_continue_generation").status_code == 200
+    assert not any(fleet.report(worker)["paused"] for worker in fleet.workers)
+
+
 def test_a_worker_whose_group_init_failed_stays_out_until_it_is_enabled(make_fleet):
     fleet = make_fleet(2, admin_timeout_s=0.2)
     failing, other = fleet.workers
