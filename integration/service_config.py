@@ -19,6 +19,7 @@ class ServiceConfig:
     max_pickle_bytes: int = 64 << 20  # of one such payload; it holds handles, not weights
     weight_timeout_s: float = 300.0  # deadline of every wait of an update that gives none
     reload_on_resume: bool = True  # read released weights from their folder again, where they came from one
+    lora_replaces: bool = False  # an adapter that is loaded takes the place of another one, which else is in its way
     shared_memory_folder: Path = Path("/dev/shm")  # where segments of shared memory must lie
 
     def __post_init__(self) -> None:

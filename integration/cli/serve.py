@@ -43,7 +43,8 @@ def run(arguments: Sequence[str]) -> int:
     http |= {"model_path": str(model), "extra_server_args": shown | extra}
     return _serve_model(
         model, adapter, http, tables["engine"] | read_settings("--engine", options.engine),
-        tables["service"] | ({"allow_pickle": False} if options.no_pickle else {}),
+        tables["service"] | ({"allow_pickle": False} if options.no_pickle else {})
+        | ({"lora_replaces": True} if options.lora_replaces else {}),
     )  # fmt: skip
 
 
@@ -145,6 +146,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--lora", metavar="[NAME=]FOLDER",
         help="a LoRA adapter in PEFT's layout that answers every request; default: the one whose folder --model names",
+    )  # fmt: skip
+    parser.add_argument(
+        "--lora-replaces", action="store_true",
+        help="an adapter that is loaded takes the place of another one; without, the other one is to be unloaded first",
     )  # fmt: skip
     parser.add_argument("--host", help="address to listen on, default 127.0.0.1; others need an admin key")
     parser.add_argument("--port", type=int, help="port to listen on, default 30000; 0: a free one")

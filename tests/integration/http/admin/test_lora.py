@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.server import serve_in_background
 from lockstep.integration.service import RolloutService
+from lockstep.integration.service_config import ServiceConfig
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 
@@ -34,8 +35,9 @@ def folders(make_model, tmp_path):
 
 
 @pytest.fixture
-def served(folders):
-    service = RolloutService(Engine(folders[0] / "base", EngineConfig(kv_cache="32 blocks", max_num_seqs=4)))
+def served(folders, request):
+    engine = Engine(folders[0] / "base", EngineConfig(kv_cache="32 blocks", max_num_seqs=4))
+    service = RolloutService(engine, getattr(request, "param", None))
     config = HttpConfig(port=0, api_key="user", admin_api_key="admin", model_name="base")
     with serve_in_background(service, config) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         yield service, client
@@ -82,6 +84,17 @@ def test_adapter_is_loaded_answers_and_is_unloaded(folders, served):
     assert gone.status_code == 200 and gone.json()["loaded_adapters"] == {}
     assert gone.json()["weight_digest"] == base_digest and tokens(client) == base
     assert post(client, "/generate", key="user", input_ids=PROMPT, lora_path="a").status_code == 400
+
+
+@pytest.mark.parametrize("served", [ServiceConfig(lora_replaces=True)], indirect=True)
+def test_an_adapter_replaces_another_one_where_the_service_says_so(folders, served):
+    (folder, known), (service, client) = folders, served
+    for name, of in (("a-v0", "one"), ("a-v1", "two"), ("a-v1", "one")):
+        answer = post(client, "/load_lora_adapter", lora_name=name, lora_path=str(folder / of))
+        assert answer.status_code == 200 and answer.json()["loaded_adapters"] == {name: str(folder / of)}
+        assert service.engine.weight_digest == known[of][0] and tokens(client, lora_path=name) == known[of][1]
+    refused = post(client, "/generate", key="user", input_ids=PROMPT, lora_path="a-v0")
+    assert refused.status_code == 400 and "'a-v1' is loaded" in refused.text
 
 
 def test_paths_of_vllm_answer_with_its_texts_and_need_the_admin_key(folders, served):
