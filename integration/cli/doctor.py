@@ -16,7 +16,8 @@ _SHAPES = ((768, 768), (2304, 768), (768, 2304), (1024, 256))  # layers (out_fea
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the report. Returns the exit code: 1 where results depend on the batch, or the model is refused."""
+    """Print the report. Returns the exit code: 1 where results depend on the batch, or the model is refused or gives no
+    numbers."""
     parser = CommandParser(
         prog="lockstep doctor",
         description="Report which kernels run here and why, and whether results are independent of the batch. Exits "
@@ -56,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _check(folder: str | None) -> bool:
-    """Check a model, if one is named, and say the verdict. Returns whether it can be hosted."""
+    """Check a model, if one is named, and say the verdict. Returns whether it can be hosted, and gives numbers."""
     if folder is None:
         return True
     from ...rollout.check.module_check import check_hosted
@@ -70,7 +71,7 @@ def _check(folder: str | None) -> bool:
         return False
     assert verdict is not None  # a whole model
     _say("model", f"{type(hosted.module).__name__}: {verdict.describe()}")
-    return True
+    return verdict.is_finite
 
 
 def _say(name: str, value: object) -> None:

@@ -27,6 +27,7 @@ def run(arguments: Sequence[str]) -> int:
     given = options.way
     # Heavy imports come after the ways, so that a wrong word is reported at once.
     first, second = (parse_way(text) for text in given or ("decode", "trainer"))
+    from ...rollout.errors import BrokenLogits
     from ..explain.explain import explain
     from ..explain.gap_folder import GapFolder
     from ..explain.scores import read_scores
@@ -48,7 +49,7 @@ def run(arguments: Sequence[str]) -> int:
             model, sequence, first, second, scores=scores, at_least=options.at_least, tolerance=options.tolerance,
             announce=lambda line: print(f"lockstep: {line}", file=sys.stderr, flush=True),
         )  # fmt: skip
-    except RunFailed as error:
+    except (RunFailed, BrokenLogits) as error:
         print(f"lockstep: error: {error}", file=sys.stderr, flush=True)
         return FAILED
     if options.json:

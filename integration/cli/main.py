@@ -44,7 +44,8 @@ NO_OUTPUT = 74  # exit code, that of sysexits.h: others are verdicts of some com
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 2, after one line on stderr, for a mistake of the user; 1 for a file that
-    cannot be written, and NO_OUTPUT for standard output. It ends quietly once its output has lost its reader."""
+    cannot be written, for too little memory and for weights that give no numbers, and NO_OUTPUT for standard output. It
+    ends quietly once its output has lost its reader."""
     stdout = sys.stdout
     if stdout is None:
         return _run(arguments)
@@ -123,9 +124,24 @@ def _run(arguments: Sequence[str] | None) -> int:
     except FileFailed as error:
         print(f"lockstep: error: {in_the_last_line(error)}", file=sys.stderr, flush=True)
         return 1
+    except (MemoryError, RuntimeError) as error:
+        if (line := _condition_of(error)) is None:
+            raise
+        print(f"lockstep: error: {line}", file=sys.stderr, flush=True)
+        return 1
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr, flush=True)
         return 130
+
+
+def _condition_of(error: Exception) -> str | None:
+    """Return the line of an error that the machine or the model's weights have caused; None for others."""
+    from ...rollout.errors import BrokenLogits, OutOfMemory
+    from ...rollout.model.memory import is_out_of_memory
+
+    if isinstance(error, BrokenLogits | OutOfMemory):
+        return in_the_last_line(error)
+    return f"out of memory: {str(error).partition(chr(10))[0]}" if is_out_of_memory(error) else None
 
 
 def wait_briefly(environ: MutableMapping[str, str]) -> None:

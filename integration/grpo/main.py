@@ -28,7 +28,18 @@ REFUSAL_S = 20  # time in which all ranks of one torchrun have read the config
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the job, or with --check print its plan. Returns the exit code: 2 for a mistake of the user, 1 for a file
-    that cannot be written or read."""
+    that cannot be written or read, 130 after Ctrl-C."""
+    try:
+        return _main(arguments)
+    except KeyboardInterrupt:  # which all ranks get at once
+        if os.environ.get("RANK", "0") == "0":
+            from ..failures import RESUME
+
+            print(f"lockstep: interrupted; {RESUME}", file=sys.stderr, flush=True)
+        return 130
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="lockstep.integration.grpo", description=__doc__)
     parser.add_argument("config", help="a TOML file; see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that replace the file's")

@@ -9,10 +9,10 @@ import reprlib
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ...rollout.media.reader import why_no_images
-from ...rollout.model.loading import named_by_folder
+from ...rollout.model.loading import named_by_folder, read_config, refuse_faulty_weights
 from ...rollout.model.supported import context_length
 from ...rollout.ranks.mesh import Mesh, MeshPlan
 from ...rollout.sharding.part import Part, build_part
@@ -52,12 +52,12 @@ def _inputs_in_own_folder(config: JobConfig) -> list[str]:
         "data.path": config.data.path, "data.heldout_path": config.data.heldout_path,
         "data.few_shot_path": config.data.few_shot_path,
     }  # fmt: skip
-    folder = config.folder.resolve()
+    folder = os.path.realpath(config.folder)  # Path.resolve raises on links that lead in a circle
     return [
         f"{key}: {value!r} is in the folder of this very run, which is moved aside when it begins: choose another "
         "run.name, or go on with --resume"
         for key, value in inputs.items()
-        if value and Path(value).resolve().is_relative_to(folder)
+        if value and Path(os.path.realpath(value)).is_relative_to(folder)
     ]
 
 
@@ -157,10 +157,11 @@ def _part(config: JobConfig, model: PreTrainedModel, num_ranks: int) -> Part:
 
 def _model_without_memory(config: JobConfig) -> PreTrainedModel:
     with torch.device("meta"):
-        if config.model.path:
-            path_config = AutoConfig.from_pretrained(config.model.path)
-            return auto_class(path_config).from_config(path_config)
-        return build_model(model_spec(config), build_tokenizer())
+        if not config.model.path:
+            return build_model(model_spec(config), build_tokenizer())
+        path_config = read_config(Path(config.model.path))
+        with named_by_folder(Path(config.model.path)):
+            return auto_class(path_config).from_config(path_config, dtype=_DTYPES[config.model.dtype])
 
 
 def _tokenizer_and_sizes(config: JobConfig) -> tuple[PreTrainedTokenizerBase, int, int]:
@@ -170,8 +171,9 @@ def _tokenizer_and_sizes(config: JobConfig) -> tuple[PreTrainedTokenizerBase, in
         return build_tokenizer(), CONTEXT_TOKENS, VOCAB_SIZE
     if not os.path.isfile(os.path.join(path, "config.json")):
         raise ValueError(f"model.path: {path!r} is no model folder, it holds no config.json")
+    text = read_config(Path(path)).get_text_config(decoder=True)
+    refuse_faulty_weights(Path(path))
     with named_by_folder(Path(path)):
-        text = AutoConfig.from_pretrained(path).get_text_config(decoder=True)
         return AutoTokenizer.from_pretrained(path), context_length(text), text.vocab_size
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,9 +60,9 @@ class WeightFolder:
 
 def weight_folders(path: str | Path) -> list[WeightFolder]:
     """Find the folders of weights at or under a path. Raises ValueError where there are none."""
-    root = Path(path).resolve()
-    if not root.is_dir():
+    if not Path(path).is_dir():
         raise ValueError(f"{path} is no folder of weights")
+    root = Path(path).resolve()
     found: dict[Path, WeightFolder] = {}
     for place in _PLACES:
         for folder in sorted(root.glob(place)) if place != "." else [root]:
@@ -130,7 +131,7 @@ class FolderWeights:
         self._gone: dict[str, str] = {}  # why no folder has weights of this digest any more
         present = PresentWeights(service)
         self._present = present.digest
-        roots = [Path(path).resolve() for path in paths]
+        roots = [Path(os.path.realpath(path)) for path in paths]  # resolve raises on links that lead in a circle
         unknown: list[WeightFolder] = []
         newer: list[WeightFolder] = []
         for root in roots:

@@ -48,9 +48,12 @@ class Verdict:
     bits_gap: float  # largest difference between log-probabilities, whole and in pieces; 0.0: equal bits
     difference: float | None  # from the own operations and attention, see TOLERANCE; None: not measured
     seconds: float
+    is_finite: bool = True  # whether the logits are numbers; else nothing was measured
 
     def describe(self) -> str:
         """Return one line for people."""
+        if not self.is_finite:
+            return "not checked: its logits are NaN or infinite, as with damaged weights"
         bits = "equal bits whole and in pieces" if not self.bits_gap else f"gap {self.bits_gap:.2g} in pieces"
         own = "" if self.difference is None else f", {self.difference:.1e} from its own attention and operations"
         return f"{bits}{own} ({self.num_tokens} tokens, {self.seconds:.2f} s)"
@@ -79,9 +82,12 @@ def check_hosted(hosted: HostedModel, *, anew: bool = False) -> Verdict | None:
     if has_hooks(hosted.module.modules()):  # which compute what no key names
         return _kept_or_checked(hosted, anew)
     key = _key(hosted)
-    if anew or key not in _known:
-        _known[key] = _kept_or_checked(hosted, anew)
-    return _known[key]
+    if not anew and (known := _known.get(key)) is not None:
+        return known
+    verdict = _kept_or_checked(hosted, anew)
+    if verdict.is_finite:  # else nothing was measured, and other weights of this module are checked
+        _known[key] = verdict
+    return verdict
 
 
 def _kept_or_checked(hosted: HostedModel, anew: bool) -> Verdict:
@@ -121,7 +127,7 @@ def _check_whole(hosted: HostedModel) -> Verdict:
         whole = forwards.whole(hosted, ids, rows)
     if not bool(whole.isfinite().all()):
         logger.warning("%s is not checked: its logits are not finite", name)
-        return Verdict(num_tokens, 0.0, None, time.perf_counter() - started)
+        return Verdict(num_tokens, 0.0, None, time.perf_counter() - started, is_finite=False)
     pieces = forwards.in_pieces(hosted, ids, None, other, first)
     tolerance = TOLERANCE[hosted.dtype]
     bits_gap = 0.0

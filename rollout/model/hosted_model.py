@@ -27,7 +27,7 @@ from .encoders.both_ways import image_encoder
 from .forward_numerics import ForwardNumerics
 from .given_module import device_of, given_module, present_device
 from .layer_probe import PROBING, LayerProbe
-from .loading import load_whole, read_config
+from .loading import load_whole, read_config, refuse_faulty_weights
 from .operations.carried import STEP_KEYWORD
 from .operations.functions import without_autocast
 from .operations.packed_rows import NO_MASK
@@ -100,6 +100,7 @@ class HostedModel:
         device = str(present_device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
         if mesh is not None and mesh.num_ranks > 1:
             refuse_stages(config, mesh.pp)
+            refuse_faulty_weights(Path(path))
             part = load_part(path, config, kept, torch.device(device), mesh, k_blocks)
         else:
             part = whole_part(load_whole(Path(path), config, kept, device).eval().requires_grad_(False), k_blocks)

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
+from ..sharding.folder_faults import GENERATION_CONFIG, folder_faults, json_fault, weight_faults
 from ..sharding.skeleton import auto_class
 from .memory import is_out_of_memory
 
 # What transformers and its libraries raise for files and configurations that they do not understand.
 _OF_FILES = (
     *(OSError, SafetensorError, StrictDataclassError),
-    *(LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError),
+    *(LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError, UnpicklingError),
 )
 _MEDIA = ("image", "video", "audio")
 
@@ -31,8 +33,11 @@ def refuse_missing_folder(path: Path) -> None:
 
 
 def read_config(path: Path) -> PretrainedConfig:
-    """Return the configuration of a model folder. Raises ValueError that names what is wrong with it."""
+    """Return the configuration of a model folder. Raises ValueError that names what is wrong with it, also with the
+    generation_config.json beside it: transformers passes over one that it cannot read, and no answer would end."""
     refuse_missing_folder(path)
+    if fault := json_fault(path / GENERATION_CONFIG):
+        raise ValueError(f"model folder {str(path)!r} cannot be loaded: {fault}")
     with named_by_folder(path):
         config: PretrainedConfig = AutoConfig.from_pretrained(path)
     _refuse_quantised_weights(path, config)
@@ -50,6 +55,12 @@ def _refuse_quantised_weights(path: Path, config: PretrainedConfig) -> None:
                 f"quant_method {method!r}): not supported, the engine computes in float32 or bfloat16. Take the "
                 "model's folder in bfloat16, or save the model dequantised"
             )
+
+
+def refuse_faulty_weights(path: Path) -> None:
+    """Raise ValueError for files of weights that are cut, absent or none, before their bytes are read."""
+    if faults := weight_faults(path):
+        raise ValueError(f"model folder {str(path)!r} cannot be loaded: {_some(faults)}")
 
 
 def load_whole(path: Path, config: PretrainedConfig, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
@@ -76,14 +87,16 @@ def _some(names: Sequence[str], most: int = 5) -> str:
 
 @contextmanager
 def named_by_folder(path: Path) -> Iterator[None]:
-    """Raise ValueError for what transformers raises in many kinds about a folder's files."""
+    """Raise ValueError for what transformers raises in many kinds about a folder's files; it names the file where that
+    can be told."""
     try:
         yield
     except _OF_FILES as error:
         if isinstance(error, RuntimeError) and is_out_of_memory(error):
             raise
         said = str(error).partition("\n\n")[0]  # what follows is advice about other versions of transformers
-        raise ValueError(f"model folder {str(path)!r} cannot be loaded: {type(error).__name__}: {said}") from error
+        reason = _some(folder_faults(path)) or f"{type(error).__name__}: {said}"
+        raise ValueError(f"model folder {str(path)!r} cannot be loaded: {reason}") from error
 
 
 def media_tokens(config: PretrainedConfig) -> dict[int, str]:

@@ -51,10 +51,10 @@ class CheckpointSlices:
         self._pieces: dict[str, _StoredParameter] = {}  # by parameter name
 
     def __enter__(self) -> CheckpointSlices:
-        if (self._path / INDEX_FILE).is_file():
-            self._file_of = json.loads((self._path / INDEX_FILE).read_text())["weight_map"]
-        elif (self._path / SINGLE_FILE).is_file():
+        if (self._path / SINGLE_FILE).is_file():  # before the index where both are there, as transformers does
             self._file_of = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
+        elif (self._path / INDEX_FILE).is_file():
+            self._file_of = json.loads((self._path / INDEX_FILE).read_text())["weight_map"]
         else:
             raise ValueError(f"model folder {str(self._path)!r} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
         self._map_names()

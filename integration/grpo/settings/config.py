@@ -30,6 +30,7 @@ TRAINERS = ("ddp", "fsdp2", "deepspeed")
 SYNCS = ("in_place", "distributed", "tensor", "disk", "delta")
 ENGINES = ("local", "separate")
 _DEFAULT_REWARD = "exact_answer"
+_CONFIGS = Path(__file__).parents[3] / "configs"  # that the package brings
 
 
 @dataclass(frozen=True)
@@ -212,8 +213,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> JobConfig:
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"config {str(path)!r} cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        hint = f"; the package's own is {own}" if (own := _CONFIGS / Path(path).name).is_file() else ""
+        raise ValueError(f"config {str(path)!r} cannot be read: {error.strerror}{hint}") from error
+    except (ValueError, RecursionError) as error:  # also of numbers of thousands of digits
         raise ValueError(f"config {str(path)!r} is not TOML: {error}") from error
     for override in overrides:
         apply_override(values, override)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
+
+_SHOWN = 100  # characters of a wrong value in a message
 
 
 def apply_override(values: dict[str, Any], override: str) -> None:
@@ -24,12 +27,14 @@ def apply_override(values: dict[str, Any], override: str) -> None:
         values[name] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         values[name] = text
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{key}: {error}") from error
 
 
 def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
     """Make a settings object from a mapping. With faults, adds them to the list and returns None."""
     if not isinstance(values, Mapping):
-        faults.append(f"{prefix.rstrip('.')} must be a section, not {values!r}")
+        faults.append(f"{prefix.rstrip('.')} must be a section, not {_short(values)}")
         return None
     known = {f.name: f for f in fields(cls)}
     types = get_type_hints(cls)
@@ -59,18 +64,19 @@ def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
 
 def nearest(name: str, prefix: str, known: Iterable[str]) -> str:
     """Return a hint at the known key that is most like this one, or an empty text."""
-    found = difflib.get_close_matches(name, known, 1)
-    return f" (is it {prefix}{found[0]}?)" if found else ""
+    lowered = {one.lower(): one for one in known}
+    found = difflib.get_close_matches(name.lower(), lowered, 1)
+    return f" (is it {prefix}{lowered[found[0]]}?)" if found else ""
 
 
 def _typed(value: object, wanted: type, key: str, faults: list[str]) -> object:
     """Convert the value to the wanted type: an integer is accepted for a float. Adds a fault for another type."""
     # None stands where nothing is said, which TOML cannot write.
     allowed = [one for one in get_args(wanted) if one is not NoneType] if isinstance(wanted, UnionType) else [wanted]
-    if float in allowed and isinstance(value, int) and not isinstance(value, bool):
+    if float in allowed and isinstance(value, int) and _is_of(value, float):
         return float(value)
     if not any(_is_of(value, one) for one in allowed):
-        faults.append(f"{key} must be {' or '.join(map(_kind, allowed))}, not {value!r}")
+        faults.append(f"{key} must be {' or '.join(map(_kind, allowed))}, not {_short(value)}")
     return value
 
 
@@ -85,7 +91,14 @@ def _is_of(value: object, wanted: Any) -> bool:
         return isinstance(value, dict) and all(_is_of(one, parts[1]) for one in value.values())
     if isinstance(value, bool) or wanted is bool:
         return isinstance(value, bool) and wanted is bool
-    return isinstance(value, (int, float) if wanted is float else wanted)
+    if wanted is float and isinstance(value, int):
+        return abs(value) <= sys.float_info.max
+    return isinstance(value, wanted)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
 
 
 def _kind(wanted: Any) -> str:

@@ -40,6 +40,7 @@ def made(tmp_path_factory):
         {"prompt_ids": answer.prompt_ids, "token_ids": answer.token_ids, "logprobs": answer.logprobs}
         for answer in answers
     ]
+    (folder / "circle").symlink_to(folder / "circle")
     (folder / "samples.jsonl").write_text("\n".join(map(json.dumps, rows)))
     yield folder
     torch.set_num_threads(num_threads)
@@ -124,6 +125,7 @@ def test_another_guarantee_is_said_first(made, tmp_path, capsys):
         (["{made}/tokens.jsonl"], "--weights is needed"),
         (["{made}"], "has no samples"),
         (["{made}/tokens.jsonl", "--weights", "{made}/none"], "is no folder of weights"),
+        (["{made}/tokens.jsonl", "--weights", "{made}/circle"], "is no folder of weights"),
         (["{made}/tokens.jsonl", "--weights", "{made}/model", "--engine", "k_blocks=0"], "k_blocks must be"),
         (["{made}/tokens.jsonl", "--step", "0"], "--step must be at least 1"),
     ],

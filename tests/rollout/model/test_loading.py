@@ -10,8 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep.integration.explain.runs import load_module
+from lockstep.integration.grpo.tasks.arithmetic import build_tokenizer
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.sharding.checkpoint_slices import CheckpointSlices
+from lockstep.rollout.sharding.shards import Shard
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 SETTINGS = EngineConfig(kv_cache="4 blocks")
@@ -83,3 +86,70 @@ def test_quantised_weights_are_refused_by_the_name_of_their_kind(folder, method,
     configure(folder, quantization_config={"quant_method": method, "bits": 4})
     with pytest.raises(ValueError, match=rf"holds quantised weights \(quantization_config .* quant_method '{method}'"):
         load(folder)
+
+
+def sharded(folder: Path) -> dict[str, str]:
+    """Write the weights as two files with an index; return the table of the index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    files = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(sorted(tensors))}
+    for file in set(files.values()):
+        some = {name: tensors[name] for name in tensors if files[name] == file}
+        save_file(some, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    return files
+
+
+SECOND = "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        (SECOND, lambda data: data[:-4], rf"{SECOND} is cut: \d+ bytes and not \d+"),
+        (SECOND, lambda data: data[:20], rf"{SECOND} is cut: 20 bytes, and its header alone ends at"),
+        (SECOND, lambda data: b"", f"{SECOND} is empty"),
+        (SECOND, lambda data: data + b"x", f"{SECOND} is too long"),
+        (SECOND, lambda data: b"\xff" * 64, f"{SECOND} is no safetensors file"),
+        (SECOND, lambda data: data[:8] + b"?" * (len(data) - 8), f"{SECOND} is no safetensors file: its header is dam"),
+        (SECOND, lambda data: b"version https://git-lfs.github.com/spec/v1\n", f"{SECOND} is a pointer of Git LFS"),
+        (SECOND, lambda data: None, f"{SECOND} cannot be read: No such file"),
+        (INDEX, lambda data: data[:-20], f"{INDEX} cannot be read as JSON"),
+        (INDEX, lambda data: b"", f"{INDEX} cannot be read as JSON: it is empty"),
+        (INDEX, lambda data: b"[]", f"{INDEX} is no JSON object"),
+        (INDEX, lambda data: b"{}", f"{INDEX} has no table weight_map"),
+        (
+            INDEX,
+            lambda data: data.replace(SECOND.encode(), b"config.json"),
+            f"{INDEX} names config.json, which is",
+        ),
+        ("config.json", lambda data: b"null", "config.json is no JSON object"),
+        ("tokenizer.json", lambda data: data[:-20], "tokenizer.json cannot be read as JSON: .* column"),
+        ("tokenizer_config.json", lambda data: b"", "tokenizer_config.json cannot be read as JSON: it is empty"),
+        # transformers passes over it, and with it over the tokens that end an answer.
+        ("generation_config.json", lambda data: data[:-5], "generation_config.json cannot be read as JSON"),
+    ],
+)
+def test_the_damaged_file_of_a_folder_is_named(folder, name, damage, says):
+    sharded(folder)
+    build_tokenizer().save_pretrained(folder)
+    path = folder / name
+    damaged = damage(path.read_bytes())
+    path.unlink()
+    if damaged is not None:
+        path.write_bytes(damaged)
+    with pytest.raises(ValueError, match=rf"model folder .* cannot be loaded: {says}"):
+        Engine(folder, SETTINGS)
+
+
+def test_a_part_of_a_model_is_read_from_the_file_that_the_whole_one_is_read_from(folder):
+    """A folder may have a single file beside an index, of other weights."""
+    whole = load_file(folder / "model.safetensors")
+    files = sharded(folder)
+    save_file({name: tensor + 1 for name, tensor in whole.items()}, folder / "model.safetensors", {"format": "pt"})
+    read = load_module(folder, "")
+    with CheckpointSlices(folder, read) as slices:
+        parameter = next(parameter for name, parameter in read.named_parameters() if name == Q)
+        assert torch.equal(slices.read(Q, Shard.whole(tuple(parameter.shape))), parameter)
+    assert Q in files

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 
-from lockstep.integration.grpo.settings.config import load_config
+from lockstep.integration.grpo.settings.config import JobConfig, load_config
 
-CONFIGS = Path(__file__).parents[3] / "configs"
+CONFIGS = Path(__file__).parents[4] / "configs"
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -77,12 +81,50 @@ def test_overrides_replace_the_files_values_and_keep_their_types(tmp_path):
         ('[run]\nname = "x"\n', ["weights.bucket_bytes=64 blocks"], "weights.bucket_bytes must be bytes"),
         ('[run]\nname = "x"\n', ["weights.bucket_bytes=lots"], """must be bytes ("512MiB"), not 'lots'"""),
         ("[run\n", [], "is not TOML"),
+        (f'[run]\nname = "x"\nseed = {"9" * 5000}\n', [], "is not TOML: Exceeds the limit"),
+        (f"run = {'[' * 5000}", [], "is not TOML"),
+        ('[run]\nname = "x"\n', [f"run.seed={'9' * 5000}"], "run.seed: Exceeds the limit"),
+        ('[run]\nname = "x"\nNUM_STEPS = 1\n', [], "unknown key run.NUM_STEPS (is it run.num_steps?)"),
     ],
 )
 def test_what_is_wrong_is_named_by_its_key(tmp_path, text, overrides, message):
     with pytest.raises(ValueError) as caught:
         load_config(write(tmp_path, text), overrides)
     assert message in str(caught.value)
+
+
+def test_a_number_too_large_for_a_float_is_named_by_each_key(tmp_path):
+    """Of every setting that takes a number with a point; whole numbers have their own limits."""
+    types = {key: kind for key, kind in keys_of(JobConfig) if float in (kind, *get_args(kind))}
+    types.pop("reward_weights")  # a table
+    for key in types:
+        with pytest.raises(ValueError, match=rf"{re.escape(key)} must be a number.*, not 10+\.\.\. \(401 characters\)"):
+            load_config(write(tmp_path, '[run]\nname = "x"\n'), [f"{key}={10**400}"])
+    assert len(types) > 15
+    with pytest.raises(ValueError, match=r"reward_weights must be a table, each of a number, not {'x': 10+\.\.\."):
+        load_config(write(tmp_path, '[run]\nname = "x"\n'), [f"reward_weights={{x={10**400}}}"])
+
+
+def keys_of(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    types = get_type_hints(cls)
+    for field in fields(cls):
+        if is_dataclass(types[field.name]):
+            yield from keys_of(types[field.name], f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", types[field.name]
+
+
+def test_a_misspelled_key_of_each_setting_is_refused_with_the_right_one(tmp_path):
+    for key, _ in keys_of(JobConfig):
+        section, dot, name = key.rpartition(".")
+        wrong, hint = f"{section}{dot}{name}_", rf" \(is it {re.escape(key)}\?"
+        with pytest.raises(ValueError, match=rf"unknown key {re.escape(wrong)}{hint}"):
+            load_config(write(tmp_path, '[run]\nname = "x"\n'), [f"{wrong}=1"])
+
+
+def test_a_config_that_is_not_there_but_in_the_package_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot be read: No such file .*; the package's own is .*eight_gpus.toml"):
+        load_config(tmp_path / "configs" / "eight_gpus.toml")
 
 
 def test_every_way_to_train_and_to_sync_can_be_asked_for(tmp_path):
