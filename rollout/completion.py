@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from .sampling_params import SamplingParams
 
 
+UNNAMED_VERSION = "default"  # of weights that no commit has named yet; SGLang's word
+
+
 @dataclass(frozen=True)
 class FinishReason:
     """The reason why a sequence ended. Example: `FinishReason("stop", matched="\\n")`."""

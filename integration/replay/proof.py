@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ...rollout.completion import Completion, DrawnWith
+from ...rollout.completion import UNNAMED_VERSION, Completion, DrawnWith
 from ...rollout.proving.claim import Claim, Drawn, Verdict, claim_of, unproven
 from ...rollout.proving.fields import wrong_fields
 from ...rollout.proving.layout import Task
@@ -176,7 +176,7 @@ class _Replay:
                     name = f"{digest} (version {version})" if version else digest
                     return unproven(f"no weights of digest {name} are at hand{self._source.hint(digest)}")
             known = self._source.versions(str(span.digest))
-            if known and span.version not in known:
+            if known and span.version not in (UNNAMED_VERSION, *known):
                 were = " and ".join(sorted(known))
                 return Verdict("differs", f"version: claimed {span.version!r}, but weights of its digest were {were}")
         return None

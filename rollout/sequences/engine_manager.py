@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 
-from ..completion import FinishReason, NextToken
+from ..completion import UNNAMED_VERSION, FinishReason, NextToken
 from ..grammars.jump import Jump
 from .detokenizer import StopRegexTimeout, Undecodable
 from .manager import TAKES_NO_RESULT, SequenceManager
@@ -22,7 +22,7 @@ class EngineSequenceManager(SequenceManager):
         super().__init__(num_stages)
         self.eos_token_ids = eos_token_ids
         self.max_model_len = max_model_len
-        self.weight_version = "default"
+        self.weight_version = UNNAMED_VERSION
         self.weight_digest: str | None = None
         self._requests: dict[str, Request] = {}
         self.num_constrained = 0  # live requests that follow a grammar

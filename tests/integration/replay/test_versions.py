@@ -142,12 +142,14 @@ def test_the_wrong_version_is_named(trainer, tmp_path):
     save_file({"moment": torch.zeros(2)}, checkpoint / "optimizer.safetensors")
     (checkpoint / "state.json").write_text(json.dumps({"step": 1}))
     trainer.commit()
-    other = copy.deepcopy(answer.receipt)
-    other["spans"][0]["version"] = "2"
+    other, unnamed = copy.deepcopy(answer.receipt), copy.deepcopy(answer.receipt)
+    other["spans"][0]["version"], unnamed["spans"][0]["version"] = "2", "default"
     service = prover_of(trainer.folder / "v2")
     digest = answer.receipt["spans"][0]["digest"]
-    report = service.replay([answer.receipt, sealed(other)], weights=FolderWeights(service, [run], [digest]))
-    assert [v.status for v in report.verdicts] == ["equal", "differs"]
+    receipts = [answer.receipt, sealed(other), sealed(unnamed)]
+    report = service.replay(receipts, weights=FolderWeights(service, [run], [digest]))
+    # An engine that loaded the folder itself claims no version: "default" says that nobody has named its weights.
+    assert [v.status for v in report.verdicts] == ["equal", "differs", "equal"]
     assert report.verdicts[1].what == "version: claimed '2', but weights of its digest were 1"
 
 
