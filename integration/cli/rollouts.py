@@ -62,7 +62,7 @@ def _write_page(folder: Path, step: int, path: Path, tokenizer_path: str | None)
     if tokenizer_path and tokenizer is None:
         raise ValueError(f"--tokenizer {tokenizer_path}: no tokenizer is there")
     data = samples_data(folder, step, tokenizer)
-    with files_of(path):
+    with files_of(path, advice="give --html another path, or make this one writable"):
         path.write_text(static_page(data), encoding="utf-8")
     without = "" if tokenizer is not None else "; tokens are shown by their ids, for the run has no tokenizer"
     print(f"{len(data['samples'])} samples of step {step} in {path}{without}")

@@ -88,8 +88,10 @@ def read_sequence(path: Path, line: int = 0, temperature: float | None = None) -
             found = [json.loads(its) for its in text.split("\n") if its.strip()]
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-    if not 0 <= line < len(found) or not isinstance(found[line], dict):
-        raise ValueError(f"{path} has {len(found)} lines, of which number {line} is no JSON object")
+    if not 0 <= line < len(found):
+        raise ValueError(f"{path} has samples 0 to {len(found) - 1}, not {line}" if found else f"{path} is empty")
+    if not isinstance(found[line], dict):
+        raise ValueError(f"{path}: sample {line} is no JSON object")
     return sequence_of({**found[line], **_replaced(temperature)}, str(path))
 
 

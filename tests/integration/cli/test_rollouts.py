@@ -115,3 +115,10 @@ def test_a_reader_that_ends_early_ends_the_command_quietly_and_nothing_heavy_is_
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 0
+
+
+def test_a_page_that_cannot_be_written_is_named_without_a_word_of_training(folder, capsys):
+    assert cli.main(["rollouts", str(folder), "--html", str(folder / "none" / "page.html")]) == 1
+    said = capsys.readouterr().err
+    assert "page.html cannot be written: No such file or directory; give --html another path" in said
+    assert "--resume" not in said
