@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import httpx
 
@@ -46,6 +47,16 @@ class Verb:
     show: Callable[[object], str]
 
 
+class _Parser(CommandParser):
+    """A parser that says where its options are expected: behind a verb they belong to the verb."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the mistake on stderr and exit with 2."""
+        if any(f" {option}" in message for option in self._option_string_actions if option.startswith("--")):
+            message += f": options come before the verb, as in {self.prog} --url URL state"
+        super().error(message)
+
+
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command. The parser exits after a mistake on the command line."""
     parser.add_argument(
@@ -65,7 +76,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Make the call and print the answer. Returns the exit code. Raises ValueError for a bad url or argument."""
-    parser = CommandParser(
+    parser = _Parser(
         prog="lockstep ctl",
         description="Call a verb of a served engine, or of all engines of a router, from a shell. Options come "
         "before the verb: lockstep ctl --url URL pause --mode retract.",
@@ -76,12 +87,17 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _make_call(options: argparse.Namespace) -> int:
-    url = httpx.URL(options.url)
+    try:
+        url = httpx.URL(options.url)
+    except httpx.InvalidURL as error:
+        raise ValueError(f"--url is http://HOST:PORT, not {options.url!r}: {error}") from None
     if url.scheme not in ("http", "https") or not url.host:
         raise ValueError(f"--url is http://HOST:PORT, not {options.url!r}")
     verb = VERBS[options.verb]
     call = verb.call(options)
     key = options.admin_key or next((os.environ[name] for name in KEY_VARIABLES if os.environ.get(name)), None)
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ValueError("the key must be of printable ASCII characters, as HTTP has it")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     body = None if call.body is None else {"timeout_s": options.timeout, **call.body}
     try:

@@ -108,7 +108,7 @@ def worker_url(text: object) -> str:
         port = parts.port
     except ValueError as error:
         raise ValueError(f"url {text!r}: {error}") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if parts.scheme not in ("http", "https") or not parts.hostname or any(map(str.isspace, parts.hostname)):
         raise ValueError(f"url {text!r} must be http://HOST:PORT")
     if parts.username is not None or parts.path not in ("", "/") or parts.query or parts.fragment:
         raise ValueError(f"url {text!r} must be http://HOST:PORT and nothing more")

@@ -155,14 +155,25 @@ def test_a_refusal_is_exit_code_1_with_the_engines_reason(run, service):
         ["release", "disk"],
         ["--timeout", "0", "state"],
         ["--url", "localhost", "state"],
+        ["--url", "http://127.0.0.1:x", "state"],
+        ["--url", "http://[::1", "state"],
+        ["--admin-key", "schlüssel", "state"],
+        ["--admin-key", "a\nb", "state"],
     ],
 )
 def test_wrong_usage_is_exit_code_2_in_one_line(run, arguments, capsys):
     try:
-        code = run(*arguments)[0]
+        code, _, errors = run(*arguments)
     except SystemExit as ended:
-        code = ended.code
+        code, errors = ended.code, capsys.readouterr().err
     assert code == 2
+    assert errors.startswith("lockstep: error: ") and errors.count("\n") == 1
+
+
+def test_options_behind_the_verb_are_answered_with_their_place(capsys):
+    with pytest.raises(SystemExit):
+        main(["ctl", "state", "--url", "http://127.0.0.1:1"])
+    assert "unrecognized arguments: --url http://127.0.0.1:1: options come before the verb" in capsys.readouterr().err
 
 
 def test_nobody_there_is_exit_code_3(capsys):

@@ -383,7 +383,17 @@ def test_urls_have_one_form_and_what_is_none_is_refused():
     first, is_new = registry.add("http://h:1/")
     assert is_new and registry.add("h:1") == (first, False)
     assert registry.find("http://h:1") is registry.find(first.id) is first
-    for wrong in ("", "ftp://h:1", "http://u:p@h:1", "http://h:1/path", "http://h:99999", "http://h:1?x=1", 3, None):
+    for wrong in (
+        "",
+        "ftp://h:1",
+        "http://u:p@h:1",
+        "http://h:1/path",
+        "http://h:99999",
+        "http://h:1?x=1",
+        "a b:1",
+        3,
+        None,
+    ):
         with pytest.raises(ValueError, match="url"):
             worker_url(wrong)
 
