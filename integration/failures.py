@@ -58,6 +58,11 @@ def file_failure(error: OSError | SafetensorError, path: Path, verb: str = "writ
     return FileFailed(f"{path} cannot be {verb}: {reason}; {advice or f'{remedy}, then {RESUME}'}")
 
 
+def of_permission(error: PermissionError) -> str:
+    """Return the one line of a file or folder that this user may not use."""
+    return f"{error.filename or 'a file'}: {error.strerror or error}"
+
+
 def show_place_in_user_code(error: Exception) -> None:
     """Print the traceback of an error that a user's function has raised, or a library that it called: its place is what
     its author looks for. Errors of this package have their place in their message."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
+from ..failures import FileFailed, of_permission
 from ..one_line import in_the_last_line
 from .settings.config import JobConfig, load_config
 
@@ -61,7 +62,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             return 0
         if rank == "0" and (warning := distortion_warning(config)):
             logger.warning(warning)
-    except ValueError as error:
+    except (ValueError, PermissionError) as error:
         # Every rank finds the same faults, before a process group exists that could hang; one rank reports them.
         if rank != "0" and _is_ended_by_launcher():
             return 2
@@ -71,7 +72,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 def _run(config: JobConfig, rank: str, *, resume: bool) -> int:
     """Run the job on this rank. Returns the exit code. Of a failure that concerns all ranks one rank reports."""
-    from ..failures import EngineFailed, FileFailed, PolicyDiverged, show_place_in_user_code
+    from ..failures import EngineFailed, PolicyDiverged, show_place_in_user_code
     from .results.run_folder import owned_folder
 
     try:
@@ -126,6 +127,8 @@ def _is_ended_by_launcher(timeout_s: float | None = None) -> bool:
 
 
 def _report(error: Exception, code: int = 2) -> int:
+    if isinstance(error, PermissionError) and not isinstance(error, FileFailed):
+        error = ValueError(of_permission(error))
     with suppress(OSError):  # where the log's disk is full too, the exit code has to do
         print(f"lockstep: error: {in_the_last_line(error)}", file=sys.stderr, flush=True)
     return code
@@ -152,7 +155,7 @@ def run(config: JobConfig, *, resume: bool) -> None:
 
 def _train(config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
     from ...rollout.errors import BrokenLogits
-    from ..failures import RESUME, EngineFailed, FileFailed, PolicyDiverged
+    from ..failures import RESUME, EngineFailed, PolicyDiverged
     from ..lost_ranks import leave, loss_of
     from .job import GrpoJob
     from .results.run_folder import say

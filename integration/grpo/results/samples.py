@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 FOLDER = "rollouts"
 TOKENIZER = "tokenizer"  # in that folder
 _SUFFIX = ".jsonl.zst"
+_NAME = re.compile(rf"step-(\d+){re.escape(_SUFFIX)}")
 _LEVEL = 3
 
 
@@ -149,9 +151,13 @@ def _remove(folder: Path, step: int) -> None:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Return the steps, counted from 1, whose samples a run's folder holds, in order."""
-    names = [path.name for path in (folder / FOLDER).glob(f"step-*{_SUFFIX}")]
-    return sorted(int(name.removeprefix("step-").removesuffix(_SUFFIX)) for name in names)
+    """Return the steps, counted from 1, whose samples a run's folder holds, in order. Raises PermissionError for a
+    folder that may not be read."""
+    try:
+        names = os.listdir(folder / FOLDER)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
 
 
 def sample_path(folder: Path, step: int) -> Path:

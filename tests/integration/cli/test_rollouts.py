@@ -11,6 +11,7 @@ import pytest
 
 from lockstep.integration.cli import main as cli
 from lockstep.integration.grpo.results.samples import SampleFiles
+from lockstep.tests.support.closed_folders import closed
 
 
 def row(name: str, reward: float, num_tokens: int, **more: object) -> dict[str, object]:
@@ -122,3 +123,18 @@ def test_a_page_that_cannot_be_written_is_named_without_a_word_of_training(folde
     said = capsys.readouterr().err
     assert "page.html cannot be written: No such file or directory; give --html another path" in said
     assert "--resume" not in said
+
+
+@pytest.mark.parametrize("place", [".", "rollouts"])
+def test_a_folder_that_may_not_be_read_is_named_and_not_taken_for_an_empty_one(folder, capsys, place):
+    assert cli.main(["rollouts", str(folder)]) == 0
+    with closed(folder / place):
+        code = cli.main(["rollouts", str(folder)])
+    said = capsys.readouterr().err
+    assert code == 2 and said.startswith("lockstep: error: /") and said.endswith(": Permission denied\n")
+
+
+def test_files_of_other_names_beside_the_samples_are_passed_over(folder, capsys):
+    (folder / "rollouts" / "step-old.jsonl.zst").write_bytes(b"")
+    assert cli.main(["rollouts", str(folder), "--best", "1"]) == 0
+    assert "step 3 (steps 1 to 3 are there)" in capsys.readouterr().out

@@ -15,6 +15,7 @@ import pytest
 from lockstep.integration.failures import RESUME
 from lockstep.integration.grpo.main import main
 from lockstep.integration.grpo.tasks.arithmetic import build_tokenizer
+from lockstep.tests.support.closed_folders import closed
 
 CONFIG = Path(__file__).parents[4] / "configs" / "arithmetic_cpu.toml"
 
@@ -54,3 +55,13 @@ def test_check_names_a_damaged_model_folder_in_one_line(make_model, tmp_path, ca
 def configure(folder: Path, **values: object) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_run_that_may_not_be_read_is_not_resumed(tmp_path, capsys):
+    (tmp_path / "arithmetic" / "checkpoints").mkdir(parents=True)
+    given = [str(CONFIG), "--check", "--resume", f"run.dir={tmp_path}"]
+    assert main(given) == 0
+    with closed(tmp_path):
+        code = main(given)
+    said = capsys.readouterr().err
+    assert code == 2 and said.count("\n") == 1 and said.endswith(": Permission denied\n")
