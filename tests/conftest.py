@@ -6,6 +6,7 @@ Every test loads this file, tests of modules without torch too: fixtures import 
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -101,7 +102,24 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave modules without slow tests unread where slow tests alone are asked for: that is most of a collection."""
+    is_slow_alone = str(config.option.markexpr).startswith("slow")
+    if is_slow_alone and collection_path.name.startswith("test_") and not _says_slow(collection_path):
+        return True
+    return None
+
+
+@functools.cache
+def _says_slow(path: Path) -> bool:
+    return "slow" in path.read_text(encoding="utf-8").lower()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") and not _says_slow(item.path):
+            raise pytest.UsageError(f"{item.nodeid} is slow, and its module does not say so: `-m slow` leaves it out")
+
     def place(item: pytest.Item) -> int:
         module = item.path.with_suffix("").as_posix()
         return next((index for index, name in enumerate(LONGEST) if module.endswith(name)), len(LONGEST))

@@ -23,6 +23,10 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 
 SHAPES = pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), (2, 2)], ids=["tp2", "pp2", "tp2-pp2"])
+# Of a test whose parts are other tests of one rank: each kind of ranks alone, and in the exhaustive suite both at once.
+SHAPES_ALONE = pytest.mark.parametrize(
+    ("tp", "pp"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.exhaustive)], ids=["tp2", "pp2", "tp2-pp2"]
+)
 MODES = ("abort", "retract", "in_place")
 # Of the longest test: each shape has every mode at every step, in one of two settings.
 SETTINGS = (
@@ -125,7 +129,7 @@ def test_any_pause_at_any_step_of_a_replica_changes_no_bit(make_model, run_world
 
 
 @pytest.mark.slow
-@SHAPES
+@SHAPES_ALONE
 def test_aborts_flushes_and_a_full_pool_of_a_replica_lose_nothing(make_model, run_world, tp, pp):
     tests, model = load("test_interruption"), make_model("qwen3")
 
