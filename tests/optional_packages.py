@@ -32,6 +32,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "integration/cli/test_ctl.py": SERVE,
     "integration/cli/test_rollouts.py": JOB,
     "integration/cli/test_served_model.py": SERVE,
+    "integration/cli/test_tinker.py": (*SERVE, "peft"),
     "integration/grpo/environments/test_adapters.py": ("reasoning_gym",),
     "integration/grpo/rewards/test_packages.py": ("math_verify", "reasoning_gym"),
     "integration/grpo/test_job.py": JOB,

@@ -26,18 +26,21 @@ def run(arguments: Sequence[str]) -> int:
     if options.dtype is not None:
         engine_settings["dtype"] = options.dtype
     engine = named("engine", lambda: EngineConfig.from_dict(engine_settings))
-    given = {"host": options.host, "port": options.port, "api_key": options.api_key}
-    http = build(HttpConfig, {name: value for name, value in given.items() if value is not None})
+    address = {"host": options.host, "port": options.port, "api_key": options.api_key}
+    http = build(HttpConfig, {name: value for name, value in address.items() if value is not None})
     from ..tinker.serving.server import check, serve  # heavy imports come after the checks
     from ..tinker.training.config import TinkerConfig
 
     size = parse_kv_size(options.microbatch_bytes).num_bytes
     if size is None:
         raise ValueError(f"--microbatch-bytes: {options.microbatch_bytes!r} is no number of bytes (2GiB)")
-    config = TinkerConfig(
-        options.served_model_name or name_of(options.model), Path(options.checkpoints), options.max_lora_rank,
-        options.max_models, options.max_snapshots, session_timeout_s=options.session_timeout, microbatch_bytes=size,
-    )  # fmt: skip
+    given = {
+        "model_name": options.served_model_name or name_of(options.model), "checkpoints": Path(options.checkpoints),
+        "max_lora_rank": options.max_lora_rank, "max_models": options.max_models,
+        "max_snapshots": options.max_snapshots, "session_timeout_s": options.session_timeout,
+        "microbatch_bytes": size,
+    }  # fmt: skip
+    config = named("--limit", lambda: build(TinkerConfig, read_settings("--limit", options.limit) | given))
     named("engine", lambda: check(engine, http))
     logging.getLogger(PACKAGE).setLevel(logging.INFO)
 
@@ -103,5 +106,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--engine", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
         help="engine settings: kv_cache=2GiB max_num_seqs=64 ...",
+    )  # fmt: skip
+    parser.add_argument(
+        "--limit", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
+        help="further limits: max_open_samples=32768 max_requests_ahead=1024 poll_s=20 result_s=60",
     )  # fmt: skip
     return parser.parse_args(arguments)

@@ -89,7 +89,7 @@ async def retrieve_future(request: Request) -> Response:
     promise = served.sessions.promises.get(body.request_id)
     if promise is None:
         raise HttpError(410, f"request {body.request_id} is not known any more", code="gone")
-    answer = await promise.wait(served.config.poll_s)
+    answer = await served.sessions.promises.fetch(promise, served.config.poll_s)
     if answer is None:
         again = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
         return JSONResponse(again, 408)

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -54,14 +54,11 @@ def failure(error: BaseException) -> Answer:
 class Promise:
     """The answer to one request, once it is there. Any thread may set it, once."""
 
-    def __init__(self, request_id: str, body_digest: bytes = b"") -> None:
-        self.request_id, self.body_digest = request_id, body_digest
+    def __init__(self, request_id: str, body_digest: bytes = b"", num_samples: int = 1) -> None:
+        """Make a promise. num_samples: by which an answer that is not fetched counts."""
+        self.request_id, self.body_digest, self.num_samples = request_id, body_digest, num_samples
         self.fetched_at: float | None = None  # of time.monotonic
         self._answer: Future[Answer] = Future()
-
-    @property
-    def is_done(self) -> bool:
-        return self._answer.done()
 
     def set(self, answer: Answer) -> None:
         """Set the answer, unless it is there."""
@@ -76,44 +73,52 @@ class Promise:
         """Return the answer; None: it did not come in time. Called on the event loop."""
         if not self._answer.done():
             await asyncio.wait([asyncio.wrap_future(self._answer)], timeout=timeout_s)
-        if not self._answer.done():
-            return None
-        self.fetched_at = time.monotonic()
-        return self._answer.result()
+        return self._answer.result() if self._answer.done() else None
 
 
 class Promises:
     """The promises of all sessions, by request. Used on the event loop."""
 
     def __init__(self, most: int, kept_s: float) -> None:
-        """Take the limits: of promises that are open, and of the time for which a fetched answer is kept."""
+        """Take the limits: of samples that are not fetched, and of the time for which a fetched answer is kept."""
         self._most, self._kept_s = most, kept_s
         self._promises: dict[str, Promise] = {}
-
-    def __len__(self) -> int:
-        return len(self._promises)
+        self._num_open = 0  # samples of the promises that are not fetched
 
     def get(self, request_id: str) -> Promise | None:
         """Return a promise; None: it is not known, or forgotten."""
         return self._promises.get(request_id)
 
-    def add(self, request_id: str, body_digest: bytes) -> Promise:
+    def add(self, request_id: str, body_digest: bytes, num_samples: int = 1) -> Promise:
         """Add a promise. Raises TooMany where too many answers are waited for or not fetched."""
-        if len(self._promises) >= self._most:
-            self.forget_fetched()
-        if len(self._promises) >= self._most:
-            raise TooMany(f"{self._most} requests are open (--max-open-requests)")
-        promise = self._promises[request_id] = Promise(request_id, body_digest)
+        if self._num_open + num_samples > self._most:
+            raise TooMany(
+                f"{self._num_open} samples are open, and {num_samples} more are asked for (--limit max_open_samples=N)"
+            )
+        self._num_open += num_samples
+        promise = self._promises[request_id] = Promise(request_id, body_digest, num_samples)
         return promise
+
+    async def fetch(self, promise: Promise, timeout_s: float) -> Answer | None:
+        """Return the answer of a promise, which is forgotten a while later; None: it did not come in time."""
+        answer = await promise.wait(timeout_s)
+        if answer is not None:
+            if promise.fetched_at is None and self._promises.get(promise.request_id) is promise:
+                self._num_open -= promise.num_samples
+            promise.fetched_at = time.monotonic()
+        return answer
 
     def forget_fetched(self) -> None:
         """Forget the answers that were fetched long enough ago."""
         before = time.monotonic() - self._kept_s
-        for request_id, one in list(self._promises.items()):
-            if one.fetched_at is not None and one.fetched_at < before:
-                del self._promises[request_id]
+        self._forget(one for one in self._promises.values() if one.fetched_at is not None and one.fetched_at < before)
 
     def forget(self, prefix: str) -> None:
         """Forget the promises whose ids begin so."""
-        for request_id in [one for one in self._promises if one.startswith(prefix)]:
-            del self._promises[request_id]
+        self._forget(one for one in self._promises.values() if one.request_id.startswith(prefix))
+
+    def _forget(self, promises: Iterable[Promise]) -> None:
+        for one in list(promises):
+            del self._promises[one.request_id]
+            if one.fetched_at is None:
+                self._num_open -= one.num_samples

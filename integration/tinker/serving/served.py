@@ -27,12 +27,11 @@ class Served:
     def __init__(self, trainer: Trainer, config: TinkerConfig, sessions: Sessions) -> None:
         self.config, self.sessions, self.checkpoints = config, sessions, trainer.checkpoints
         self.max_model_len = min(trainer.engine.max_model_len, trainer.engine.model.max_model_len)
-        self.model_names = {config.model_name, config.model_name.rstrip("/")}
         self._timer: asyncio.TimerHandle | None = None
 
     def check_base(self, name: str) -> None:
         """Raise HttpError 404 for a base model that is not served."""
-        if name not in self.model_names and name.rstrip("/") not in self.model_names:
+        if name.rstrip("/") != self.config.model_name.rstrip("/"):
             raise HttpError(404, f"base_model {name[:200]!r} is not served; this server has {self.config.model_name!r}")
 
     def sweep_every(self, seconds: float) -> None:

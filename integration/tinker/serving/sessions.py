@@ -66,7 +66,7 @@ class Sessions:
 
     def __init__(self, config: TinkerConfig, worker: Worker) -> None:
         self._config, self._worker = config, worker
-        self.promises = Promises(config.max_open_requests, config.result_s)
+        self.promises = Promises(config.max_open_samples, config.result_s)
         self._sessions: dict[str, Session] = {}
 
     def __iter__(self) -> Iterator[Session]:
@@ -230,7 +230,7 @@ class Sessions:
         request_id = f"{sampler.sampler_id}:{seq}"
         if (known := self._same(request_id, digest)) is not None:
             return known
-        promise = self.promises.add(request_id, digest)
+        promise = self.promises.add(request_id, digest, request.params.n)
         self._worker.put(SampleJob(sampler.weights, request, promise))
         return promise
 

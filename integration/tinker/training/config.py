@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-_COUNTS = ("max_lora_rank", "max_models", "max_snapshots", "max_open_requests", "max_requests_ahead")
+_COUNTS = ("max_lora_rank", "max_models", "max_snapshots", "max_open_samples", "max_requests_ahead")
 _SECONDS = ("session_timeout_s", "poll_s", "result_s")
 
 
@@ -19,7 +19,9 @@ class TinkerConfig:
     max_lora_rank: int = 64
     max_models: int = 16  # adapters in training at a time; beyond: 429, which clients wait for
     max_snapshots: int = 64  # adapters kept for sampling; the one not used for longest goes first
-    max_open_requests: int = 1 << 14  # that wait, run, or have an answer that is not fetched; beyond: 429
+    max_open_samples: int = (
+        1 << 15
+    )  # samples and other requests whose answers are not there or not fetched; beyond: 429
     max_requests_ahead: int = 1024  # requests of a model that may wait for one with a smaller seq_id
     session_timeout_s: float = 300.0  # a session without a heartbeat for so long ends; the SDK sends one each 10 s
     poll_s: float = 20.0  # a question for an answer waits so long for it; the SDK gives up after 45 s and asks again

@@ -201,7 +201,7 @@ def test_models_that_are_gone_and_strangers_are_refused(client):
 
 
 def test_numbers_of_models_wait_and_are_limited(serve):
-    limits = {"max_models": 2, "max_requests_ahead": 3, "max_open_requests": 6, "result_s": 0.01}
+    limits = {"max_models": 2, "max_requests_ahead": 3, "max_open_samples": 6}
     with serve(**limits) as server, Client(server.url) as client:
         models = [client.model() for _ in range(2)]
         body = {"session_id": client.session, "model_seq_id": 9, "base_model": client.base,
@@ -213,6 +213,7 @@ def test_numbers_of_models_wait_and_are_limited(serve):
             assert models[0].send_pass(DATA, seq=seq).status_code == 200
         client.answer(client.post("unload_model", model_id=models[1].model_id)["request_id"])
         client.answer(client.post("create_model", **body)["request_id"])
+        assert client.sampler().send([1], 7, max_tokens=1).status_code == 429
         answers = [client.sampler().send([1], max_tokens=1) for _ in range(6)]
         assert answers[-1].status_code == 429, "the answers that nobody fetches are counted"
 
