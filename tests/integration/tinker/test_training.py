@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import numpy as np
 import peft
@@ -13,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from lockstep.integration.tinker.training.checkpoints import Checkpoints
 from lockstep.rollout.model.adapters.folder import AdapterFolder
 from lockstep.tests.integration.tinker.conftest import serving
-from lockstep.tests.support.tinker_client import Client, datum, sampled_datum
+from lockstep.tests.support.tinker_client import Client, datum, read_samples, sampled_datum
 
 PROMPTS = [[3, 17, 90, 4, 55], [7] * 3 + list(range(40, 75)), [250]]
 DATA = [
@@ -272,3 +274,33 @@ def test_adapters_are_on_the_layers_that_were_asked_for(serve, folder, kinds):
     of_kind = {"train_attn": {"q_proj", "k_proj", "v_proj", "o_proj"}, "train_unembed": {"lm_head"},
                "train_mlp": {"gate_proj", "up_proj", "down_proj"}}  # fmt: skip
     assert layers == set().union(*(own for kind, own in of_kind.items() if kinds.get(kind, True)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_clients_at_the_same_time_have_the_bits_that_each_has_alone(serve, dtype):
+    """Adapters of one rank, whose training runs between the steps of samples, and of others, which wait for them."""
+    ranks = [2, 4, 4, 3]
+
+    def run(client, place):
+        model = client.model(rank=ranks[place], seed=place)
+        found = []
+        for step in range(3):
+            sampler = model.sampler()
+            sent = [sampler.send(prompt, 2, max_tokens=20, seed=step, stop=[]).json() for prompt in PROMPTS]
+            found.append(model.train(DATA, learning_rate=3e-2))
+            drawn = [read_samples(client.answer(one["request_id"]).content)["sequences"] for one in sent]
+            data = [sampled_datum(p, one) for p, its in zip(PROMPTS, drawn, strict=True) for one in its]
+            found.append((drawn, model.train(data, "importance_sampling")))
+        return found
+
+    with serve(dtype) as server:
+        alone = []
+        for place in range(len(ranks)):
+            with Client(server.url) as client:
+                alone.append(run(client, place))
+        for _ in range(3):
+            with ExitStack() as entered, ThreadPoolExecutor(len(ranks)) as pool:
+                clients = [entered.enter_context(Client(server.url)) for _ in ranks]
+                together = list(pool.map(run, clients, range(len(ranks))))
+            assert together == alone
