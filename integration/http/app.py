@@ -23,7 +23,7 @@ from .generation import generate
 from .observe import debug_page, health, loads, metrics, model_info, rollouts, server_info, state
 from .observe.traffic import Traffic, TrafficMiddleware
 from .openai import api as openai_api
-from .vllm import areal, tokens
+from .vllm import areal, plain_generate, tokens
 from .vllm import checker as vllm_checker
 from .vllm import control as vllm_control
 from .vllm import generate as vllm_generate
@@ -37,6 +37,7 @@ ROUTERS = (
     openai_api,
     conversation_verbs,
     vllm_generate,
+    plain_generate,
     vllm_control,
     vllm_weights,
     vllm_checker,

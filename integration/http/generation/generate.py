@@ -1,4 +1,4 @@
-"""POST | PUT /generate: SGLang's own generation call."""
+"""SGLang's own generation call, and the one that renews answers."""
 
 from __future__ import annotations
 
@@ -19,41 +19,40 @@ from ..edge.bodies import describe, read_as
 from ..edge.errors import HttpError, as_http_error
 from .admission import Size
 from .asked import Asked
-from .body import GenerateBody, GenerateRequest, RenewBody, has_stop_regex, read_generate, read_renew
+from .body import GenerateRequest, RenewBody, has_stop_regex, read_generate, read_renew
 from .encoding import chunk_cost, completion_cost, copy_cost
 from .going_on import Moving, read_moving
 from .meta import Wanted, meta_info, stream_meta
 from .seam import Seam
 from .session_turns import answer_turn, begin_turn
 from .sse import DONE, GrowingList, GrowingText, Piece, dumps, event, event_of
-from .subscriptions import Subscription, hub_of
+from .subscriptions import Hub, Subscription, hub_of
 
 router = APIRouter()
-
-
-@router.put("/generate", openapi_extra=describe(GenerateBody), operation_id="generate_put")
-@router.post("/generate", openapi_extra=describe(GenerateBody), operation_id="generate_post")
-async def generate(request: Request) -> Response:
-    """Complete one prompt or several. An aborted request is answered too, with its output so far."""
-    return await _answer(request, read_generate)
 
 
 @router.post("/renew", openapi_extra=describe(RenewBody))
 async def renew(request: Request) -> Response:
     """Answer as /generate would now, with the noise of earlier answers: their tokens that come again cost a prefill."""
-    return await _answer(request, read_renew)
-
-
-async def _answer(request: Request, read: Callable[..., GenerateRequest]) -> Response:
     received = time.monotonic()
     hub = hub_of(request.app)
     hub.refuse_if_draining()
 
-    def reads(values: dict[str, object]) -> tuple[GenerateRequest, Moving]:
-        moving = Moving() if read is read_renew else read_moving(values)
-        return read(values, engine=hub.engine, limits=hub.limits), moving
+    def read(values: dict[str, object]) -> GenerateRequest:
+        return read_renew(values, engine=hub.engine, limits=hub.limits)
 
-    ask, moving = await read_as(request, reads, is_slow=has_stop_regex, ends_with_client=True)
+    ask = await read_as(request, read, is_slow=has_stop_regex, ends_with_client=True)
+    return await answer_generate(request, ask, Moving(), received)
+
+
+def generate_reader(hub: Hub) -> Callable[[dict[str, object]], tuple[GenerateRequest, Moving]]:
+    """Return a function that reads and checks the fields of /generate. It raises BadField."""
+    return lambda values: (read_generate(values, engine=hub.engine, limits=hub.limits), read_moving(values))
+
+
+async def answer_generate(request: Request, ask: GenerateRequest, moving: Moving, received: float) -> Response:
+    """Answer a checked request, or a stream's, which came at a time of the monotonic clock."""
+    hub = hub_of(request.app)
     turn = begin_turn(request, ask.session, ask.rids[0])
     return await answer_turn(hub, request, GenerateReply(ask, hub.engine, received, turn, moving), turn)
 

@@ -108,26 +108,37 @@ class InferenceReply:
 
     def whole(self, completions: list[Completion]) -> object:
         """See `Reply.whole`."""
-        for completion in completions:
-            refuse_ignored(completion)
-        completions = list(map(Seam(self.moving, self.engine).completion, count(), completions))
+        completions = self.joined(completions)
         ask, [first, *_] = self.request, completions
-        scored = None
-        if ask.num_prompt_top is not None:
-            scored = prompt_logprobs(first, ask.num_prompt_top, self._text_of)
         listed = first.prompt_listed_logprobs if ask.has_listed and ask.num_prompt_top is not None else None
         return {
             **self._head(),
             "usage": _usage(completions),
             "choices": [self._choice(completion) for completion in completions],
-            "prompt_logprobs": scored,
+            "prompt_logprobs": self.scored(first),
             "prompt_token_ids": first.prompt_ids if ask.return_token_ids else None,
             "prompt_token_id_logprobs": None if listed is None else [
-                at and {str(id): _finite(logprob) for logprob, id in at} for at in listed
+                at and {str(id): finite(logprob) for logprob, id in at} for at in listed
             ],
             "mm_placeholders": self._places(),
             **dict.fromkeys(("metrics", "kv_transfer_params", "ec_transfer_params")),
         }  # fmt: skip
+
+    def joined(self, completions: Sequence[Completion]) -> list[Completion]:
+        """Return completions with the parts that other workers had drawn. Raises where the engine has ignored one."""
+        for completion in completions:
+            refuse_ignored(completion)
+        return list(map(Seam(self.moving, self.engine).completion, count(), completions))
+
+    def scored(self, first: Completion) -> list[dict[str, Entry] | None] | None:
+        """List the log-probabilities of the prompt; None where they were not asked for."""
+        num_top = self.request.num_prompt_top
+        return None if num_top is None else prompt_logprobs(first, num_top, self._text_of)
+
+    @staticmethod
+    def versions(c: Completion) -> list[Entry]:
+        """List the weights' versions that drew the tokens of a completion."""
+        return [{"version": span.version, "start": span.start, "end": span.end} for span in c.weight_versions]
 
     async def events(self, subscription: Subscription) -> AsyncIterator[bytes]:
         """Make the events: each has only what is new. The first has the prompt where it is asked for, the last of each
@@ -184,23 +195,23 @@ class InferenceReply:
     def _choice(self, c: Completion) -> Entry:
         found: Entry = {
             "index": c.index,
-            **_ending(c),
+            **ending(c),
             "token_ids": c.token_ids,
             "logprobs": self._logprobs(c.token_ids, c.logprobs, c.top_logprobs, c.listed_logprobs),
             "routed_experts": None,
             "sampling_mask": None,
-            "weight_versions": _versions(c),
+            "weight_versions": self.versions(c),
         }
         found |= _receipt(c)
         return found | {"text": c.text} if self.request.has_text else found
 
     def _delta(self, chunk: StreamChunk, index: int) -> Entry:
         logprobs = self._logprobs(chunk.token_ids, chunk.logprobs, chunk.top_logprobs, chunk.listed_logprobs)
-        found: Entry = {"index": index, "token_ids": chunk.token_ids, "logprobs": logprobs, **_ending(chunk.completion)}
+        found: Entry = {"index": index, "token_ids": chunk.token_ids, "logprobs": logprobs, **ending(chunk.completion)}
         if self.request.has_text:
             found["text"] = chunk.text
         if chunk.completion is not None:
-            found["weight_versions"] = _versions(chunk.completion)
+            found["weight_versions"] = self.versions(chunk.completion)
             found |= _receipt(chunk.completion)
         return found
 
@@ -229,27 +240,25 @@ class InferenceReply:
         # Without a text the token's name is its id, as OpenAI's calls have it with return_tokens_as_token_ids:
         # `renderers`, the client of verifiers and prime-rl, compares it.
         name = self._text_of(id) if self.request.has_text else token_name(id)
-        return {"token_id": id, "token": name, "logprob": _finite(logprob), "rank": rank}
+        return {"token_id": id, "token": name, "logprob": finite(logprob), "rank": rank}
 
     @property
     def _text_of(self) -> Callable[[int], str]:
         return text_of_token(self.engine) or (lambda token_id: "")
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """Return a log-probability that JSON can have."""
     return logprob if math.isfinite(logprob) else _LEAST
 
 
-def _ending(c: Completion | None) -> Entry:
+def ending(c: Completion | None) -> Entry:
+    """Return why a completion has ended, in vLLM's words; None for one that has not."""
     reason = None if c is None else c.finish_reason
     return {
         "finish_reason": None if reason is None else reason.type,
         "stop_reason": None if reason is None else reason.matched,
     }
-
-
-def _versions(c: Completion) -> list[Entry]:
-    return [{"version": span.version, "start": span.start, "end": span.end} for span in c.weight_versions]
 
 
 def _receipt(c: Completion) -> Entry:
