@@ -58,9 +58,10 @@ def file_failure(error: OSError | SafetensorError, path: Path, verb: str = "writ
     return FileFailed(f"{path} cannot be {verb}: {reason}; {advice or f'{remedy}, then {RESUME}'}")
 
 
-def of_permission(error: PermissionError) -> str:
-    """Return the one line of a file or folder that this user may not use."""
-    return f"{error.filename or 'a file'}: {error.strerror or error}"
+def of_path(error: OSError) -> str | None:
+    """Return the one line of a path that cannot be used: this user may not, or its name is too long, say. None for an
+    error that is of no path."""
+    return None if error.filename is None else " ".join(f"{error.filename}: {error.strerror}".split())
 
 
 def show_place_in_user_code(error: Exception) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO, cast
 
-from ..failures import FileFailed, of_permission
+from ..failures import FileFailed, of_path
 from ..one_line import in_the_last_line
 from ..version import version
 from .arguments.parser import CommandParser
@@ -124,8 +124,10 @@ def _run(arguments: Sequence[str] | None) -> int:
     except FileFailed as error:
         print(f"lockstep: error: {in_the_last_line(error)}", file=sys.stderr, flush=True)
         return 1
-    except PermissionError as error:
-        print(f"lockstep: error: {of_permission(error)}", file=sys.stderr, flush=True)
+    except OSError as error:
+        if (line := of_path(error)) is None:
+            raise
+        print(f"lockstep: error: {line}", file=sys.stderr, flush=True)
         return 2
     except (MemoryError, RuntimeError) as error:
         if (line := _condition_of(error)) is None:

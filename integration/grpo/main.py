@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from ..failures import FileFailed, of_permission
+from ..failures import FileFailed, of_path
 from ..one_line import in_the_last_line
 from .settings.config import JobConfig, load_config
 
@@ -62,7 +62,9 @@ def _main(arguments: Sequence[str] | None) -> int:
             return 0
         if rank == "0" and (warning := distortion_warning(config)):
             logger.warning(warning)
-    except (ValueError, PermissionError) as error:
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and of_path(error) is None:
+            raise
         # Every rank finds the same faults, before a process group exists that could hang; one rank reports them.
         if rank != "0" and _is_ended_by_launcher():
             return 2
@@ -127,10 +129,9 @@ def _is_ended_by_launcher(timeout_s: float | None = None) -> bool:
 
 
 def _report(error: Exception, code: int = 2) -> int:
-    if isinstance(error, PermissionError) and not isinstance(error, FileFailed):
-        error = ValueError(of_permission(error))
+    line = of_path(error) if isinstance(error, OSError) else None
     with suppress(OSError):  # where the log's disk is full too, the exit code has to do
-        print(f"lockstep: error: {in_the_last_line(error)}", file=sys.stderr, flush=True)
+        print(f"lockstep: error: {line or in_the_last_line(error)}", file=sys.stderr, flush=True)
     return code
 
 

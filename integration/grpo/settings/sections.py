@@ -9,6 +9,7 @@ from .section import Fault, Section, bytes_of, negative, not_among, not_positive
 
 DTYPES = ("float32", "bfloat16")
 _LONGEST_S = 10**9  # longer than that no timer waits
+_LONGEST_NAME = 240  # bytes: file systems have 255, and files beside the folder have longer names
 UNDOS = ("tensors", "none")
 
 
@@ -40,6 +41,8 @@ class RunSettings(Section):
             found.append(("timeout_s", f"must be at most {_LONGEST_S}, not {self.timeout_s}"))
         if self.name in ("", ".", "..") or "/" in self.name:
             found.append(("name", f"must be a folder name, not {self.name!r}"))
+        if (length := len(self.name.encode(errors="replace"))) > _LONGEST_NAME:
+            found.append(("name", f"must have at most {_LONGEST_NAME} bytes, not {length}"))
         return found
 
 

@@ -92,6 +92,10 @@ def test_version_is_that_of_setup_cfg(capsys):
         (["generate", "--model", "m"], "--input standard input: holds no prompt"),
         (["generate", "--model", "m", "--input", "nowhere"], "--input nowhere: cannot be read"),
         (["train", "nowhere.toml"], "config 'nowhere.toml' cannot be read"),
+        (["serve", "--model", "x" * 300], "x/config.json: File name too long"),
+        (["rollouts", "x" * 300], "x: File name too long"),
+        (["train", CONFIG, f"run.name={'ü' * 125}", "--check"], "run.name must have at most 240 bytes, not 250"),
+        (["train", CONFIG, f"model.path={'x' * 300}", "--check"], "xx' is no model folder"),
         (["train", CONFIG, "train.lerning_rate=1"], "unknown key train.lerning_rate"),
         (
             ["train", CONFIG, "rollout.prompts_per_step=7", "--nproc-per-node", "2"],
