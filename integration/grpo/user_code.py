@@ -35,6 +35,10 @@ def imported(location: str, what: str, or_else: str = "") -> object:
         found: object = _module(module_name)
     except ImportError as error:
         raise ValueError(f"{what} {location!r}: cannot import {module_name!r}: {_one_line(error)}") from error
+    except SystemExit as error:
+        why = f"importing {module_name!r} ends the program (exit code {error.code})"
+        remedy = 'put what it runs as a program behind `if __name__ == "__main__":`'
+        raise ValueError(f"{what} {location!r}: {why}: {remedy}") from error
     except SyntaxError as error:
         where = f"{error.filename}:{error.lineno}"
         raise ValueError(f"{what} {location!r}: {where}: {_one_line(error.msg)}") from error

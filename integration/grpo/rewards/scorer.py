@@ -126,6 +126,14 @@ class _Form:
 
     def values(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Value]:
         """Return the checked value of each completion."""
+        who = f"reward {self.location!r}"
+        try:
+            values = self._returned(problems, completions)
+        except SystemExit as error:  # else the job would end without a word
+            raise ValueError(f"{who} ends the program (exit code {error.code}): it must return a number") from error
+        return [checked_value(value, who, problem.source) for value, problem in zip(values, problems, strict=True)]
+
+    def _returned(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Sequence[Any]:
         if self._is_batched:
             info = (
                 {"info": [_info(*pair) for pair in zip(problems, completions, strict=True)]} if self._has_info else {}
@@ -138,12 +146,10 @@ class _Form:
                     f"reward {self.location!r} must return {len(completions)} values, one for each completion, "
                     f"not {described(values)}"
                 )
-        elif self._is_async:
-            values = asyncio.run(self._concurrently(problems, completions))
-        else:
-            values = [self._called(*pair) for pair in zip(problems, completions, strict=True)]
-        who = f"reward {self.location!r}"
-        return [checked_value(value, who, problem.source) for value, problem in zip(values, problems, strict=True)]
+            return values
+        if self._is_async:
+            return asyncio.run(self._concurrently(problems, completions))
+        return [self._called(*pair) for pair in zip(problems, completions, strict=True)]
 
     def _called(self, problem: Problem, completion: Completion) -> Any:
         info = {"info": _info(problem, completion)} if self._has_info else {}

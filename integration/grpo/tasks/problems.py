@@ -92,6 +92,8 @@ def _parse_problem(line: str, prompt_field: str, answer_field: str, source: str)
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
     if not isinstance(record, dict):
         raise ValueError(f"a JSON object is needed, not {_json_kind(record)}")
     faults = [f"field {field!r} is missing" for field in (prompt_field, answer_field) if field and field not in record]
@@ -104,10 +106,22 @@ def _parse_problem(line: str, prompt_field: str, answer_field: str, source: str)
         faults.append(f"field {prompt_field!r} is blank")
     if isinstance(answer, bool) or not isinstance(answer, (str, int)):
         faults.append(f"field {answer_field!r} must be a string or an integer, not {_json_kind(answer)}")
+    for name, value in ((prompt_field, prompt), (answer_field, answer)):
+        if half := _half_pair(json.dumps(value, ensure_ascii=False)):
+            faults.append(f"field {name!r} has {half!r}, half of a surrogate pair, which is no character")
     if faults:
         raise ValueError(", ".join(faults))
     messages = prompt if isinstance(prompt, list) else ()
     return Problem("" if messages else prompt, str(answer), source, record, messages)
+
+
+def _half_pair(text: str) -> str:
+    """Return the first half of a surrogate pair in a text, which only an escape of JSON can write; empty: none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[error.start]
+    return ""
 
 
 def _with_pictures(problem: Problem, images_field: str, folder: Path) -> Problem:

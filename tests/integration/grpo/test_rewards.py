@@ -256,6 +256,19 @@ def test_a_module_with_a_syntax_error_is_named_with_its_line(user_module):
         load_reward(f"{name}:score")
 
 
+def test_a_module_that_ends_the_program_when_it_is_imported_is_named(user_module):
+    name = user_module("import sys\n\ndef score(row, completion):\n    return 1.0\n\nsys.exit(4)\n")
+    with pytest.raises(ValueError, match=rf"{name}:score.*importing '{name}' ends the program \(exit code 4\): put"):
+        load_reward(f"{name}:score")
+
+
+@pytest.mark.parametrize("form", ["def score(row, completion):", "async def score(row, completion):"])
+def test_a_reward_that_ends_the_program_is_named(user_module, form):
+    name = user_module(f"{form}\n    raise SystemExit(3)\n")
+    with pytest.raises(ValueError, match=rf"{name}:score' ends the program \(exit code 3\): it must return a number"):
+        Scorer([f"{name}:score"])(PROBLEMS, ANSWERS)
+
+
 def test_a_file_is_imported_once_from_wherever_it_lies_with_what_lies_beside_it(tmp_path, monkeypatch):
     folder = tmp_path / "of-mine"  # no name that a module could have
     folder.mkdir()

@@ -33,6 +33,13 @@ def test_characters_that_only_python_takes_for_line_ends_stay_inside_a_string(tm
         ('{"prompt": "p", "answer": true}', "field 'answer' must be a string or an integer, not a boolean"),
         ('{"prompt": "p", "answer": 1.5}', "field 'answer' must be a string or an integer, not a number"),
         ('{"prompt": "p", "answer": null}', "field 'answer' must be a string or an integer, not null"),
+        ("[" * 100_000, "nested too deeply"),
+        (r'{"prompt": "p \ud83d", "answer": "a"}', r"field 'prompt' has '\ud83d', half of a surrogate pair"),
+        (
+            r'{"prompt": [{"role": "user", "content": "\udc00"}], "answer": "a"}',
+            r"field 'prompt' has '\udc00', half of a surrogate pair",
+        ),
+        (r'{"prompt": "p", "answer": "\ud83d"}', r"field 'answer' has '\ud83d', half of a surrogate pair"),
     ],
 )
 def test_a_bad_line_is_named_by_file_line_and_field(tmp_path, line, reason):
