@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ..explain.sequence import TokenSequence
 
 EQUAL, PARTED, FAILED = 0, 1, 3
+_MOST_ULPS = 2**62
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -71,6 +73,8 @@ def _sequence(options: argparse.Namespace, model: Path, scores: Scores | None) -
         source = Path(options.source)
         if source.is_dir():
             return sample_of(source, options.step, options.sample, options.temperature)
+        if options.step is not None:
+            raise ValueError(f"--step is of the folder of a run, and {source} is none: give --sample for a line of it")
         return read_sequence(source, options.sample, options.temperature)
     if scores is not None and scores.prompt_ids:
         return TokenSequence(scores.prompt_ids, scores.token_ids, (), _given(options.temperature), options.scores)
@@ -129,8 +133,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--way stands twice, not {len(options.way)} times")
     if options.text is not None and options.source:
         parser.error("--text takes the place of SOURCE")
-    if options.temperature is not None and not options.temperature > 0:
+    if options.temperature is not None and not 0 < options.temperature < math.inf:
         parser.error(f"--temperature must be above 0, not {options.temperature}: a greedy draw reports it as 1")
-    if options.at_least < 1:
-        parser.error(f"--at-least must be at least 1, not {options.at_least}")
+    if not 0 <= options.tolerance < math.inf:
+        parser.error(f"--tolerance must be a number from 0 on, not {options.tolerance}")
+    if not 1 <= options.at_least < _MOST_ULPS:
+        parser.error(f"--at-least must be at least 1 and below 2**62, not {options.at_least}")
     return options

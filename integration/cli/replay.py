@@ -30,6 +30,8 @@ def run(arguments: Sequence[str]) -> int:
     from ..replay.reading import completed, read_lines  # heavy imports come after the parser
 
     source = Path(options.source)
+    if options.step is not None and not source.is_dir():
+        raise ValueError(f"--step is of the folder of a run, and {source} is none")
     receipts, sources, base, images = _of_run(source, options) if source.is_dir() else _of_file(source)
     if options.samples:
         receipts = completed(receipts, read_lines(options.samples))

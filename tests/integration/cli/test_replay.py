@@ -128,6 +128,7 @@ def test_another_guarantee_is_said_first(made, tmp_path, capsys):
         (["{made}/tokens.jsonl", "--weights", "{made}/circle"], "is no folder of weights"),
         (["{made}/tokens.jsonl", "--weights", "{made}/model", "--engine", "k_blocks=0"], "k_blocks must be"),
         (["{made}/tokens.jsonl", "--step", "0"], "--step must be at least 1"),
+        (["{made}/tokens.jsonl", "--step", "3", "--weights", "{made}/model"], "--step is of the folder of a run"),
     ],
 )
 def test_mistakes_are_named(made, arguments, said, capsys):
