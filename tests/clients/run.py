@@ -86,6 +86,7 @@ CLIENTS = {
         file="vllm/distributed/weight_transfer/clients.py",
     ),
     "tinker": Client("tinker_program.py", ("tinker==0.38.0",), serves_tinker=True, seconds=900),
+    "tinker_earlier": Client("tinker_earlier_program.py", ("tinker==0.12.0",), serves_tinker=True),
     "tinker_cookbook": Client(
         "tinker_cookbook_program.py",
         ("tinker==0.38.0", "aiohttp", "blobfile", "chz", "cloudpickle", "datasets", "pyrage", "termcolor", "tiktoken",

@@ -126,10 +126,11 @@ class Client:
     def post(self, path: str, /, **body: object) -> dict:
         return self.http.post(path, json=body).raise_for_status().json()
 
-    def answer(self, request_id: str) -> httpx.Response:
+    def answer(self, request_id: str, accept: str = PROTO) -> httpx.Response:
         """Wait for the answer to a request. Raises Failed."""
         while True:
-            answer = self.http.post("retrieve_future", json={"request_id": request_id})
+            headers = {"Accept": accept}
+            answer = self.http.post("retrieve_future", json={"request_id": request_id}, headers=headers)
             if answer.status_code == 408:
                 continue
             answer.raise_for_status()
@@ -191,7 +192,7 @@ class Model:
         """Make another call of the model, and wait for its answer."""
         self.seq += 1
         sent = self.client.post(path, model_id=self.model_id, seq_id=self.seq, **body)
-        return self.client.answer(sent["request_id"]).json()
+        return self.client.answer(sent["request_id"], "application/json").json()
 
     def step(self, **params: float) -> dict:
         return self.call("optim_step", adam_params=params)["metrics"]

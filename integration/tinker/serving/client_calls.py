@@ -11,10 +11,12 @@ from .served import read, read_bytes, respond, served_of
 
 router = APIRouter()
 
-# What the SDK is told. The other flags of its ClientConfigResponse have their defaults: JSON Web Tokens, compressed
-# bodies, custom losses on the server and one poll for many answers are off.
+# What the SDK is told. The other flags of its ClientConfigResponse have their defaults: custom losses on the server and
+# one poll for many answers are off.
 _CLIENT_CONFIG: dict[str, object] = {
     "pjwt_auth_enabled": False,
+    "proto_write_fwdbwd": True,
+    "fwd_via_fwdbwd": True,
     "proto_compress_fwdbwd": False,
     "sample_join_sampling_session": True,
 }
@@ -93,7 +95,7 @@ async def retrieve_future(request: Request) -> Response:
     if answer is None:
         again = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
         return JSONResponse(again, 408)
-    return respond(answer)
+    return respond(answer.accepted_by(request.headers.get("accept", "")))
 
 
 @router.post("/cancel_future")

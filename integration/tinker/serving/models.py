@@ -4,14 +4,16 @@ by which the client fetches the answer."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 
 from ...http.edge.errors import HttpError
 from ..training.adapter import AdamParams
-from ..training.data import BadInput
+from ..training.data import BadInput, Datum
 from ..training.targets import AdapterSpec
 from ..training.trainer import SaveOptions, Trainer
 from ..wire.bodies import (
@@ -20,8 +22,10 @@ from ..wire.bodies import (
     ModelBody,
     OptimizerBody,
     OptimStepBody,
+    PassBody,
     SaveBody,
 )
+from ..wire.json_forms import data_of, pass_values
 from ..wire.messages import pass_output, pass_request
 from .promises import PROTO, Answer, as_json
 from .served import Served, read, read_bytes, served_of
@@ -76,22 +80,50 @@ async def unload_model(request: Request) -> dict[str, object]:
 
 @router.post("/forward_backward")
 async def forward_backward(request: Request) -> dict[str, object]:
-    """Run data forward and, unless `forward_only`, backward. The body is a ForwardBackwardRequest."""
+    """Run data forward and, unless `forward_only`, backward. The body is a ForwardBackwardRequest, or JSON."""
     if not request.headers.get("content-type", "").startswith(PROTO):
-        raise HttpError(400, f"forward_backward takes {PROTO}, as the SDK from 0.38 on sends it")
+        return await _pass_in_json(request, backward=True)
     data, digest = await read_bytes(request)
     parsed = pass_request(data)
+    call = _Pass(parsed.model_id, parsed.data, parsed.loss_fn, parsed.loss_fn_config, not parsed.forward_only)
+    return _submit(served_of(request), call.model_id, parsed.seq_id, digest, call.run, call.runs_beside)
 
-    def run(trainer: Trainer) -> Answer:
-        result = trainer.run_pass(
-            parsed.model_id, parsed.data(), parsed.loss_fn, parsed.loss_fn_config, backward=not parsed.forward_only
-        )
-        return Answer(pass_output(result.outputs, result.metrics), PROTO)
 
-    return _submit(
-        served_of(request), parsed.model_id, parsed.seq_id, digest, run,
-        lambda trainer: trainer.runs_beside_samples(parsed.model_id),
-    )  # fmt: skip
+@router.post("/forward")
+async def forward(request: Request) -> dict[str, object]:
+    """Run data forward, as SDKs before 0.30 ask for it."""
+    return await _pass_in_json(request, backward=False)
+
+
+async def _pass_in_json(request: Request, *, backward: bool) -> dict[str, object]:
+    body, digest = await read(PassBody)(request)
+    given = body.forward_backward_input if backward else body.forward_input
+    if given is None:
+        raise BadInput(f"{'forward_backward_input' if backward else 'forward_input'} is missing")
+    call = _Pass(body.model_id, partial(data_of, given.data), given.loss_fn, given.loss_fn_config or {}, backward)
+    return _submit(served_of(request), call.model_id, body.seq_id, digest, call.run, call.runs_beside)
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass, or forward and backward, of one request."""
+
+    model_id: str
+    data: Callable[[], list[Datum]]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float | str]
+    backward: bool
+
+    def run(self, trainer: Trainer) -> Answer:
+        """Run it."""
+        data = self.data()
+        result = trainer.run_pass(self.model_id, data, self.loss_fn, self.loss_fn_config, backward=self.backward)
+        encoded = pass_output(result.outputs, result.metrics)
+        return Answer(encoded, PROTO, in_json=partial(pass_values, result.outputs, result.metrics))
+
+    def runs_beside(self, trainer: Trainer) -> bool:
+        """Return whether it can run between the steps of samples."""
+        return trainer.runs_beside_samples(self.model_id)
 
 
 @router.post("/optim_step")

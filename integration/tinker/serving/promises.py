@@ -6,9 +6,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ....rollout.errors import LockstepError
 from ....weight_sync.errors import WeightSyncError
@@ -26,6 +26,13 @@ class Answer:
     body: bytes
     media_type: str = JSON
     headers: Mapping[str, str] = field(default_factory=dict)
+    in_json: Callable[[], Mapping[str, object]] | None = None  # makes the same answer for SDKs that read no other
+
+    def accepted_by(self, accept: str) -> Answer:
+        """Return the answer in a form that a client accepts. accept: its header."""
+        if self.in_json is None or PROTO in accept:
+            return self
+        return replace(as_json(self.in_json()), headers=self.headers)
 
 
 class TooMany(HttpError):

@@ -11,7 +11,7 @@ from ....rollout.completion import Completion, TopLogprobs
 from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import SamplingParams
 from ..training.data import BadInput
-from ..wire.bodies import SampleBody, TensorBody, tokens_of
+from ..wire.bodies import SampleBody, TensorBody, numbers_of, tokens_of
 from ..wire.messages import SampleAnswer, Sampled, dense_of, float_tensor, top_entries
 
 _MAX_ENTRIES = 4 << 20  # log-probabilities of alternatives in one answer
@@ -125,7 +125,7 @@ def _targets(tensor: TensorBody, num_prompt: int) -> Targets:
             f"target_prompt_logprobs must be int64 [{num_prompt - 1}, K], not {tensor.dtype} {shape}: one row for each "
             "token of the prompt behind the first"
         )
-    values = np.asarray(tensor.data, np.int64)
+    values = numbers_of(tensor, "target_prompt_logprobs")
     if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
         if values.size != shape[0] * shape[1]:
             raise BadInput(f"target_prompt_logprobs has {values.size} numbers, and the shape {shape}")

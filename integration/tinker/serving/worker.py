@@ -17,6 +17,7 @@ from functools import partial
 from ....rollout.completion import Completion
 from ..training.data import BadInput
 from ..training.trainer import SamplerWeights, Trainer
+from ..wire.json_forms import sample_values
 from .promises import PROTO, Answer, Promise
 from .sampling import SampleRequest
 
@@ -186,7 +187,7 @@ class Worker:
         except ValueError as error:
             job.promise.fail(error)
             return
-        job.promise.set(Answer(answer.encoded(), PROTO, {_DIGEST_HEADER: digest}))
+        job.promise.set(Answer(answer.encoded(), PROTO, {_DIGEST_HEADER: digest}, partial(sample_values, answer)))
 
     def _end(self, request_id: str) -> _Open:
         with self._changed:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from pydantic import ConfigDict, Field
 
 from ...http.edge.bodies import Body
@@ -147,6 +148,46 @@ class FutureBody(Strict):
     allow_metadata_only: bool = False
 
 
+class InputBody(Strict):
+    """A prompt."""
+
+    chunks: list[dict[str, Any]]
+
+
+class TensorBody(Strict):
+    """A tensor in JSON."""
+
+    data: list[int] | list[float]
+    dtype: Literal["int64", "float32"]
+    shape: list[int] | None = None
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+
+class DatumBody(Strict):
+    """One sequence with what its loss reads."""
+
+    model_input: InputBody
+    loss_fn_inputs: dict[str, TensorBody]
+
+
+class PassInput(Strict):
+    """The data of a pass, and their loss."""
+
+    data: list[DatumBody]
+    loss_fn: str
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class PassBody(Strict):
+    """Run data forward, or forward and backward, as SDKs before 0.30 ask for it."""
+
+    model_id: Id
+    seq_id: Seq | None = None
+    forward_input: PassInput | None = None
+    forward_backward_input: PassInput | None = None
+
+
 class PathBody(Strict):
     """Name a checkpoint."""
 
@@ -159,12 +200,6 @@ class TtlBody(Strict):
     ttl_seconds: int | None = None
 
 
-class InputBody(Strict):
-    """A prompt."""
-
-    chunks: list[dict[str, Any]]
-
-
 class ParamsBody(Strict):
     """Settings of samples."""
 
@@ -174,16 +209,6 @@ class ParamsBody(Strict):
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
-
-
-class TensorBody(Strict):
-    """A tensor in JSON."""
-
-    data: list[int] | list[float]
-    dtype: Literal["int64", "float32"]
-    shape: list[int] | None = None
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
 
 
 class SampleBody(Strict):
@@ -209,7 +234,7 @@ def tokens_of(body: InputBody, name: str) -> list[int]:
     """Return the tokens of a prompt. Raises BadInput naming a chunk that has none."""
     found: list[int] = []
     for index, chunk in enumerate(body.chunks):
-        kind = chunk.get("type")
+        kind = chunk.get("type", "encoded_text" if "tokens" in chunk else None)  # older SDKs leave it out
         if kind != "encoded_text":
             raise BadInput(f"{name}.chunks[{index}]: chunks of type {kind!r:.50} are not taken, only encoded_text")
         tokens = chunk.get("tokens")
@@ -217,3 +242,14 @@ def tokens_of(body: InputBody, name: str) -> list[int]:
             raise BadInput(f"{name}.chunks[{index}]: tokens must be a list of whole numbers")
         found += tokens
     return found
+
+
+def numbers_of(body: TensorBody, name: str) -> np.ndarray:
+    """Return the numbers of a tensor, flat. Raises BadInput for numbers that its dtype does not have."""
+    try:
+        found = np.asarray(body.data, np.float64 if body.dtype == "float32" else None)
+    except OverflowError:
+        raise BadInput(f"{name} has numbers beyond {body.dtype}") from None
+    if body.dtype == "int64" and found.size and found.dtype != np.int64:
+        raise BadInput(f"{name} must be whole numbers of int64")
+    return found.astype(np.int64 if body.dtype == "int64" else np.float32)

@@ -148,7 +148,8 @@ def test_unknown_fields_and_bodies_that_are_none_are_refused(client):
     assert "adam" in refused(client.http.post("optim_step", json={"model_id": "x", "adam": {}}))
     assert refused(client.http.post("create_session", content=b"[1")).startswith("the body is not JSON")
     assert "the message ends" in refused(client.http.post("forward_backward", content=b"\x0a\xff\xff", headers=PROTO))
-    assert "takes application/x-protobuf" in refused(client.http.post("forward_backward", json={}))
+    assert "model_id" in refused(client.http.post("forward_backward", json={}))
+    assert "forward_input is missing" in refused(client.http.post("forward", json={"model_id": "x"}))
     answer = client.http.post("forward_backward", content=b"", headers=PROTO | {"Content-Encoding": "zstd"})
     assert "content encoding 'zstd'" in refused(answer)
     assert client.http.post("copy_weights", json={}).status_code == 400

@@ -117,3 +117,62 @@ def test_a_broken_datum_is_named_by_its_place():
     request = pass_request(pass_body("m", 1, [datum([1], target_tokens=[2]), b"\x0a\x09"], "ppo", {}, False))
     with pytest.raises(BadInput, match=r"data\[1\]: field 1 has 9 bytes"):
         request.data()
+
+
+def in_json(tokens, **inputs):
+    """Return a datum as early SDKs send it, which leave the type of a chunk out."""
+    kinds = {name: "int64" if name == "target_tokens" else "float32" for name in inputs}
+    tensors = {name: {"data": list(own), "dtype": kinds[name], "shape": [len(own)]} for name, own in inputs.items()}
+    return {"model_input": {"chunks": [{"tokens": list(tokens)}]}, "loss_fn_inputs": tensors}
+
+
+def test_early_sdks_send_and_read_the_same_in_json(client):
+    model, values = client.model(), {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 0.5]}
+    [expected], metrics = model.run([datum([1, 2, 3], **values)], forward_only=True)
+    norms = []
+    for form in ("proto", "json"):
+        trained = client.model(seed=5)
+        if form == "proto":
+            trained.run([datum([1, 2, 3], **values)])
+        else:
+            given = {"data": [in_json([1, 2, 3], **values)], "loss_fn": "cross_entropy"}
+            answer = trained.call("forward_backward", forward_backward_input=given)
+            assert answer["metrics"] == metrics and answer["loss_fn_output_type"] == "ArrayRecord"
+            [output] = answer["loss_fn_outputs"]
+            assert output["logprobs"]["shape"] == [3] and output["logprobs"]["dtype"] == "float32"
+            assert np.array(output["logprobs"]["data"], np.float32).tolist() == expected["logprobs"].tolist()
+        norms.append(trained.step()["grad_norm"])
+    assert norms[0] == norms[1]
+    again = model.call("forward", forward_input={"data": [in_json([1, 2, 3], **values)], "loss_fn": "cross_entropy"})
+    assert again["metrics"] == metrics
+    sampler, extra = client.sampler(), {"prompt_logprobs": True, "topk_prompt_logprobs": 1}
+    sent = sampler.send([1, 2, 3], max_tokens=4, seed=1, stop=[], extra=extra).json()["request_id"]
+    plain, encoded = (
+        client.http.post("retrieve_future", json={"request_id": sent}, headers=headers)
+        for headers in ({}, {"Accept": "application/x-protobuf, application/json"})
+    )
+    found, drawn = plain.json(), tinker_client.read_samples(encoded.content)
+    assert found["sequences"][0]["tokens"] == drawn["sequences"][0]["tokens"]
+    assert found["sequences"][0]["logprobs"] == drawn["sequences"][0]["logprobs"]
+    assert found["sequences"][0]["stop_reason"] == "length"
+    assert found["prompt_logprobs"][0] is None and found["prompt_logprobs"][1:] == drawn["prompt_logprobs"][1:]
+    assert found["topk_prompt_logprobs"][0] is None and len(found["topk_prompt_logprobs"][1]) == 1
+
+
+def test_broken_data_in_json_are_named(client):
+    model = client.model(rank=1)
+    good = in_json([1, 2], target_tokens=[1, 2])
+    wrong = {"data": [1, 2, 3], "dtype": "int64", "shape": [2]}
+    for one, reason in (
+        ({**good, "loss_fn_inputs": {"target_tokens": wrong}}, r"data\[1\]: target_tokens has 3 numbers"),
+        (
+            {**good, "loss_fn_inputs": {"target_tokens": {**wrong, "shape": [-1, -3]}}},
+            r"data\[1\]: target_tokens has 3",
+        ),
+        (in_json([1], target_tokens=[1.5]), r"data\[1\]: target_tokens must be whole numbers"),
+        (in_json([1], target_tokens=[2**70]), r"data\[1\]: target_tokens must be whole numbers"),
+        ({**good, "model_input": {"chunks": [{"tokens": [2**70]}]}}, r"data\[1\]: "),
+        ({**good, "model_input": {"chunks": [{"type": "image"}]}}, r"data\[1\]: model_input.chunks\[0\]: .*'image'"),
+    ):
+        with pytest.raises(tinker_client.Failed, match=reason):
+            model.call("forward", forward_input={"data": [good, one], "loss_fn": "cross_entropy"})

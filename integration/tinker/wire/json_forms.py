@@ -1,0 +1,69 @@
+"""Data and answers in JSON, as SDKs before 0.30 send and read them; see `messages` for the same in Protocol Buffers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..training.data import BadInput, Datum
+from .bodies import DatumBody, TensorBody, numbers_of, tokens_of
+from .messages import NO_LOGPROB, SampleAnswer, dense_of
+
+
+def data_of(bodies: Sequence[DatumBody]) -> list[Datum]:
+    """Return the data of a pass. Raises BadInput naming the datum."""
+    found = []
+    for index, body in enumerate(bodies):
+        try:
+            tokens = np.array(tokens_of(body.model_input, "model_input"), np.int64)
+            found.append(Datum(tokens, {name: _array(name, its) for name, its in body.loss_fn_inputs.items()}))
+        except (ValueError, OverflowError) as error:
+            raise BadInput(f"data[{index}]: {error}") from None
+    return found
+
+
+def _array(name: str, body: TensorBody) -> np.ndarray:
+    values = numbers_of(body, name)
+    if body.sparse_crow_indices is not None and body.sparse_col_indices is not None:
+        rows, columns = np.array(body.sparse_crow_indices), np.array(body.sparse_col_indices, np.int64)
+        return dense_of(values, rows, columns, body.shape, 0)
+    if body.shape is None:
+        return values
+    if min(body.shape, default=0) < 0 or values.size != math.prod(body.shape):
+        raise BadInput(f"{name} has {values.size} numbers, and the shape {body.shape}")
+    return values.reshape(body.shape)
+
+
+def pass_values(outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]) -> dict[str, object]:
+    """Return the output of a pass. outputs: float32 arrays by name, of each datum."""
+    return {
+        "loss_fn_output_type": "ArrayRecord", "metrics": dict(metrics),
+        "loss_fn_outputs": [{name: _tensor(array) for name, array in one.items()} for one in outputs],
+    }  # fmt: skip
+
+
+def sample_values(answer: SampleAnswer) -> dict[str, object]:
+    """Return the answer to a request for samples."""
+    sequences = [
+        {
+            "stop_reason": "stop" if one.has_stopped else "length", "tokens": list(one.token_ids),
+            "logprobs": list(one.logprobs),
+        }
+        for one in answer.sequences
+    ]  # fmt: skip
+    logprobs, top = answer.prompt_logprobs, answer.prompt_top
+    return {
+        "type": "sample", "sequences": sequences,
+        "prompt_logprobs": None if logprobs is None else [None if math.isnan(own) else float(own) for own in logprobs],
+        "topk_prompt_logprobs": None if top is None else [_entries(row) for row in top],
+    }  # fmt: skip
+
+
+def _tensor(array: np.ndarray) -> dict[str, object]:
+    return {"data": array.ravel().tolist(), "dtype": "float32", "shape": list(array.shape)}
+
+
+def _entries(row: np.ndarray) -> list[tuple[int, float]] | None:
+    return [(int(own["id"]), float(own["logprob"])) for own in row if own["logprob"] != NO_LOGPROB] or None
