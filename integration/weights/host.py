@@ -97,6 +97,11 @@ class EngineHost(SessionHost):
             engine.weights.when_written(roots.forget)
             engine.weights.when_moved(roots.have_digest)
 
+    @property
+    def folder_now(self) -> str | None:
+        """The folder that the present weights came from; None: there is none."""
+        return self.folder[0] if self.folder is not None and self.folder[1] == self._engine.epoch else None
+
     # -- callbacks of the manager -----------------------------------------------------------------------------------
 
     def make_transaction(self, coverage: Coverage, undo: Undo) -> WeightTransaction:

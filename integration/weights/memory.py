@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ...rollout.engine import Engine
 from ...rollout.errors import LockstepError
+from ...rollout.model.adapters.folder import AdapterFolder
 from ...weight_sync.errors import DigestMismatch, SessionError, WeightSyncError
 from ..service_config import ServiceConfig, known_tags
 from .all_ranks import Replica, on_all_ranks
@@ -32,6 +33,7 @@ class MemoryVerbs(WeightVerbs):
     config: ServiceConfig
     sessions: WeightSessions
     replica: Replica
+    _adapter: tuple[str, str] | None  # name and folder of the one that is loaded
 
     @on_all_ranks
     def release_memory_occupation(self, tags: Iterable[str] | None = None) -> dict[str, MemoryReport]:
@@ -55,7 +57,8 @@ class MemoryVerbs(WeightVerbs):
 
         Weights have undefined values afterwards: nothing is sampled before an update has written all of them. Resuming
         the KV pool, with the weights or after them, commits an implicit weight-update session. Where there is none,
-        weights that came from a folder are read from it again, under their version (`ServiceConfig.reload_on_resume`).
+        weights that came from a folder are read from it again, under their version (`ServiceConfig.reload_on_resume`),
+        and an adapter that was loaded from one.
         """
         known = known_tags(tags)
         reports = self.allocate_memory(known)
@@ -82,6 +85,9 @@ class MemoryVerbs(WeightVerbs):
         self.begin_weight_update(weight_version=version)
         try:
             self.update_weights_from_disk(folder)
+            if self._adapter is not None:
+                resident = (name for name, _ in self.engine.weights.resident_tensors())
+                self.update_weights_from_named_tensors(AdapterFolder.read(self._adapter[1]).by_names_of(resident))
             if digest is not None and self.model_digest() != digest:
                 raise DigestMismatch([folder], "it has other weights than those that were released")
             self.end_weight_update()

@@ -262,7 +262,10 @@ class WeightSessions:
         self._roots.owes_digest = False
         digest = self._roots.complete(trusts_marks=True)
         self._roots.keep_published()
-        return self._host.commit_in_place(version, digest, 0, in_flight, retracts=False)  # they are held already
+        folder = self._host.folder_now
+        commit = self._host.commit_in_place(version, digest, 0, in_flight, retracts=False)  # they are held already
+        self._host.folder = None if folder is None else (folder, self._engine.epoch)  # of the base, which stays
+        return commit
 
     def renamed(self) -> None:
         """Note that the engine's tensors have other names."""
@@ -280,9 +283,7 @@ class WeightSessions:
         def free() -> int:
             if not model.holds_weights:  # another call has freed them meanwhile
                 return 0
-            epoch, version = self._engine.epoch, self._engine.weight_version
-            of_epoch = self._host.folder
-            folder = of_epoch[0] if of_epoch is not None and of_epoch[1] == epoch else None
+            epoch, version, folder = self._engine.epoch, self._engine.weight_version, self._host.folder_now
             digest, num_bytes = self._roots.release(asks_digest=folder is not None)  # to know them again
             self._host.forget_bytes()
             self._engine.weights.set_weight_digest(None)

@@ -6,7 +6,8 @@ The former layers are kept, so putting them back cannot fail: a change happens w
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from .layers import PEFT_PREFIX, adapter_layers
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # The one adapter of a module. It is PEFT's default, so that tensors have the names that they have in a trainer.
 ADAPTER = "default"
+_IN_A_FOLDER = re.compile(rf"(\.lora_\w+)\.{ADAPTER}(?=\.|$)")
 _FROZEN = ".base_layer."  # in the names of the weights below adapters
 AdapterLayers = dict[str, nn.Module]  # an adapter's layers, by the names of the layers that they are around
 _UNSUPPORTED = (
@@ -70,6 +72,12 @@ class AdapterFolder:
         if wrong:
             raise ValueError(f"{folder / CONFIG_FILE} asks for {', '.join(wrong)}: not supported")
         return cls(folder, config, {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in tensors.items()})
+
+    def by_names_of(self, names: Iterable[str]) -> list[tuple[str, Tensor]]:
+        """List the adapter's tensors by the names that a module's parameters have around which its layers are: PEFT
+        leaves the adapter's own name out of a folder."""
+        saved = {name: _IN_A_FOLDER.sub(r"\1", name) for name in names}
+        return [(name, self.tensors[of]) for name, of in saved.items() if of != name and of in self.tensors]
 
     def layers_for(self, module: PreTrainedModel) -> AdapterLayers:
         """Make the adapter's layers around the module's own ones, by the names of these. The module is as before.

@@ -112,6 +112,16 @@ def test_paths_of_vllm_answer_with_its_texts_and_need_the_admin_key(folders, ser
     assert text == "Success: LoRA adapter 'a' removed successfully."
 
 
+def test_an_adapter_is_read_again_with_its_base_after_their_memory_was_released(folders, served):
+    (folder, known), (service, client) = folders, served
+    load = {"lora_name": "a", "lora_path": str(folder / "one"), "weight_version": "7"}
+    assert post(client, "/load_lora_adapter", **load).status_code == 200
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        assert post(client, path).status_code == 200
+    assert tokens(client, lora_path="a") == known["one"][1]
+    assert (service.engine.weight_version, service.engine.weight_digest) == ("7", known["one"][0])
+
+
 def test_failed_load_leaves_no_trace(folders, served, make_model, monkeypatch):
     (folder, known), (service, client) = folders, served
     load = {"lora_name": "a", "lora_path": str(folder / "one")}
