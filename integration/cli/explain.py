@@ -5,8 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +25,29 @@ _MOST_ULPS = 2**62
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Compare the two ways and print where they part. Returns the exit code."""
+    """Compare the two ways and print where they part. Returns the exit code. SIGTERM ends it as an exception does: with
+    the ranks that it has started, and without the files that it has written for them."""
     options = _parse(arguments)
+    with _ended_by_sigterm():
+        return _explained(options)
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # which alone may set a handler
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _explained(options: argparse.Namespace) -> int:
     from ..explain.ways import RunFailed, parse_way
 
     given = options.way

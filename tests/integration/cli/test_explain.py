@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from lockstep.integration.explain.runs import run_way
 from lockstep.integration.explain.sequence import TokenSequence
 from lockstep.integration.explain.ways import Way
 from lockstep.integration.grpo.results.samples import SampleFiles
+from lockstep.tests.support import prepared_python
 from lockstep.tests.support.random_models import random_model
 
 SEQUENCE = TokenSequence(tuple(range(1, 21)), tuple(range(30, 40)))
@@ -233,3 +238,18 @@ def test_a_checkpoint_whose_run_names_no_model_is_refused(checkpoint, file, caps
     (checkpoint.parent.parent / "engine.json").write_text("{}")
     code, _, err = explained(capsys, file, "--model", checkpoint)
     assert code == 2 and "engine.json does not say what the run's engines are" in err
+
+
+def test_sigterm_ends_it_with_all_that_it_has_begun(tmp_path):
+    """While it reads its sequence; ranks and temporary folders of later moments end by the same exception."""
+    path = tmp_path / "sequence"
+    os.mkfifo(path)
+    code = (
+        "from lockstep.integration.cli import main as cli\n"
+        f"try:\n    cli.main(['explain', {str(path)!r}, '--model', 'none'])\nfinally:\n    print('cleaned up')"
+    )
+    explain = prepared_python.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    with explain, open(path, "w"):  # which waits until it is read
+        explain.send_signal(signal.SIGTERM)
+        said, _ = explain.communicate(timeout=60)
+    assert (explain.returncode, said) == (143, "cleaned up\n")
