@@ -1,10 +1,11 @@
 """The adapter layers in the engine's module, and the adapter whose tensors they have at the moment.
 
-    engine.model.module ── layers of one AdapterSpec (PEFT) ── their parameters ── tensors of one adapter
-                           kept by spec, put in by name        given by `.data`: no bytes are copied
+    engine.model.module ── layers of one AdapterSpec (PEFT) ── their parameters ── memory for samples: copied into
+                           kept by spec, put in by name                        └─ in a pass: the adapter's own tensors
 
-One thread uses it, and no step runs meanwhile. Layers of another rank or on other layers are exchanged; adapters of one
-spec give the same layers other tensors. Publishing tensors for sampling starts a KV epoch.
+One thread uses it, and no step runs meanwhile. Layers of another rank or on other layers are exchanged. Adapters of one
+spec have the same layers: those that sample in the same memory, which recorded decode steps read, so that these stay
+valid. Publishing tensors for sampling starts a KV epoch.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class AdapterWindow:
             return service.engine.weight_digest
         self._hold()
         self._put(spec)
-        self._give(tensors)
+        _check_names(tensors, self._parameters)
+        for name, parameter in self._parameters.items():
+            parameter.data.copy_(tensors[name])
         commit = service.sessions.commit_adapter(version)
         service.engine.weights.allow_sampling(_SWITCHING)
         assert commit.digest is not None
@@ -76,13 +79,15 @@ class AdapterWindow:
         """Give the module an adapter for forwards and backwards in the block, with the engine's numerics. Yields its
         parameters by PEFT's names; they have no gradients before it and after it.
 
-        Afterwards the tensors that were published are back where the layers are the same ones, and their KV is valid.
+        Afterwards the parameters have the memory that samples read again: published tensors, and KV, are as before
+        where the layers are the same ones.
         """
         module = self.model.module
         if spec != self._spec:
             self._hold()
             self._put(spec)
         former = {name: parameter.data for name, parameter in self._parameters.items()}
+        _check_names(tensors, self._parameters)
         self._give(tensors)
         try:
             module.train()
@@ -100,10 +105,8 @@ class AdapterWindow:
         self._service.engine.weights.hold_for_update(refusal=(_SWITCHING, "an adapter is being switched"))
 
     def _give(self, tensors: Tensors) -> None:
-        assert tensors.keys() == self._parameters.keys(), "an adapter has the tensors of its layers"
         for name, parameter in self._parameters.items():
             parameter.data = tensors[name]
-            parameter.requires_grad_(True)  # so that no digest of it is kept
 
     def _put(self, spec: AdapterSpec | None) -> None:
         """Put the layers of a spec into the module in place of the former ones; None: take those out."""
@@ -119,6 +122,8 @@ class AdapterWindow:
         self._service.sessions.renamed()
         names = self.model.module.named_parameters()
         self._parameters = {name.replace(".default.", "."): own for name, own in names if ".lora_" in name}
+        for parameter in self._parameters.values():
+            parameter.requires_grad_(True)  # for passes; and so that no digest of it is kept
 
     def _made(self, spec: AdapterSpec) -> AdapterFolder:
         """Return an adapter, from which the engine makes layers around those of its module."""
@@ -127,3 +132,7 @@ class AdapterWindow:
         dtype, device = self.model.dtype, self.model.device
         values = {name: value.to(device, dtype) for name, value in first_values(layers, spec, 0).items()}
         return AdapterFolder(Path(f"rank {spec.rank}"), peft_config(layers, spec, ""), values)
+
+
+def _check_names(tensors: Tensors, parameters: Mapping[str, nn.Parameter]) -> None:
+    assert tensors.keys() == parameters.keys(), "an adapter has the tensors of its layers"

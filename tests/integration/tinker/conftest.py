@@ -18,11 +18,15 @@ from lockstep.tests.support.tinker_client import Client
 
 @contextmanager
 def serving(
-    folder: Path, dtype: str = "float32", http: HttpConfig | None = None, **settings: object
+    folder: Path,
+    dtype: str = "float32",
+    http: HttpConfig | None = None,
+    overlap: bool | None = None,
+    **settings: object,
 ) -> Iterator[TinkerServer]:
-    """Serve the model in `folder / "model"`."""
+    """Serve the model in `folder / "model"`. settings: of TinkerConfig."""
     config = TinkerConfig("tiny", folder / "checkpoints", **{"poll_s": 0.5, **settings})
-    engine = EngineConfig(kv_cache="64 blocks", max_num_seqs=8, dtype=dtype)
+    engine = EngineConfig(kv_cache="64 blocks", max_num_seqs=8, dtype=dtype, overlap=overlap)
     server = TinkerServer(folder / "model", config, engine, http or HttpConfig(port=0))
     server.start()
     try:

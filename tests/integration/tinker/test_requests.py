@@ -300,8 +300,9 @@ def test_a_pass_of_a_stranger_is_refused(client):
     assert client.http.post("forward_backward", content=body, headers=PROTO).status_code == 404
 
 
-def test_training_runs_between_the_steps_of_samples_and_changes_none_of_them(serve):
-    with serve() as server, Client(server.url) as client:
+@pytest.mark.parametrize("overlap", [False, True])  # True: a step is launched before the last one is delivered
+def test_training_runs_between_the_steps_of_samples_and_changes_none_of_them(serve, overlap):
+    with serve(overlap=overlap) as server, Client(server.url) as client:
         engine = server.service.engine
         model, other = client.model(rank=4), client.model(rank=2)
         model.train(DATA)

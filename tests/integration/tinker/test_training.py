@@ -226,6 +226,17 @@ def test_samplers_keep_their_weights_while_training_goes_on(client):
     assert draw_all(model.sampler()) != before[0]
 
 
+def test_samples_of_one_rank_read_the_same_memory_which_recorded_steps_have(serve):
+    with serve() as server, Client(server.url) as client:
+        model, places = client.model(rank=4), []
+        for _ in range(3):
+            model.sampler().draw(PROMPTS[0], max_tokens=12, stop=[])
+            names = server.service.engine.model.module.named_parameters()
+            places.append({name: own.data_ptr() for name, own in names})
+            model.train(DATA)
+        assert any("lora_A" in name for name in places[0]) and places[0] == places[1] == places[2]
+
+
 def test_seeds_settings_and_stops_are_those_of_the_request(client):
     sampler, prompt = client.sampler(), PROMPTS[1]
     first = sampler.draw(prompt, 3, max_tokens=8, seed=7, stop=[])
