@@ -107,6 +107,11 @@ class Scores:
         self._versions.append((module, TrainerNumerics(module, device=torch.device("cpu"))))
         return module
 
+    def check_all(self, groups: list[dict]) -> None:
+        for group in groups:
+            for tokens, logprobs in zip(group["tokens"], group["inference_logprobs"], strict=True):
+                self.check(tokens, logprobs)
+
     def check(self, tokens: list[int], logprobs: list[float]) -> None:
         """Check that each sampled token has the bits of a version, and none one that is older than the token before."""
         ids, version, versions = torch.tensor([tokens]), 0, set()
@@ -168,9 +173,7 @@ def trains(url: str, folder: str, name: str, kind: str, work: str) -> None:
             trajectories.get("/batch").raise_for_status()  # the trainer has started
             player = environment("serve", url, folder, name, kind, api=api, work=work)
             for step in range(1, STEPS + 1):
-                for group in wait(lambda: trajectories.get("/batch").json()["batch"], "a batch is there"):
-                    for tokens, logprobs in zip(group["tokens"], group["inference_logprobs"], strict=True):
-                        scores.check(tokens, logprobs)
+                scores.check_all(wait(lambda: trajectories.get("/batch").json()["batch"], "a batch is there"))
                 scores.add(1 + 0.1 * step).save_pretrained(f"{work}/{kind}{step}")
                 wait(lambda: engine.get("/state").json()["num_running"], "an answer is under way")
                 for path, body in (
@@ -179,12 +182,16 @@ def trains(url: str, folder: str, name: str, kind: str, work: str) -> None:
                     ("continue_generation", {}),
                 ):
                     engine.post(f"/{path}", json=body).raise_for_status()
+            wait(lambda: scores.num_mixed or take_more(trajectories, scores), "an answer of several versions is there")
     finally:
         for process in (player, server):
             if process is not None:
                 process.terminate()
                 process.wait(30)
-    assert scores.num_mixed, "no update has come while an answer was under way"
+
+
+def take_more(trajectories: httpx.Client, scores: Scores) -> None:
+    scores.check_all(trajectories.get("/batch").json()["batch"] or [])
 
 
 def is_up(client: httpx.Client) -> bool:
