@@ -23,7 +23,7 @@ from lockstep.tests.integration.http.test_sequences import _url_of
 from lockstep.tests.support.bpe_tokenizer import train_tokenizer
 from lockstep.tests.support.random_models import random_model
 
-HERE = Path(__file__).parent
+PROGRAMS = Path(__file__).parent / "programs"
 NAME = "tiny"
 _TORCHVISION = "lockstep.tests.clients.with_torchvision"
 TEMPLATE = (
@@ -182,7 +182,7 @@ def run(client: Client, folder: Path, path: list[str]) -> None:
         server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         try:
             python = [str(folder / "bin" / "python"), *(("-m", _TORCHVISION) if client.needs_torchvision else ())]
-            program = [*python, str(HERE / client.program), _url_of(server), model, name]
+            program = [*python, str(PROGRAMS / client.program), _url_of(server), model, name]
             subprocess.run([*program, *client.arguments, *path], check=True, env=environment, timeout=client.seconds)
         finally:
             server.terminate()

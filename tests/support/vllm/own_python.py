@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PROGRAM = Path(__file__).resolve().parents[2] / "clients" / "vllm_trainer_program.py"
+PROGRAM = Path(__file__).resolve().parents[2] / "clients" / "programs" / "vllm_trainer_program.py"
 VLLM_PYTHON = os.environ.get("VLLM_PYTHON", "")
 needs_vllm = pytest.mark.skipif(not VLLM_PYTHON, reason="VLLM_PYTHON names no interpreter with vLLM")
 

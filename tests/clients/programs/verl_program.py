@@ -91,7 +91,7 @@ def trains(folder: Path, settings: dict[str, object]) -> None:
     environment = os.environ | {
         "VERL_PLATFORM": "cpu", "RAY_DEDUP_LOGS": "0", "RAY_USAGE_STATS_ENABLED": "0",
         # The plugin by name too: the checkout's own entry points may be older than it.
-        "VERL_USE_EXTERNAL_MODULES": "lockstep.tests.clients.verl_platform,lockstep.integration.verl.plugin",
+        "VERL_USE_EXTERNAL_MODULES": "lockstep.tests.clients.programs.verl_platform,lockstep.integration.verl.plugin",
     }  # fmt: skip
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=900)
     steps = re.findall(r"step:(\d+) - (.*)", done.stdout)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "environments"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "environments"))
 
 import pytest
 import torch
