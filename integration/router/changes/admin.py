@@ -217,6 +217,8 @@ class Admin:
                 for result in results:
                     if result.success and not _leaves_paused(result, values):
                         result.worker.paused = rule.pauses
+                if not rule.pauses:
+                    await self.updates.note_commits(done)
             elif verb == "init_weights_update_group":
                 self._after_init(group, results)
             elif verb == "init_weight_transfer_engine" and len(done) == len(results):

@@ -183,6 +183,16 @@ class Updates:
             await self._served.written()  # before the trainer hears that the fleet has the new weights
         self._registry.check_versions(self._config.allow_mixed_versions)
 
+    async def note_commits(self, workers: Sequence[Worker]) -> None:
+        """Read the weights of workers that generate again, which commit what was written without a session then: before
+        one of them is compared with another one as it was."""
+        before = {worker.id: worker.weights for worker in workers}
+        await self.read_versions(workers)
+        have_changed = any(worker.weights != before[worker.id] for worker in workers)
+        if have_changed and self.journal.entry is None and len(_digests(workers) - {None}) < 2:
+            self._registry.accept_update(workers, self._config.allow_mixed_versions)
+            await self._served.written()
+
     async def _refuse_other_digests(self, verb: str, results: Sequence[Result]) -> None:
         """Keep the entry of an update after which the workers' digests differ, as where one of them read an older file.
         Raises HttpError 502."""

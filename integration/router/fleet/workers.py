@@ -152,7 +152,8 @@ class WorkerRegistry:
         """Hold `returned` back if its weights, by version and digest, are others than all other workers' or, without
         others, than those that the fleet last served. Hold workers that serve beside others of their version as soon as
         their digests are seen to differ. End this hold of the workers whose weights are the same again, or that were
-        all updated since they returned. Then remember the weights on which the workers without this hold agree."""
+        all updated since they returned. Then remember the weights on which the workers without this hold agree, though
+        not in the middle of a change, which some may have made already."""
         if returned is not None:
             returned.weights_at_return = returned.weights
         strays = [] if allow_mixed or self.is_changing else self._compared().strays()
@@ -171,7 +172,7 @@ class WorkerRegistry:
         serving = [worker for worker in self.live() if Hold.VERSION not in worker.holds]
         if returned is not None and Hold.VERSION not in returned.holds and returned not in serving:
             serving.append(returned)  # it is marked as alive after this
-        if not any(Hold.BROADCAST in worker.holds for worker in self):
+        if not self.is_changing and not any(Hold.BROADCAST in worker.holds for worker in self):
             self.accept(serving, "no update through this router brought it")
 
     def accept(self, workers: Sequence[Worker], warning: str) -> None:

@@ -15,6 +15,7 @@ from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.tests.support.fake_workers import (
     WAIT_S,
     FakeWorker,
+    Fleet,
     Handler,
     SlowAnswer,
     counted,
@@ -318,6 +319,39 @@ def test_paused_workers_are_known_and_avoided(fleet):
     other.is_paused = True
     wait_until(lambda: fleet.report(other)["paused"], "the pause is seen")
     assert fleet.post("/generate", {"text": "a"}).status_code == 200  # the engine makes it wait
+
+
+def commit_at_the_end_of_a_pause(make_fleet, *digests: str, **settings: float) -> Fleet:
+    """Play a trainer that writes without a session, as SGLang's and AReaL's do: its end of the pause commits."""
+
+    def commits(worker: FakeWorker, digest: str) -> Callable[[dict], tuple[int, object]]:
+        def answer(body: dict) -> tuple[int, object]:
+            worker.info["weight_digest"] = digest
+            return 200, {"success": True}
+
+        return answer
+
+    workers = [FakeWorker("default", weight_digest="d0", guarantee={"dtype": "float32"}) for _ in digests]
+    for worker, digest in zip(workers, digests, strict=True):
+        worker.answers["/continue_generation"] = commits(worker, digest)
+    fleet = make_fleet(workers, **settings)
+    for verb in ("pause_generation", "update_weights_from_tensor", "continue_generation"):
+        assert fleet.post(f"/{verb}").json()["success"], verb
+    return fleet
+
+
+def test_weights_committed_by_the_end_of_a_pause_are_read_at_all_workers_before_one_is_compared(make_fleet, caplog):
+    fleet = commit_at_the_end_of_a_pause(make_fleet, "d1", "d1", health_interval_s=3600)  # no probe comes between
+    reports = [fleet.report(worker) for worker in fleet.workers]
+    assert [(report["weight_digest"], report["routable"]) for report in reports] == [("d1", True)] * 2
+    assert "no update through this router" not in caplog.text
+
+
+def test_weights_committed_by_the_end_of_a_pause_at_one_worker_alone_hold_it(make_fleet):
+    fleet = commit_at_the_end_of_a_pause(make_fleet, "d1", "d0")
+    wait_until(lambda: not fleet.report(fleet.workers[0])["routable"], "it is held")
+    assert "weight version" in fleet.report(fleet.workers[0])["held"]["version"]
+    assert fleet.report(fleet.workers[1])["routable"]
 
 
 def test_one_init_call_serves_workers_of_several_ranks(make_fleet):
