@@ -14,6 +14,7 @@ _WITH_CONTENT = ("system", "developer", "user", "tool")  # roles whose messages 
 
 
 IMAGE_URL = "image_url"
+_SIZES = ("max_dynamic_patch", "min_dynamic_patch", "max_long_side_pixel")  # of an image, in SGLang's chats
 
 
 class Images:
@@ -26,9 +27,13 @@ class Images:
 
     def add(self, part: dict[str, Any], field: str) -> None:
         """Add the image of a part of a message. Its `detail` changes nothing: the processor's settings say how large an
-        image is. Raises BadField."""
+        image is. Raises BadField, also for what would change them."""
         given, place = part.get(IMAGE_URL), f"{field}.{IMAGE_URL}"
         if isinstance(given, dict):
+            if set_anew := [name for name in _SIZES if given.get(name) is not None]:
+                raise BadField(
+                    f"{place}.{set_anew[0]}", "is not supported: the processor's settings say how large it is"
+                )
             given, place = given.get("url"), f"{place}.url"
         self.pictures.append(self._read(given, place))
 

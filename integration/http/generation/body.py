@@ -42,6 +42,7 @@ REFUSED = (
     "return_entropy", "bootstrap_host", "bootstrap_port", "bootstrap_room",
     "return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", "watermark", "max_thinking_tokens",
     "require_reasoning", "positional_embed_overrides", "multi_item_delimiter_indices", "token_indices_to_pool",
+    "max_dynamic_patch", "min_dynamic_patch", "image_max_dynamic_patch", "images_config",
 )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ _DEFAULTS: Mapping[str, tuple[object, ...]] = {
     "prompt_embeds": (None,),
     "documents": (None, []),
     "mm_processor_kwargs": (None, {}),
+    "media_io_kwargs": (None, {}),
     "kv_transfer_params": (None, {}),
     "length_penalty": (None, 1, 1.0),
     "thinking_token_budget": (None,),

@@ -178,6 +178,7 @@ def test_damaged_files_are_refused_and_never_an_error_of_ours() -> None:
         ({"type": "input_audio", "input_audio": {}}, "content of the type input_audio"),
         ({"type": "video_url", "video_url": {"url": "a"}}, "only the type text or image_url is supported"),
         ({"type": "image", "image": "a"}, "content of the type image"),
+        ({"type": "image_url", "image_url": {"url": data_url(GOOD), "max_dynamic_patch": 2}}, "max_dynamic_patch: is"),
     ],
 )
 def test_other_parts_are_refused(served: Served, part: dict[str, object], message: str) -> None:
@@ -200,6 +201,8 @@ def test_fields_that_do_not_go_with_images_are_refused(served: Served) -> None:
     assert ask(served, image, continue_final_message=True)[0] == "continue_final_message"
     assert ask(served, image, chat_template_kwargs={"chat_template": "x"})[0] == "chat_template_kwargs"
     assert "exceeds the maximum allowed length" in ask(served, image, text_part("type " * 600))[1]
+    for name, value in (("images_config", {"a": 1}), ("max_dynamic_patch", 2), ("image_max_dynamic_patch", 2)):
+        assert served.refused("/generate", text="1", image_data=data_url(GOOD), **{name: value})[0] == name
 
 
 def test_images_beyond_the_limits_are_refused(served: Served) -> None:

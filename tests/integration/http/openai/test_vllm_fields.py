@@ -225,6 +225,7 @@ def test_known_fields_that_are_not_supported_are_refused_by_name_and_unknown_one
                         ("return_spec_tokens_details", True), ("sampling_logprobs_mode", "support"),
                         ("include_reasoning", False), ("watermarking", True), ("logprob_token_ids", [1]),
                         ("return_token_offsets", True), ("return_prompt_text", True), ("task", "title"),
+                        ("media_io_kwargs", {"image": {"num_frames": 1}}), ("images_config", {"a": 1}),
                         ("add_special_tokens", path != "completions")):  # fmt: skip
         refused = post(url, path, 400, **{name: value})["error"]
         assert (refused["param"], name in refused["message"]) == (name, True)
