@@ -386,13 +386,24 @@ def test_areals_names_of_verbs_reach_all_workers_by_the_rules_of_those_verbs(fle
     assert [worker.asked("/areal_init_weights_update_group") for worker in fleet.workers] == [
         [{**body, "rank_offset": offset}] for offset in (1, 2)
     ]
+
+    def pauses(worker: FakeWorker, is_paused: bool) -> Callable[[dict], tuple[int, object]]:
+        def answer(body: dict) -> tuple[int, object]:
+            worker.is_paused = is_paused  # which probes read
+            return 200, {"success": True}
+
+        return answer
+
+    for worker in fleet.workers:
+        worker.answers["/areal_pause_generation"] = pauses(worker, True)
+        worker.answers["/areal_continue_generation"] = pauses(worker, False)
     for path in ("areal_pause_generation", "areal_set_update_weight_meta", "areal_update_weights_xccl"):
         assert fleet.post(f"/{path}").status_code == 200
         assert all(fleet.report(worker)["paused"] for worker in fleet.workers)
     assert fleet.post("/areal_update_weights", {"model_path": "m"}).status_code == 200
     assert [worker.asked("/areal_update_weights") for worker in fleet.workers] == [[{"model_path": "m"}]] * 2
     assert fleet.post("/areal_continue_generation").status_code == 200
-    assert not any(fleet.report(worker)["paused"] for worker in fleet.workers)
+    wait_until(lambda: not any(fleet.report(worker)["paused"] for worker in fleet.workers), "generation goes on")
 
 
 def test_a_worker_whose_group_init_failed_stays_out_until_it_is_enabled(make_fleet):
