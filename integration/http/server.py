@@ -20,10 +20,11 @@ from fastapi import FastAPI
 from ...rollout.errors import LockstepError
 from ..service import RolloutService
 from .app import create_app
-from .edge.accepting import ACCEPTED_A_PASS, queue_connections, tell_of_failures_once
+from .edge.accepting import queue_connections, tell_of_failures_once
 from .edge.config import HttpConfig
 from .edge.connections import Connection, Connections, ask_for_descriptors
 from .edge.errors import SERVER_ENDED
+from .edge.listening import listen, url_of, uvicorn_config
 from .generation.subscriptions import hub_of, stop_taking
 from .observe.rollouts import Rollouts
 
@@ -148,17 +149,17 @@ class BackgroundServer:
         config.check_bind()
         self._service = service
         self.app = create_app(service, config, kept_samples)
-        self._socket = _listen(config)
+        self._socket = listen(config)
         self.port: int = self._socket.getsockname()[1]
         self._is_listening = threading.Event()
-        self._server = _Server(_uvicorn_config(self.app, config), self._is_listening.set, config)
+        self._server = _Server(_settings(self.app, config), self._is_listening.set, config)
         self._was_driven = service.engine.is_started
         self._thread = threading.Thread(target=self._run, name="lockstep-http", daemon=True)
 
     @property
     def url(self) -> str:
         """Address of the server, with its port."""
-        return _url(self._socket)
+        return url_of(self._socket)
 
     def start(self) -> None:
         """Drive the engine's loop and listen. Returns when requests are answered."""
@@ -222,7 +223,7 @@ def serve(service: RolloutService, config: HttpConfig, on_listening: Callable[[s
     because closing would wait for the lost rank."""
     config.check_bind()
     ask_for_descriptors()
-    listening = _listen(config)
+    listening = listen(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)  # uvicorn ends first, then raises the signal again
     service.engine.start()
@@ -230,7 +231,7 @@ def serve(service: RolloutService, config: HttpConfig, on_listening: Callable[[s
     gc.collect()
     gc.freeze()  # the million objects of what is imported: a full collection of garbage stops all threads for them
     gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])  # and one for a queue of thousands takes long, too
-    server = _Server(_uvicorn_config(app, config), lambda: on_listening(_url(listening)), config)
+    server = _Server(_settings(app, config), lambda: on_listening(url_of(listening)), config)
 
     def end() -> None:
         server.should_exit = True
@@ -259,36 +260,6 @@ def _end_firmly(limit_s: float) -> NoReturn:
     os._exit(1)
 
 
-def _url(listening: socket.socket) -> str:
-    host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def _listen(config: HttpConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle on
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((config.host, config.port))
-    except OSError as error:
-        listening.close()
-        raise OSError(error.errno, f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
-    return listening
-
-
-def _uvicorn_config(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
+def _settings(app: FastAPI, config: HttpConfig) -> uvicorn.Config:
     app.state.connections = Connections(config)
-    return uvicorn.Config(
-        app,
-        http=app.state.connections.protocol(),
-        loop="asyncio",  # whose transports `Connection` knows; by itself uvicorn takes uvloop where that is installed
-        ws="none",
-        timeout_keep_alive=max(1, round(config.idle_timeout_s)),
-        log_config=None,  # the program configures logging
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
-        server_header=False,
-        backlog=ACCEPTED_A_PASS,
-    )
+    return uvicorn_config(app, config, app.state.connections, has_lifespan=False)

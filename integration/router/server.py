@@ -13,8 +13,9 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from ..http.edge.accepting import ACCEPTED_A_PASS, queue_connections, tell_of_failures_once
+from ..http.edge.accepting import queue_connections, tell_of_failures_once
 from ..http.edge.connections import Connections, ask_for_descriptors
+from ..http.edge.listening import listen, url_of, uvicorn_config
 from .app import create_app
 from .changes.journal import UpdateJournal
 from .config import RouterConfig
@@ -67,7 +68,7 @@ class RouterServer:
         """Open the socket and the files of the state. Raises ValueError for an address or a file that is refused,
         OSError for one that cannot be opened."""
         config.http.check_bind()
-        self._socket = _listen(config.http.host, config.http.port)
+        self._socket = listen(config.http, queues=True)
         try:
             self._journal = UpdateJournal(config.journal_path)  # its lock also protects the other files
         except (ValueError, OSError):
@@ -81,23 +82,11 @@ class RouterServer:
             self._journal.close()
             self._socket.close()
             raise
-        self._host, self.port = self._socket.getsockname()[:2]
+        self.port: int = self._socket.getsockname()[1]
+        self._url = url_of(self._socket)  # also of a server that has ended
         app = create_app(config, self._journal, roster, served)
         self._server = _Server(
-            uvicorn.Config(
-                app,
-                log_config=None,
-                log_level="warning",
-                access_log=False,
-                lifespan="on",
-                loop="asyncio",
-                ws="none",
-                http=Connections(config.http, descriptors_each=2).protocol(),  # type: ignore[arg-type]
-                timeout_keep_alive=max(1, round(config.http.idle_timeout_s)),
-                timeout_graceful_shutdown=max(1, round(config.http.shutdown_timeout_s)),
-                server_header=False,
-                backlog=ACCEPTED_A_PASS,
-            ),
+            uvicorn_config(app, config.http, Connections(config.http, descriptors_each=2), has_lifespan=True),
             app,
             config.drain_timeout_s,
         )
@@ -105,8 +94,7 @@ class RouterServer:
     @property
     def url(self) -> str:
         """The URL at which it listens."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self.port}"
+        return self._url
 
     @contextmanager
     def signals_end(self) -> Iterator[None]:
@@ -173,17 +161,3 @@ def route(config: RouterConfig, announce: Callable[[str], None]) -> None:
     with server.signals_end():
         announce(server.url)
         server.run()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named, because asyncio sets TCP_NODELAY only then.
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((host, port))
-        listening.listen(2048)
-    except OSError as error:
-        listening.close()
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
-    return listening

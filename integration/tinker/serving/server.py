@@ -15,9 +15,10 @@ import uvicorn
 
 from ....rollout.config import EngineConfig
 from ....rollout.engine import Engine
-from ...http.edge.accepting import ACCEPTED_A_PASS, queue_connections, tell_of_failures_once
+from ...http.edge.accepting import queue_connections, tell_of_failures_once
 from ...http.edge.config import HttpConfig
 from ...http.edge.connections import Connections, ask_for_descriptors
+from ...http.edge.listening import listen, url_of, uvicorn_config
 from ...service import RolloutService
 from ..training.config import TinkerConfig
 from ..training.trainer import Trainer
@@ -47,7 +48,7 @@ class TinkerServer:
         """Listen, and load the model. Raises ValueError for settings that do not fit, OSError for an address that
         cannot be bound."""
         check(engine, http)
-        self._socket = _listen(http)
+        self._socket = listen(http)
         try:
             self.service = RolloutService(Engine(model, engine))
             self.trainer = Trainer(self.service, config)
@@ -57,22 +58,15 @@ class TinkerServer:
         self._is_listening = threading.Event()
         self._told: Callable[[str], None] = lambda url: None
         self._server = _Server(
-            uvicorn.Config(
-                create_app(self.trainer, config, http), log_config=None, log_level="warning", access_log=False,
-                lifespan="on", loop="asyncio", ws="none", http=Connections(http).protocol(),  # type: ignore[arg-type]
-                timeout_keep_alive=max(1, round(http.idle_timeout_s)),
-                timeout_graceful_shutdown=max(1, round(http.shutdown_timeout_s)), server_header=False,
-                backlog=ACCEPTED_A_PASS,
-            ),
+            uvicorn_config(create_app(self.trainer, config, http), http, Connections(http), has_lifespan=True),
             self._listening,
-        )  # fmt: skip
+        )
         self._thread: threading.Thread | None = None
 
     @property
     def url(self) -> str:
         """The address, with its port: the client's `base_url`."""
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return url_of(self._socket)
 
     def run(self, on_listening: Callable[[str], None] = lambda url: None) -> None:
         """Serve until `stop`, or a signal that uvicorn takes; then close the engine."""
@@ -127,15 +121,3 @@ def check(engine: EngineConfig, http: HttpConfig) -> None:
 
 def _end(*_: object) -> NoReturn:
     raise SystemExit(0)
-
-
-def _listen(http: HttpConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in http.host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle on
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind((http.host, http.port))
-    except OSError as error:
-        listening.close()
-        raise OSError(error.errno, f"cannot listen on {http.host}:{http.port}: {error.strerror}") from error
-    return listening
