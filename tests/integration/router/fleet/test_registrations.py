@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
 
 from lockstep.tests.support.fake_workers import WAIT_S, FakeWorker, Fleet, Handler, wait_until
-from lockstep.tests.support.forked_ranks import free_port
 
 NUM = 12
 
 
+@pytest.fixture
+def silent_urls() -> Iterator[list[str]]:
+    """Hold addresses at which nobody listens or begins to, as a server of another test may at one that is only free."""
+    with ExitStack() as held:
+        sockets = [held.enter_context(socket.socket()) for _ in range(NUM)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        yield [f"http://127.0.0.1:{one.getsockname()[1]}" for one in sockets]
+
+
 @pytest.mark.parametrize("path", ["/workers", "/add_worker"])
-def test_workers_that_come_and_go_side_by_side_wait_for_each_other(make_fleet, path):
-    fleet = make_fleet(1)
-    urls = [f"http://127.0.0.1:{free_port()}" for _ in range(NUM)]
+def test_workers_that_come_and_go_side_by_side_wait_for_each_other(make_fleet, silent_urls, path):
+    fleet, urls = make_fleet(1), silent_urls
 
     def add(url: str) -> int:
         if path == "/workers":
