@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, repeat
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -58,16 +58,17 @@ Read = Callable[[dict[str, object], Engine, str, RequestLimits], OpenAIRequest]
 @router.post("/v1/completions", openapi_extra=describe(CompletionBody))
 async def completions(request: Request) -> Response:
     """Continue texts or token ids."""
-    return await _complete(request, read_completion)
+    return await complete(request, read_completion)
 
 
 @router.post("/v1/chat/completions", openapi_extra=describe(ChatBody))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
-    return await _complete(request, read_chat)
+    return await complete(request, read_chat)
 
 
-async def _complete(request: Request, read: Read) -> Response:
+async def complete(request: Request, read: Read, form: type[OpenAIReply] | None = None) -> Response:
+    """Answer a request whose fields `read` reads. form: of its answer; None: OpenAI's."""
     received = time.monotonic()
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HttpError(400, "the Content-Type must be application/json", param="Content-Type")
@@ -82,8 +83,38 @@ async def _complete(request: Request, read: Read) -> Response:
     ask, moving = await read_as(request, read_known, is_slow=has_stop_regex, ends_with_client=True)
     turn = begin_turn(request, ask.session, ask.id)
     ask = replace(ask, **moving.head_of(HEAD))
-    reply = OpenAIReply(ask, hub.limits, received, turn, moving=moving, engine=hub.engine)
+    reply = (form or OpenAIReply)(ask, hub.limits, received, turn, moving=moving, engine=hub.engine)
     return await answer_turn(hub, request, reply, turn)
+
+
+class Writer(Protocol):
+    """The events of one stream, made of the chunks that OpenAI's API has. Chunks that the client has already are
+    written too, so that the writer knows where the stream is, and what it returns is not sent."""
+
+    def chunk(self, chunk: Mapping[str, Any]) -> bytes:
+        """Make the events of a chunk; there may be none."""
+
+    def failed(self, error: HttpError) -> bytes:
+        """Make the event of an error, after which no chunk comes."""
+
+    def end(self) -> bytes:
+        """Make what comes last, also after an error."""
+
+
+class ChunkWriter:
+    """The events of OpenAI's own stream."""
+
+    def chunk(self, chunk: Mapping[str, Any]) -> bytes:
+        """See `Writer.chunk`."""
+        return event_of(chunk)
+
+    def failed(self, error: HttpError) -> bytes:
+        """See `Writer.failed`."""
+        return event(dumps(error_body(error, openai=True)))
+
+    def end(self) -> bytes:
+        """See `Writer.end`."""
+        return DONE
 
 
 @dataclass(frozen=True)
@@ -136,24 +167,28 @@ class OpenAIReply:
             found |= self._session(completions[0], choices[0]["message"])
         return found
 
+    def writer(self) -> Writer:
+        """Make the writer of the events of a stream."""
+        return ChunkWriter()
+
     async def events(self, subscription: Subscription) -> AsyncIterator[bytes]:
         """Make the events: as with OpenAI, a chunk holds only new output."""
-        head = chunk_head(self.request)
+        head, writer = chunk_head(self.request), self.writer()
         offsets = [TextOffsets(self.request, len(self._echo(index))) for index in range(len(subscription.index_of))]
         num_new = [0] * len(subscription.index_of)
         answers: dict[int, Completion] = {}
         seam = Seam(self.moving, self.engine, {name: getattr(self.request, name) for name in HEAD})
 
         def chunk_event(choices: list[dict[str, object]], others: Mapping[str, object]) -> bytes:
-            return event_of({**head, "choices": choices, **others})
+            return writer.chunk({**head, "choices": choices, **others})
 
         for choice, cost, num_prompt in self._first_choices(subscription):
+            others = dict(chunk_usage(self.request, num_prompt, 0))
+            if self.request.is_chat and self.request.return_token_ids:
+                others["prompt_token_ids"] = choice["prompt_token_ids"]  # where the whole answer has them
+            first = await subscription.encode(partial(chunk_event, [choice], others), cost)
             if not seam.has_begun(index := int(str(choice["index"]))):
-                others = dict(chunk_usage(self.request, num_prompt, 0))
-                if self.request.is_chat and self.request.return_token_ids:
-                    others["prompt_token_ids"] = choice["prompt_token_ids"]  # where the whole answer has them
-                made = partial(chunk_event, [choice], others)
-                yield seam.notes(index) + await subscription.encode(made, cost)
+                yield seam.notes(index) + first
 
         streams = self._streams(len(subscription.index_of))
 
@@ -189,12 +224,13 @@ class OpenAIReply:
                         if is_new:
                             yield seam.notes(index, [chunk]) + events
         except (HttpError, EngineStopped) as error:
-            yield event(dumps(error_body(as_http_error(error), openai=True)))
+            yield writer.failed(as_http_error(error))
         else:
             if self.request.include_usage and not seam.has_usage:
                 in_order = [answers[index] for index in range(len(answers))]
-                yield seam.usage_note() + event(dumps({**head, "choices": [], "usage": usage(self.request, in_order)}))
-        yield DONE
+                last = {**head, "choices": [], "usage": usage(self.request, in_order)}
+                yield seam.usage_note() + writer.chunk(last)
+        yield writer.end()
 
     def _streams(self, num: int) -> list[AnswerStream]:
         """Make the messages of a chat's answers; none where they are content alone."""
