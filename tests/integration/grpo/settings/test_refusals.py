@@ -24,8 +24,10 @@ def test_ctrl_c_ends_a_rank_in_one_line(tmp_path):
     path = tmp_path / "config"
     os.mkfifo(path)
     command = [sys.executable, "-m", "lockstep.integration.grpo", str(path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as job, open(path, "w"):  # which waits for it
-        job.send_signal(signal.SIGINT)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as job:
+        with open(path, "w"):  # which waits for it
+            job.send_signal(signal.SIGINT)
+        # Closed, since Python hears of a signal only when a call returns that has begun just before it.
         _, said = job.communicate(timeout=60)
     assert job.returncode == 130
     assert said == f"lockstep: interrupted; {RESUME}\n"
