@@ -249,7 +249,9 @@ def test_sigterm_ends_it_with_all_that_it_has_begun(tmp_path):
         f"try:\n    cli.main(['explain', {str(path)!r}, '--model', 'none'])\nfinally:\n    print('cleaned up')"
     )
     explain = prepared_python.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    with explain, open(path, "w"):  # which waits until it is read
-        explain.send_signal(signal.SIGTERM)
+    with explain:
+        with open(path, "w"):  # which waits until it is read
+            explain.send_signal(signal.SIGTERM)
+        # Closed, since Python hears of a signal only when a call returns that has begun just before it.
         said, _ = explain.communicate(timeout=60)
     assert (explain.returncode, said) == (143, "cleaned up\n")
