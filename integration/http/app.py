@@ -20,6 +20,7 @@ from .edge.config import HttpConfig
 from .edge.threads import Threads
 from .edge.turns import TurnsMiddleware
 from .generation import generate
+from .messages import api as messages_api
 from .observe import debug_page, health, loads, metrics, model_info, rollouts, server_info, state
 from .observe.traffic import Traffic, TrafficMiddleware
 from .openai import api as openai_api
@@ -35,6 +36,7 @@ from .vllm.update_watch import UpdateWatch
 ROUTERS = (
     generate,
     openai_api,
+    messages_api,
     conversation_verbs,
     vllm_generate,
     plain_generate,

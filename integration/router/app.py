@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..http.admin import unsupported
-from ..http.edge.auth import Level, check_key, check_origin, level_of
+from ..http.edge.auth import Level, check_key, check_origin, key_header, level_of
 from ..http.edge.bodies import parse_object_off_loop, read_object, start_parsers
 from ..http.edge.errors import BadField, EndingMiddleware, HttpError, error_response, install
 from .attending import add_attending
@@ -75,7 +75,7 @@ class _Auth:
             headers = Headers(scope=scope)
             try:
                 check_origin(self._config, scope["method"], headers, level)
-                check_key(self._config, level, headers.get("authorization"))
+                check_key(self._config, level, key_header(headers))
             except HttpError as refused:
                 await error_response(path, refused)(scope, receive, send)
                 return

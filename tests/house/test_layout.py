@@ -104,7 +104,8 @@ PLACES = {
     "integration.router.server": "http.edge router.app router.changes router.config router.fleet",
     "integration.bench.gpu": "bench.decode bench.parts bench.pause service bench.on_gpu",
     "integration.http.app": (
-        "http.admin http.conversations http.edge http.generation http.observe http.openai http.vllm service version"
+        "http.admin http.conversations http.edge http.generation http.messages http.observe http.openai http.vllm "
+        "service version"
     ),
     "integration.router.app": (
         "http.admin http.edge router.attending router.changes router.config router.fleet router.generation "
@@ -128,9 +129,11 @@ PLACES = {
     "integration.http.openai": (
         "chat_tail http.chat http.conversations http.edge http.generation http.images http.observe"
     ),
+    "integration.http.messages": (
+        "http.admin http.chat http.conversations http.edge http.generation http.observe http.openai"
+    ),
     "integration.http.vllm": (
-        "http.admin http.chat http.edge http.generation http.images http.observe http.openai image_inputs service "
-        "service_config"
+        "http.admin http.edge http.generation http.images http.observe http.openai image_inputs service service_config"
     ),
     "integration.router.worker_paths": "http.edge router.fleet router.router",
     "integration.router.attending": "http.edge router.calls router.fleet router.router router.wire",

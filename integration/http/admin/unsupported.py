@@ -34,8 +34,8 @@ _PATHS = {
     "/pd_role_switch": "disaggregated prefill is not supported",
     "/v1/responses": f"the Responses API is not supported: {SERVED}",
     "/v1/responses/{rest:path}": f"the Responses API is not supported: {SERVED}",
-    "/v1/messages": f"the Messages API is not supported: {SERVED}",
-    "/v1/messages/count_tokens": "the Messages API is not supported: /tokenize counts tokens",
+    "/v1/messages/batches": f"batches of messages are not supported: {SERVED}",
+    "/v1/messages/batches/{rest:path}": f"batches of messages are not supported: {SERVED}",
     **dict.fromkeys(
         ("/score", "/v1/score"),
         f"scoring is not supported: /generate gives log-probabilities of a prompt, with return_logprob; {SERVED}",

@@ -102,6 +102,18 @@ def apply_template(
         raise BadField("messages", f"the chat template refuses them: {error}") from None
 
 
+def takes_system_within(engine: Engine) -> bool:
+    """Return whether the chat template writes a system's message that is not the first one."""
+    tokenizer, ask = engine.tokenizer, {"role": "user", "content": "ask"}
+    if tokenizer is None or not tokenizer.chat_template:
+        return True  # messages are refused altogether
+    messages = [ask, {"role": "system", "content": _MARK}, {"role": "assistant", "content": "answer"}, ask]
+    try:
+        return _MARK in str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except _FAILURES:
+        return False
+
+
 def _wants_parts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
     """Return whether a template, as of some models of images, writes content that is a list of parts and no text."""
     message = {"role": "user", "content": _MARK}

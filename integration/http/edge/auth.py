@@ -1,4 +1,4 @@
-"""Access to the paths of a server by bearer keys.
+"""Access to the paths of a server by keys: `Authorization: Bearer KEY`, or Anthropic's `x-api-key: KEY`.
 
 | keys configured | open paths | generation and reports | all other paths |
 |---|---|---|---|
@@ -104,6 +104,12 @@ def check_origin(config: HttpConfig, method: str, headers: Headers, level: Level
         )
 
 
+def key_header(headers: Headers) -> str | None:
+    """Return the Authorization header of a request, or what it would be for its x-api-key."""
+    given, key = headers.get("authorization"), headers.get("x-api-key")
+    return f"Bearer {key}" if given is None and key else given
+
+
 def _is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
@@ -134,7 +140,7 @@ class AuthMiddleware:
             level = level_of(scope["path"])
             try:
                 check_origin(self._config, scope["method"], headers, level)
-                check_key(self._config, level, headers.get("authorization"))
+                check_key(self._config, level, key_header(headers))
             except HttpError as refused:
                 await error_response(scope["path"], refused)(scope, receive, send)
                 return

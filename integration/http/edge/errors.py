@@ -1,4 +1,5 @@
-"""Errors as statuses and bodies: for SGLang's clients, and in OpenAI's shape under /v1 and on vLLM's paths.
+"""Errors as statuses and bodies: for SGLang's clients, in OpenAI's shape under /v1 and on vLLM's paths, and in
+Anthropic's under /v1/messages.
 
 | status | cause |
 |---|---|
@@ -62,6 +63,11 @@ _MAX_MESSAGE = 10_000  # characters about a wrong field; the message may quote i
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _MAX_PATH = 200  # characters of a path or method that a message quotes
 _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error"}
+_ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
+    413: "request_too_large", 503: "overloaded_error",
+}  # fmt: skip
 _TITLES = {
     400: "Bad Request",
     401: "Unauthorized",
@@ -204,11 +210,21 @@ def error_body(error: HttpError, *, openai: bool, has_kind: bool = True) -> dict
     }
 
 
+def message_error_body(error: HttpError) -> dict[str, object]:
+    """Make the body of an error as Anthropic's clients read it, with the wrong field and the word beside it."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    what = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    return {"type": "error", "error": what, **error.extra}
+
+
 def error_response(path: str, error: Exception) -> JSONResponse:
     """Make the answer to a request for `path` that failed with `error`."""
     answer = as_http_error(error)
     forget_frames(error)
-    body = error_body(answer, openai=has_openai_errors(path), has_kind=path not in _WITHOUT_KIND)
+    if path.startswith(_ANTHROPIC_PATH):
+        body = message_error_body(answer)
+    else:
+        body = error_body(answer, openai=has_openai_errors(path), has_kind=path not in _WITHOUT_KIND)
     return JSONResponse(body, answer.status, answer.headers)
 
 

@@ -156,7 +156,7 @@ class OpenAIReply:
             self.prefixes.append(form.beginning(asked.prompts[0], self.request.begun).prefix)
         return self.moving.asked(asked, self.engine)
 
-    def whole(self, completions: list[Completion]) -> object:
+    def whole(self, completions: list[Completion]) -> dict[str, Any]:
         """See `Reply.whole`."""
         for completion in completions:
             refuse_ignored(completion)

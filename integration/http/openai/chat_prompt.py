@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ....rollout.engine import Engine
 from ....rollout.sampling_params import SamplingParams
-from ..chat.template import apply_template
+from ..chat.content import Images
+from ..chat.template import apply_template, read_messages
+from ..chat.tools import read_tools
 from ..conversations.next_turn import NextTurn
+from ..edge.bodies import fields_of
 from ..edge.errors import BadField
 from ..generation.limits import RequestLimits
+from ..generation.subscriptions import Hub
 from ..images.pictures import SentPicture
+from ..images.reading import made_in_thread
 from .fields import ChatBody
 from .sessions import session_prompt
 
 Messages = list[dict[str, Any]]
 _FIELD = "messages"
+_NO_ANSWER = SamplingParams(max_new_tokens=0)  # a prompt that is only counted may fill the context
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,32 @@ class ChatPrompt:
     @property
     def _render(self) -> Callable[[Messages], str]:
         return lambda told: apply_template(self.engine, told, self.body, self.tools)
+
+
+def prompt_of(
+    values: dict[str, object], engine: Engine, limits: RequestLimits, *, adds_special: bool = False
+) -> list[int] | ChatPrompt:
+    """Return the prompt of a conversation of any length, with the fields of a chat: its tokens, or what `prompt_tokens`
+    makes them of where it has images. Slow. Raises BadField."""
+    images, fields = Images(limits.images.one), fields_of(ChatBody, values)
+    messages = read_messages(fields.messages or [], limits, images)
+    tools = read_tools(fields, limits)
+    shown = () if tools is None else tools.shown
+    if images.pictures:
+        chat = ChatPrompt(engine, limits, fields, shown, messages, images.pictures, None, None)
+        chat.check()
+        return chat
+    text = apply_template(engine, messages, fields, shown)
+    limits.characters(len(text), _FIELD)
+    return limits.tokenising.whole(text, adds_special=adds_special)
+
+
+async def prompt_tokens(hub: Hub, prompt: list[int] | ChatPrompt) -> list[int]:
+    """Return the tokens of a prompt; one with images is made in a thread. Raises BadField."""
+    if not isinstance(prompt, ChatPrompt):
+        return prompt
+    make = partial(prompt.token_ids, _NO_ANSWER, None)
+    return await made_in_thread(make, prompt.pictures, hub.image_threads, hub.image_bytes)
 
 
 def _refuse_spelled(messages: Messages, placeholder: str) -> None:

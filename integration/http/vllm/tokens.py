@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -10,24 +9,16 @@ from fastapi.responses import Response
 from pydantic import Field, StrictInt
 
 from ....rollout.engine import Engine
-from ....rollout.sampling_params import SamplingParams
 from ..admin.common import json_response
-from ..chat.content import Images
-from ..chat.template import apply_template, read_messages
-from ..chat.tools import read_tools
 from ..edge.bodies import Body, describe, fields_of, read_as
 from ..edge.errors import BadField
 from ..generation.body import refuse_unsupported
 from ..generation.limits import RequestLimits
 from ..generation.subscriptions import hub_of
-from ..images.reading import made_in_thread
 from ..observe.model_info import refuse_unknown_model
-from ..openai.chat_prompt import ChatPrompt
-from ..openai.fields import ChatBody
+from ..openai.chat_prompt import ChatPrompt, prompt_of, prompt_tokens
 
 router = APIRouter()
-
-_NO_ANSWER = SamplingParams(max_new_tokens=0)  # a prompt may fill the context
 
 
 class TokenizeBody(Body):
@@ -65,9 +56,7 @@ async def tokenize(request: Request) -> Response:
 
     # On a thread, also where the body is short: a template may take long.
     body, ids = await read_as(request, read, is_slow=lambda values: True)
-    if isinstance(ids, ChatPrompt):
-        make = partial(ids.token_ids, _NO_ANSWER, None)
-        ids = await made_in_thread(make, ids.pictures, hub.image_threads, hub.image_bytes)
+    ids = await prompt_tokens(hub, ids)
     strings = _tokenizer(hub.engine).convert_ids_to_tokens(ids) if body.return_token_strs else None
     found = {"count": len(ids), "max_model_len": hub.engine.max_model_len, "tokens": ids, "token_strs": strings}
     return json_response(found)
@@ -100,21 +89,10 @@ def _token_ids(
     if (body.prompt is None) == (body.messages is None):
         raise BadField("prompt", "exactly one of prompt and messages is needed")
     if body.messages is not None:
-        images = Images(limits.images.one)
-        messages, fields = read_messages(body.messages, limits, images), fields_of(ChatBody, values)
-        tools = read_tools(fields, limits)
-        shown = () if tools is None else tools.shown
-        if images.pictures:
-            chat = ChatPrompt(engine, limits, fields, shown, messages, images.pictures, None, None)
-            chat.check()
-            return chat
-        text = apply_template(engine, messages, fields, shown)
-        adds_special = bool(body.add_special_tokens)
-    else:
-        assert body.prompt is not None
-        text, adds_special = body.prompt, body.add_special_tokens is not False
-    limits.characters(len(text), "prompt" if body.messages is None else "messages")
-    return limits.tokenising.whole(text, adds_special=adds_special)
+        return prompt_of(values, engine, limits, adds_special=bool(body.add_special_tokens))
+    assert body.prompt is not None
+    limits.characters(len(body.prompt), "prompt")
+    return limits.tokenising.whole(body.prompt, adds_special=body.add_special_tokens is not False)
 
 
 def _tokenizer(engine: Engine) -> Any:

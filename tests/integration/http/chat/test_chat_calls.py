@@ -13,22 +13,10 @@ import pytest
 import torch
 
 from lockstep.integration.cli.serve import run
-from lockstep.integration.http.chat.grammar import Writer
-from lockstep.integration.http.edge.config import HttpConfig
-from lockstep.integration.http.server import serve_in_background
-from lockstep.integration.service import RolloutService
-from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.tests.support.chat.answers import BROKEN, SCHEMA, TOOLS, WHOLE, Case
-from lockstep.tests.support.chat.tokenizer import (
-    FAMILIES,
-    SPECIAL,
-    VOCAB_SIZE,
-    WORDS,
-    byte_tokenizer,
-    chat_template,
-)  # fmt: skip
-from lockstep.tests.support.random_models import random_model
+from lockstep.tests.support.chat.serving import byte_engine, forced, serving
+from lockstep.tests.support.chat.tokenizer import FAMILIES, chat_template
 
 PATIENCE = 60.0
 CONTEXT = 2048
@@ -44,43 +32,24 @@ DEMANDED = [
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     torch.set_num_threads(1)
-    tokenizer = byte_tokenizer()
-    model = random_model(
-        "qwen3", vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, eos_token_id=tokenizer.eos_token_id
-    )
-    engine = Engine(model, EngineConfig(kv_cache=512), tokenizer=tokenizer)
-    yield engine
-    engine.stop()
+    with byte_engine(CONTEXT) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
 def serve(engine: Engine) -> Iterator[Callable[..., openai.OpenAI]]:
     """Yield a function that returns a client of a server whose settings name the forms."""
-    service, servers, clients = RolloutService(engine), {}, []
+    clients = []
 
     def client_of(template: str, **settings) -> openai.OpenAI:
-        assert engine.tokenizer is not None
-        engine.tokenizer.chat_template = template
-        key = tuple(settings.items())
-        if key not in servers:
-            servers[key] = serve_in_background(service, HttpConfig(port=0, model_name="small", **settings))
-        url = servers[key].url
+        url = server_of(template, **settings)
         clients.append(openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE))
         return clients[-1]
 
-    with service.rollout():
+    with serving(engine) as server_of:
         yield client_of
         for client in clients:
             client.close()
-        for server in servers.values():
-            server.close()
-
-
-def forced(text: str) -> dict[str, object]:
-    """Return the response_format that forces a text, whose markers are the tokens that they are in the tokenizer."""
-    tokenizer = byte_tokenizer()
-    ids = {marker: tokenizer.convert_tokens_to_ids(marker) for marker in (*SPECIAL[1:], *WORDS)}
-    return {"type": "structural_tag", "format": {"type": "sequence", "elements": Writer(ids).text(text)}}
 
 
 def settings_of(case: Case) -> dict[str, str]:
