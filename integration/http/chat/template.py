@@ -53,6 +53,12 @@ def _refuse_unknown_roles(messages: Sequence[dict[str, Any]], limits: RequestLim
             raise BadField(f"messages.{index}.role", what)
 
 
+def settings_of(asked: TemplateFields) -> dict[str, Any]:
+    """Return the variables of the template that a request sets, besides its messages and tools."""
+    effort = {} if asked.reasoning_effort is None else {"reasoning_effort": asked.reasoning_effort}
+    return effort | (asked.chat_template_kwargs or {})
+
+
 def apply_template(
     engine: Engine,
     messages: list[dict[str, Any]],
@@ -65,11 +71,9 @@ def apply_template(
     tokenizer = engine.tokenizer
     if tokenizer is None or not (template or tokenizer.chat_template):
         raise BadField("messages", "this model has no chat template: send input_ids")
-    extra = dict(asked.chat_template_kwargs or {})
+    extra = settings_of(asked)
     if reserved := sorted(set(extra) & set(inspect.signature(tokenizer.apply_chat_template).parameters)):
         raise BadField("chat_template_kwargs", f"must not set {', '.join(reserved)}")
-    if asked.reasoning_effort is not None:
-        extra.setdefault("reasoning_effort", asked.reasoning_effort)
     asks_for_answer = asked.add_generation_prompt
     if asks_for_answer is None:
         asks_for_answer = not asked.continue_final_message

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ...chat_tail import Messages, Template, UnclearEnd, added_tokens
 from ..edge.errors import BadField
-from .params import FIELD, History, SessionParams
-from .turns import Turn, chained, is_same, messages_of, tokens_of
+from ..edge.session_paths import FIELD
+from .messages import Likeness, chained, likeness
+from .params import History, SessionParams
+from .turns import Turn, messages_of, tokens_of
 
+Find = Callable[[tuple[bytes, ...]], Iterable[Sequence[Turn]]]
 _WHOLE = ("system", "developer", "assistant")  # authors that new messages do not have
 
 
@@ -23,31 +27,32 @@ class ChatPrompt:
 
 
 def divide(
-    base: Turn | None, given: Messages, params: SessionParams, find: Callable[[tuple[bytes, ...]], Turn | None]
+    base: Turn | None, given: Messages, params: SessionParams, find: Find, shape: bytes = b""
 ) -> tuple[Turn | None, Messages]:
-    """Return the turn that a chat goes on from, and its new messages. find: returns the turn that has the most of the
-    messages with these digests, see `chained`. Raises BadField."""
+    """Return the turn that a chat goes on from, and its new messages, of which there may be none behind an answer.
+    find: returns the turns that may begin with the messages of these digests, see `Session.with_messages`. shape: see
+    `shape_of`. Raises BadField."""
     if not given:
         raise BadField("messages", "must not be empty")
-    if not _is_whole(base, given, params):
-        _check_messages(base)
-        return base, given
-    if params.branch:
-        base = _last_equal(given, find)
+    is_whole = _is_whole(base, given, params)
+    if is_whole and params.branch:
+        base = _last_equal(given, find, shape)
+        return base, given[_num_messages(base) :]
     _check_messages(base)
-    known = messages_of(base)
-    for index, (ours, theirs) in enumerate(zip(known, given, strict=False)):
-        if not is_same(ours, theirs):
-            raise BadField(
-                f"messages.{index}", "differs from the session's message: send it as it was answered, or with "
-                f"{FIELD}.branch go on from the last turn that has the messages before it"
-            )  # fmt: skip
-    if len(given) <= len(known):
+    if not is_whole:
+        return base, given
+    compared = _Compared(given)
+    if base is not None and compared.likeness(base) is Likeness.OTHER and compared.differs_at < len(given):
         raise BadField(
-            "messages", f"the session has {len(known)} messages already, and these {len(given)} add none: send more, "
+            f"messages.{compared.differs_at}", "differs from the session's message: send it as it was answered, or "
+            f"with {FIELD}.branch go on from the last turn that has the messages before it"
+        )  # fmt: skip
+    if len(given) <= (num_known := _num_messages(base)):
+        raise BadField(
+            "messages", f"the session has {num_known} messages already, and these {len(given)} add none: send more, "
             f"or with {FIELD}.branch go on from an earlier turn"
         )  # fmt: skip
-    return base, given[len(known) :]
+    return base, given[num_known:]
 
 
 def chat_prompt(base: Turn | None, new: Messages, policy: History, template: Template) -> ChatPrompt:
@@ -91,12 +96,56 @@ def _check_messages(base: Turn | None) -> None:
         )
 
 
-def _last_equal(given: Messages, find: Callable[[tuple[bytes, ...]], Turn | None]) -> Turn | None:
-    """Return the turn with the most messages that the given ones begin with, and go beyond; None: there is none."""
-    found = find(chained(b"", given)[:-1])
-    while found is not None:
-        known = messages_of(found)
-        if all(map(is_same, known, given)):
+def _num_messages(turn: Turn | None) -> int:
+    return sum(len(one.messages or ()) for one in (turn.path if turn else ()))
+
+
+def _last_equal(given: Messages, find: Find, shape: bytes) -> Turn | None:
+    """Return the turn with the most messages that the given ones begin with, of several the one that they are like the
+    most, and of those the newest; None: there is none. The same request once more goes on from the same turn."""
+    compared = _Compared(given)
+    for turns in find(chained(shape, given)):
+        best, found = Likeness.OTHER, None
+        for turn in turns:
+            if (its := compared.likeness(turn)) > best:
+                best, found = its, turn
+            if best is Likeness.EXACT:
+                break
+        if found is not None:
             return found
-        found = found.parent  # its thoughts differ
     return None
+
+
+class _Compared:
+    """The messages of a client, compared with those of turns."""
+
+    def __init__(self, given: Messages) -> None:
+        self._given = given
+        self._known: dict[str, tuple[Likeness, int]] = {}  # by rid: of the conversation up to a turn, and its length
+        self.differs_at = 0  # the first message that differed, in the last comparison that found one
+
+    def likeness(self, turn: Turn) -> Likeness:
+        """Return the likeness of the first messages to a turn's whole conversation."""
+        found, num = Likeness.EXACT, 0
+        for one in turn.path:
+            if one.rid not in self._known:
+                its, num = self._of_one(one, num)
+                self._known[one.rid] = min(found, its), num
+            found, num = self._known[one.rid]
+            if found is Likeness.OTHER:
+                break
+        return found
+
+    def _of_one(self, turn: Turn, start: int) -> tuple[Likeness, int]:
+        """Compare the messages of one turn, of which the last is the answer. start: its first message."""
+        found, num = Likeness.EXACT, len(turn.messages or ())
+        for index, text in enumerate(turn.messages or (), start):
+            if index >= len(self._given):
+                self.differs_at = index
+                return Likeness.OTHER, index
+            its = likeness(json.loads(text), self._given[index], is_answer=index == start + num - 1)
+            if its is Likeness.OTHER:
+                self.differs_at = index
+                return its, index
+            found = min(found, its)
+        return found, start + num

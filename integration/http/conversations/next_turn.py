@@ -10,12 +10,14 @@ from ....rollout.completion import Completion
 from ....rollout.media.images import Images
 from ...chat_tail import Template
 from ..edge.errors import BadField
+from ..edge.session_paths import FIELD
 from ..images.pictures import SentPicture
 from .history import ChatPrompt, chat_prompt, divide
-from .params import FIELD, SessionParams
+from .messages import chained, encoded
+from .params import SessionParams
 from .pictures import num_pictures, with_digests
 from .session import Session
-from .turns import MESSAGE_BYTES, TOKEN_BYTES, TURN_BYTES, Turn, chained, encoded, pictures_of, tokens_of
+from .turns import MESSAGE_BYTES, TOKEN_BYTES, TURN_BYTES, Turn, longest_beginning, pictures_of, tokens_of
 
 
 class Store(Protocol):
@@ -59,8 +61,8 @@ class NextTurn:
 
     @property
     def num_tokens_before(self) -> int:
-        """The number of tokens of the conversation that it goes on from."""
-        return 0 if self._base is None else self._base.num_tokens
+        """The number of tokens of the conversation that it goes on from, where the request has not all of it."""
+        return 0 if self._base is None or self.params.messages == "all" else self._base.num_tokens
 
     @property
     def pictures(self) -> list[SentPicture]:
@@ -78,8 +80,12 @@ class NextTurn:
         return list(self._pictures)
 
     def joined(self, new_ids: Sequence[int], pictures: Sequence[SentPicture] = ()) -> list[int]:
-        """Return a prompt of the history and these tokens. pictures: of these. Raises BadField for an offset beyond the
-        history, and for one that may cut its images."""
+        """Return a prompt of the history and these tokens, or of these where they are the whole. pictures: of these.
+        Raises BadField for an offset beyond the history, for one that may cut its images, and for a whole that begins
+        otherwise than the history."""
+        if self.params.messages == "all":
+            self._base = self._base_of_whole(new_ids, pictures)
+            new_ids = new_ids[self._base.num_tokens :] if self._base is not None else new_ids
         history = self._history()
         self._pictures = tuple(pictures)
         self._store.reserve(self, TURN_BYTES + TOKEN_BYTES * len(new_ids) + _bytes_of(pictures))
@@ -87,16 +93,17 @@ class NextTurn:
         return [*history, *new_ids]
 
     def chat_prompt(
-        self, given: list[dict[str, Any]], pictures: Sequence[SentPicture], template: Callable[[NextTurn], Template]
-    ) -> list[int]:
+        self, given: list[dict[str, Any]], pictures: Sequence[SentPicture], template: Callable[[NextTurn], Template],
+        shape: bytes = b"",
+    ) -> list[int]:  # fmt: skip
         """Return the prompt of the conversation that goes on with these messages. pictures: of all of these. template:
-        makes the template of this turn, once its pictures are known. Raises BadField for messages that do not, and
-        where the template refuses them."""
+        makes the template of this turn, once its pictures are known. shape: see `shape_of`; a branch goes on from turns
+        of the same shape only. Raises BadField for messages that do not go on, and where the template refuses them."""
         given = with_digests(given, pictures)
         for name in ("offset", "drop_previous_output"):
             if getattr(self.params, name):
                 raise BadField(f"{FIELD}.{name}", "is for prompts of token ids or a text; a chat has messages, and rid")
-        self._base, new = divide(self._base, given, self.params, self.session.with_messages)
+        self._base, new = divide(self._base, given, self.params, self.session.with_messages, shape)
         num_new = num_pictures(new)
         self._pictures = tuple(pictures[len(pictures) - num_new :])
         prompt: ChatPrompt = chat_prompt(self._base, new, self.session.options.history, template(self))
@@ -105,7 +112,8 @@ class NextTurn:
         num_tokens = len(prompt.token_ids) - prompt.num_history
         num_chars = sum(map(len, self._messages)) + _bytes_of(self._pictures)
         self._store.reserve(self, TURN_BYTES + TOKEN_BYTES * num_tokens + MESSAGE_BYTES * len(new) + num_chars)
-        self._digest = chained(b"" if self._base is None else self._base.digest, new)[-1]
+        start = shape if self._base is None else self._base.digest
+        self._digest = (start, *chained(start, new))[-1]
         return prompt.token_ids
 
     def keep(
@@ -119,11 +127,13 @@ class NextTurn:
             assert message is not None, "the answer of a chat is a message"
             [digest] = chained(self._digest, [message])
             messages += (encoded(message),)
-        reason = completion.finish_reason
+        reason, drawn = completion.finish_reason, completion.drawn_with
         turn = Turn(
             self.rid, self._base, self._num_history, array("i", tokens[self._num_history :]),
             len(completion.prompt_ids), reason.matched if reason is not None else None,
             completion.weight_versions, extra_key, messages, digest, self._pictures, _outline_of(completion),
+            array("f", completion.logprobs), None if reason is None else reason.type,
+            None if drawn is None else drawn.params.temperature,
         )  # fmt: skip
         is_kept = self._store.keep(self, turn)
         self.kept = turn if is_kept else None
@@ -155,6 +165,24 @@ class NextTurn:
         if abs(offset) > len(tokens):
             raise BadField(f"{FIELD}.offset", f"{offset} is beyond the history, which has {len(tokens)} tokens")
         return tokens[:offset] if offset else tokens
+
+    def _base_of_whole(self, token_ids: Sequence[int], pictures: Sequence[SentPicture]) -> Turn | None:
+        """Return the turn that a prompt goes on from which has the history's tokens too. Raises BadField."""
+        for name in ("offset", "drop_previous_output"):
+            if getattr(self.params, name):
+                raise BadField(f"{FIELD}.{name}", "is for prompts behind a history, and this one is the whole")
+        if pictures or self.has_pictures:
+            raise BadField(
+                f"{FIELD}.messages", '"all" is for prompts without images where they are token ids or a text'
+            )
+        if self.params.branch:
+            return longest_beginning(list(self.session.turns.values()), token_ids)
+        if self._base is not None and longest_beginning(self._base.path, token_ids) is not self._base:
+            raise BadField(
+                f"{FIELD}.messages", f"the prompt is the whole, and does not begin with the {self._base.num_tokens} "
+                f"tokens of the turn {self._base.rid!r}: with {FIELD}.branch it goes on from an earlier one"
+            )  # fmt: skip
+        return self._base
 
     def _why_not_kept(self) -> str:
         if self.has_ended:

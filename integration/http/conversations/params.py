@@ -8,9 +8,9 @@ from pydantic import Field, StrictInt
 
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField
+from ..edge.session_paths import FIELD, MAX_ID
 
-MAX_NAME = 256  # characters of a session's id
-FIELD = "session_params"
+MAX_NAME = MAX_ID  # characters of a session's id
 
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME)]
 History = Literal["sampled", "template"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..edge.errors import BadField, HttpError
-from .params import FIELD, History, SessionParams
+from ..edge.session_paths import FIELD
+from .params import History, SessionParams
 from .turns import Turn
 
 SESSION_BYTES = 2000  # of memory, about, of a session without turns
@@ -35,7 +37,7 @@ class Session:
         self.num_bytes = SESSION_BYTES + len(id)
         self.pinned: tuple[int, ...] = ()  # hashes of blocks that were pinned, see `pins`
         self.pin_owner = ""  # whose pins they are
-        self._by_digest: dict[bytes, Turn] = {}
+        self._by_digest: dict[bytes, list[Turn]] = {}  # each the oldest first
 
     @property
     def deadline(self) -> float:
@@ -65,9 +67,18 @@ class Session:
             raise BadField(f"{FIELD}.rid", "a streaming session only goes on from its last turn")
         return base
 
-    def with_messages(self, digests: tuple[bytes, ...]) -> Turn | None:
-        """Return a turn whose conversation has the most of these messages; None: no turn begins as they do."""
-        return next((self._by_digest[one] for one in reversed(digests) if one in self._by_digest), None)
+    def with_messages(self, digests: tuple[bytes, ...]) -> Iterator[Sequence[Turn]]:
+        """Yield the turns whose conversations may be the first of these messages, see `chained`: those with the most
+        together, the newest first, then those with fewer."""
+        for digest in reversed(digests):
+            if turns := self._by_digest.get(digest):
+                yield turns[::-1]
+
+    @property
+    def leaves(self) -> list[str]:
+        """The rids of the turns from which no other turn goes on, in the order in which they ended."""
+        parents = {turn.parent.rid for turn in self.turns.values() if turn.parent is not None}
+        return [rid for rid in self.turns if rid not in parents]
 
     def begin(self, rid: str, now: float) -> None:
         """Count a request as open."""
@@ -89,7 +100,7 @@ class Session:
             self._forget_after(parent)
         self.turns[turn.rid] = turn
         if turn.digest:
-            self._by_digest[turn.digest] = turn
+            self._by_digest.setdefault(turn.digest, []).append(turn)
         self.num_bytes += turn.num_bytes
         self.last = turn
         return True
@@ -108,5 +119,7 @@ class Session:
         for rid in gone:
             turn = self.turns.pop(rid)
             self.num_bytes -= turn.num_bytes
-            if self._by_digest.get(turn.digest) is turn:
-                del self._by_digest[turn.digest]
+            if turn.digest:
+                others = [one for one in self._by_digest.pop(turn.digest) if one is not turn]
+                if others:
+                    self._by_digest[turn.digest] = others

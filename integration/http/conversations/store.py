@@ -16,8 +16,9 @@ from collections.abc import Callable
 from ....rollout.errors import Overloaded
 from ..edge.config import HttpConfig
 from ..edge.errors import BadField, Draining, HttpError
+from ..edge.session_paths import FIELD
 from .next_turn import NextTurn
-from .params import FIELD, SessionParams
+from .params import SessionParams
 from .session import SESSION_BYTES, Session, SessionOptions
 from .turns import Turn
 

@@ -9,10 +9,10 @@ A turn keeps its own tokens only, so a conversation takes memory in proportion t
 
 from __future__ import annotations
 
-import hashlib
 import json
+import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +21,12 @@ from ....rollout.media.images import Images
 from ..images.pictures import SentPicture
 
 # Bytes of memory, about, of the objects that hold a turn, a message and a span; a test compares them with the truth.
-TURN_BYTES = 700
+TURN_BYTES = 800
 MESSAGE_BYTES = 180
 SPAN_BYTES = 200
 TOKEN_BYTES = 4
+LOGPROB_BYTES = 4  # of a token that was sampled
 IMAGE_TOKEN_BYTES = 64  # of a token of a prompt with images: its place among them, and its rotary positions
-
-_THOUGHTS = ("reasoning_content", "reasoning")  # of an assistant's message, which clients may leave out
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -46,6 +45,9 @@ class Turn:
     digest: bytes = field(default=b"", repr=False)  # of all messages up to its answer
     pictures: tuple[SentPicture, ...] = ()  # that it added to the parent's, in the order of their tokens
     images: Images | None = field(default=None, repr=False)  # of its whole prompt, without their tensors
+    logprobs: array[float] = field(default_factory=lambda: array("f"), repr=False)  # of the output's tokens
+    finish: str | None = None  # the type of its finish reason
+    temperature: float | None = None  # that its output was sampled at, and its log-probabilities are of
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +60,7 @@ class Turn:
         messages = sum(MESSAGE_BYTES + len(message) for message in self.messages or ())
         texts = len(self.rid) + len(self.extra_key) + sum(picture.num_bytes for picture in self.pictures)
         tokens = TOKEN_BYTES * len(self.added) + (0 if self.images is None else IMAGE_TOKEN_BYTES * self.num_prompt)
+        tokens += LOGPROB_BYTES * len(self.logprobs)
         return TURN_BYTES + texts + tokens + SPAN_BYTES * len(self.spans) + messages
 
     @property
@@ -84,6 +87,28 @@ def tokens_of(turn: Turn | None, num: int | None = None) -> list[int]:
     return [token for part in reversed(parts) for token in part]
 
 
+def longest_beginning(turns: Sequence[Turn], token_ids: Sequence[int]) -> Turn | None:
+    """Return the turn with the most tokens with all of which a prompt begins, of several the last; None: there is none.
+    turns: each after its parent."""
+    prompt, best = array("i", token_ids), None
+    shared: dict[int, int] = {}  # by turn: first tokens that it has in common with the prompt
+    for turn in turns:
+        before = turn.num_kept if turn.parent is None else shared.get(id(turn.parent), 0)
+        if before < turn.num_kept:
+            shared[id(turn)] = before
+            continue
+        own = prompt[turn.num_kept : turn.num_tokens]
+        num = len(own) if own == turn.added else _num_equal(own, turn.added)
+        shared[id(turn)] = turn.num_kept + num
+        if num == len(turn.added) and (best is None or turn.num_tokens >= best.num_tokens):
+            best = turn
+    return best
+
+
+def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
 def pictures_of(turn: Turn | None) -> list[SentPicture]:
     """Return the pictures of a conversation, in the order of their tokens."""
     return [picture for each in (turn.path if turn else ()) for picture in each.pictures]
@@ -94,42 +119,22 @@ def messages_of(turn: Turn | None) -> list[dict[str, Any]]:
     return [json.loads(one) for each in (turn.path if turn else ()) for one in each.messages or ()]
 
 
-def spans_of(turn: Turn) -> list[dict[str, object]]:
-    """List the runs of a conversation's tokens that were sampled, each with its turn and its weights' version."""
+def spans_of(turn: Turn, *, has_logprobs: bool = False) -> list[dict[str, object]]:
+    """List the runs of a conversation's tokens that were sampled, each with its turn and its weights' version.
+    has_logprobs: also with the log-probabilities, null where they are not finite."""
     limit, found = turn.num_tokens, []
     for one in reversed(turn.path):
         for span in reversed(one.spans):
             start, end = one.num_prompt + span.start, min(one.num_prompt + span.end, limit)
-            if start < end:
-                found.append({"rid": one.rid, "start": start, "end": end, "version": span.version,
-                              "digest": span.digest})  # fmt: skip
+            if start >= end:
+                continue
+            run: dict[str, object] = {
+                "rid": one.rid, "start": start, "end": end, "version": span.version, "digest": span.digest,
+                "temperature": one.temperature, "finish_reason": one.finish,
+            }  # fmt: skip
+            if has_logprobs:
+                kept = one.logprobs[start - one.num_prompt : end - one.num_prompt]
+                run["logprobs"] = [logprob if math.isfinite(logprob) else None for logprob in kept]
+            found.append(run)
         limit = min(limit, one.num_kept)
     return found[::-1]
-
-
-def encoded(message: Mapping[str, Any]) -> bytes:
-    """Encode a message as it is kept."""
-    return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode()
-
-
-def plain_form(message: Mapping[str, Any], *, has_thoughts: bool = True) -> dict[str, Any]:
-    """Return a message as it is compared: clients send fields that are null or empty where they got none."""
-    left_out = () if has_thoughts else _THOUGHTS
-    return {name: value for name, value in message.items()
-            if value is not None and value != "" and value != [] and name not in left_out}  # fmt: skip
-
-
-def is_same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Return whether a client's message is the session's. It may leave out the thoughts of an answer."""
-    has_thoughts = any(theirs.get(name) for name in _THOUGHTS)
-    return plain_form(ours, has_thoughts=has_thoughts) == plain_form(theirs, has_thoughts=has_thoughts)
-
-
-def chained(start: bytes, messages: Iterable[Mapping[str, Any]]) -> tuple[bytes, ...]:
-    """Return a digest of a conversation after each of these messages. start: the digest before the first, or empty."""
-    found = []
-    for message in messages:
-        text = json.dumps(plain_form(message, has_thoughts=False), sort_keys=True).encode()
-        start = hashlib.blake2b(start + text, digest_size=16).digest()
-        found.append(start)
-    return tuple(found)

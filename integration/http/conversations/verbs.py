@@ -60,15 +60,18 @@ async def close_session(request: Request) -> Response:
 
 
 @router.get("/session_info", response_class=Response)
-async def session_info(request: Request, session_id: str = "", rid: str | None = None) -> Response:
+async def session_info(
+    request: Request, session_id: str = "", rid: str | None = None, logprobs: bool = False
+) -> Response:
     """Report a session, and the conversation up to one of its turns: token ids, the runs of them that were sampled with
-    the weights' versions, and messages. rid: the turn; default: the last."""
+    the weights' versions, and messages. rid: the turn; default: the last. logprobs: those of each run, as the answers
+    reported them."""
     sessions = _sessions(request)
     session = sessions.find(session_id, "session_id")
-    return JSONResponse(await request.app.state.reads.run(lambda: _report(sessions, session, rid)))
+    return JSONResponse(await request.app.state.reads.run(lambda: _report(sessions, session, rid, logprobs)))
 
 
-def _report(sessions: Sessions, session: Session, rid: str | None) -> dict[str, Any]:
+def _report(sessions: Sessions, session: Session, rid: str | None, has_logprobs: bool) -> dict[str, Any]:
     num_pinned = sessions.num_pinned(session)
     with sessions.lock:
         turns = list(islice(reversed(session.turns.values()), _NEWEST))[::-1]
@@ -80,15 +83,15 @@ def _report(sessions: Sessions, session: Session, rid: str | None) -> dict[str, 
             "session_id": session.id, "streaming": options.streaming, "history": options.history, "pin": options.pin,
             "num_pinned_blocks": num_pinned, "num_turns": len(session.turns), "num_bytes": session.num_bytes,
             "num_open_requests": len(session.open_rids), "seconds_left": sessions.seconds_left(session),
-            "last_rid": None if last is None else last.rid,
+            "last_rid": None if last is None else last.rid, "leaves": session.leaves,
         }  # fmt: skip
     found["turns"] = [
         {"rid": one.rid, "parent_rid": None if one.parent is None else one.parent.rid, "num_tokens": one.num_tokens,
-         "num_prompt_tokens": one.num_prompt, "num_history_tokens": one.num_kept}
+         "num_prompt_tokens": one.num_prompt, "num_history_tokens": one.num_kept, "finish_reason": one.finish}
         for one in turns
     ]  # fmt: skip
     if turn is not None:
-        found |= {"rid": turn.rid, "token_ids": tokens_of(turn), "sampled": spans_of(turn)}
+        found |= {"rid": turn.rid, "token_ids": tokens_of(turn), "sampled": spans_of(turn, has_logprobs=has_logprobs)}
         found["messages"] = None if turn.messages is None else messages_of(turn)
     return found
 

@@ -20,6 +20,7 @@ from ..chat.template import read_messages
 from ..conversations.next_turn import NextTurn
 from ..edge.bodies import describe, read_as
 from ..edge.errors import HttpError, as_http_error, error_body
+from ..edge.session_paths import with_session
 from ..generation.admission import Size
 from ..generation.asked import Asked
 from ..generation.body import has_stop_regex
@@ -77,6 +78,7 @@ async def complete(request: Request, read: Read, form: type[OpenAIReply] | None 
     name = served_name(request.app.state.service, request.app.state.config)
 
     def read_known(values: dict[str, object]) -> tuple[OpenAIRequest, Moving]:
+        values = with_session(request.scope, values)
         refuse_unknown_model(request.app, values.get("model"), or_adapter=True)
         return read(values, hub.engine, name, hub.limits), read_moving(values)
 
@@ -164,7 +166,7 @@ class OpenAIReply:
         found = answer(self.request, completions, self.received, self.echoes, self.prefixes)
         if self.turn is not None:
             choices: Any = found["choices"]
-            found |= self._session(completions[0], choices[0]["message"])
+            found |= self._session(completions[0], choices[0].get("message"))
         return found
 
     def writer(self) -> Writer:
@@ -246,10 +248,11 @@ class OpenAIReply:
             cost += completion_cost(chunk.completion, has_texts=False)
         return cost
 
-    def _session(self, completion: Completion, message: dict[str, Any]) -> dict[str, object]:
-        """Make the fields of an answer that is a turn of a session: the turn has ended with this message."""
+    def _session(self, completion: Completion, message: dict[str, Any] | None) -> dict[str, object]:
+        """Make the fields of an answer that is a turn of a session: the turn has ended with this message, that of a
+        completion with tokens alone."""
         assert self.turn is not None
-        [as_sent] = read_messages([message], self.limits)
+        as_sent = None if message is None else read_messages([message], self.limits)[0]
         return {"session": self.turn.keep(completion, as_sent, self.request.extra_key)}
 
     def _echo(self, index: int) -> str:

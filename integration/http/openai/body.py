@@ -34,7 +34,7 @@ from ..generation.limits import RequestLimits
 from ..generation.meta import Wanted
 from .chat_prompt import ChatPrompt
 from .fields import NAMES, ChatBody, CommonBody, CompletionBody, StreamOptions, named_params
-from .sessions import read_chat_session, with_one_name
+from .sessions import read_chat_session, read_completion_session, with_one_name
 from .vllm_fields import num_kept, num_prompt_top, refuse_vllm, shortened, structured_settings, token_name
 
 DEFAULT_MAX_TOKENS = 16  # of a completion; the default of a chat is the rest of the context
@@ -43,7 +43,7 @@ REFUSED = (
     "guided_grammar", "use_beam_search", "return_input_ids_in_sglext", "return_output_ids_in_sglext",
     "return_spec_tokens_details",
 )  # fmt: skip
-REFUSED_BY_COMPLETIONS = ("suffix", "session_params")
+REFUSED_BY_COMPLETIONS = ("suffix",)
 REFUSED_BY_CHAT = (
     "functions", "function_call", "audio", "web_search_options", "verbosity", "chat_template",
 )  # fmt: skip
@@ -127,17 +127,20 @@ def read_completion(values: dict[str, object], engine: Engine, model: str, limit
     ]
     id = body.rid or f"cmpl-{body.request_id or uuid.uuid4().hex}"
     rids = [id] if len(prompts) == 1 else [f"{id}_{index}" for index in range(len(prompts))]
+    session = read_completion_session(body, len(prompts), kept)
 
     def asked(turn: NextTurn | None = None) -> Asked:
         count = len(prompts)
-        token_ids = limits.tokenising.token_ids(prompts, "prompt", [params] * count, kept)
+        if turn is not None and turn.has_pictures:
+            raise BadField("session_params", "has a history with images, which completions do not go on from")
+        token_ids = limits.tokenising.token_ids(prompts, "prompt", [params] * count, kept, turn)
         limits.entries(token_ids, [params] * count, options, "logprobs")
         return Asked(token_ids, [params] * count, options, rids, grammar_field=_grammar_field(body))
 
     return _request(
         body, id, model, asked, engine, is_chat=False, logprobs=has_logprobs, num_top=body.logprobs or 0,
         echo=body.echo, prompts=[None] * len(prompts) if kept is not None else prompts, start=start,
-        num_prompt_top=num_top, size=Size.of(prompts, [body.n] * len(prompts), drafts),
+        num_prompt_top=num_top, size=Size.of(prompts, [body.n] * len(prompts), drafts), session=session, extra_key=key,
     )  # fmt: skip
 
 

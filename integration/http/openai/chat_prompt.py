@@ -10,8 +10,9 @@ from typing import Any
 from ....rollout.engine import Engine
 from ....rollout.sampling_params import SamplingParams
 from ..chat.content import Images
-from ..chat.template import apply_template, read_messages
+from ..chat.template import apply_template, read_messages, settings_of
 from ..chat.tools import read_tools
+from ..conversations.messages import shape_of
 from ..conversations.next_turn import NextTurn
 from ..edge.bodies import fields_of
 from ..edge.errors import BadField
@@ -78,7 +79,8 @@ class ChatPrompt:
         def render(told: Messages) -> str:
             return apply_template(self.engine, told, self.body, self.tools, own)
 
-        return session_prompt(turn, self.messages, self.pictures, render, self.limits, params)
+        shape = shape_of(self.tools, settings_of(self.body))
+        return session_prompt(turn, self.messages, self.pictures, render, self.limits, params, shape)
 
     def _with_images(self, params: SamplingParams) -> list[int]:
         assert self.messages is not None

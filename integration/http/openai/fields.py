@@ -85,6 +85,7 @@ class CommonBody(MovingBody):
     return_cached_tokens_details: bool = Field(False, description="sglext: where cached tokens of the prompt were")
     draft_token_ids: list[Any] | None = Field(None, description="see POST /generate")
     speculation: bool = True
+    session_params: Any = Field(None, description="the session, and the turn of it, that the conversation goes on from")
     return_receipt: ReceiptKind | None = Field(None, description="each choice has a receipt; see POST /generate")
     stream_when_final: bool = Field(
         False, description="nothing is streamed before the answer's end, so that a weight commit may draw it again"
@@ -106,7 +107,6 @@ class ChatBody(CommonBody):
     messages: list[dict[str, Any]] | None = None
     input_ids: list[StrictInt] | None = Field(None, description="instead of messages and the chat template")
     prompt_token_ids: list[StrictInt] | None = Field(None, description="another name of input_ids")
-    session_params: Any = Field(None, description="the session, and the turn of it, that the conversation goes on from")
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0)

@@ -14,7 +14,7 @@ from ..conversations.pictures import without_digests
 from ..edge.errors import BadField
 from ..generation.limits import RequestLimits
 from ..images.pictures import SentPicture
-from .fields import ChatBody
+from .fields import ChatBody, CompletionBody
 
 _MESSAGES = "messages"
 _SAME = "prompt_token_ids"  # another name of input_ids
@@ -41,6 +41,18 @@ def read_chat_session(body: ChatBody, num_kept: int | None) -> SessionParams | N
     return session
 
 
+def read_completion_session(body: CompletionBody, num_prompts: int, num_kept: int | None) -> SessionParams | None:
+    """Return the session's fields of a completion. num_kept: see `read_chat_session`. Raises BadField."""
+    if (session := read_session_params(body.session_params)) is None:
+        return None
+    refuse_samples(num_prompts, body.n)
+    if num_kept is not None:
+        raise BadField("truncate_prompt_tokens", "is not supported in a session, whose tokens stand")
+    if body.echo:
+        raise BadField("echo", "is not supported in a session, whose prompt has its history too")
+    return session
+
+
 def session_prompt(
     turn: NextTurn,
     messages: list[dict[str, Any]],
@@ -48,9 +60,10 @@ def session_prompt(
     render: Callable[[list[dict[str, Any]]], str],
     limits: RequestLimits,
     params: SamplingParams,
+    shape: bytes,
 ) -> list[int]:
-    """Return the prompt of a session's next turn. pictures: of the messages. Slow for long conversations and for
-    images. Raises BadField."""
+    """Return the prompt of a session's next turn. pictures: of the messages. shape: see `shape_of`. Slow for long
+    conversations and for images. Raises BadField."""
 
     def template(turn: NextTurn) -> Template:
         def tokenise(text: str) -> list[int]:
@@ -59,7 +72,7 @@ def session_prompt(
 
         return Template(lambda told: render(without_digests(told)), tokenise, limits.tokenising.special_ids)
 
-    prompt = turn.chat_prompt(messages, pictures, template)
+    prompt = turn.chat_prompt(messages, pictures, template, shape)
     [checked] = limits.tokenising.token_ids([prompt], _MESSAGES, [params])
     return with_pictures(checked, turn.pictures, limits.images, _MESSAGES)
 

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from lockstep.integration.http.conversations.history import Template, chat_prompt, divide, num_equal
+from lockstep.integration.http.conversations.messages import chained, encoded, shape_of
 from lockstep.integration.http.conversations.params import SessionParams
-from lockstep.integration.http.conversations.turns import Turn, chained, encoded, is_same
+from lockstep.integration.http.conversations.session import Session, SessionOptions
+from lockstep.integration.http.conversations.turns import Turn
 from lockstep.integration.http.edge.errors import BadField
 
 END = ord("]")
@@ -55,8 +57,10 @@ def params(**fields: object) -> SessionParams:
 
 
 def find(*turns: Turn):
-    by_digest = {turn.digest: turn for turn in turns}
-    return lambda digests: next((by_digest[one] for one in reversed(digests) if one in by_digest), None)
+    session = Session("a", 0, SessionOptions(), 100.0, 0.0)
+    for turn in turns:
+        session.add(turn, replaces=False)
+    return session.with_messages
 
 
 # -- prompts --------------------------------------------------------------------------------------------------------
@@ -201,14 +205,84 @@ def test_a_branch_goes_on_from_the_last_turn_that_has_the_messages_before():
     assert divide(second, [*before, more[0]], params(branch=True), search) == (base, [user("so")])
 
 
-def test_a_message_is_the_same_with_null_fields_and_without_its_thoughts():
-    ours = assistant("yes", reasoning_content="hm")
-    assert is_same(ours, assistant("yes", refusal=None, tool_calls=[], audio=None))
-    assert is_same(ours, assistant("yes", reasoning_content="hm"))
-    assert not is_same(ours, assistant("yes", reasoning_content="no"))
-    assert not is_same(ours, assistant("yes", tool_calls=[{"id": "1"}]))
-    assert not is_same(ours, user("yes"))
-    assert is_same(assistant(""), {"role": "assistant", "content": None})
+def answered(rid: str, base: Turn | None, new: list[dict[str, Any]], said: dict[str, Any], shape: bytes = b"") -> Turn:
+    """Make a turn with these messages and one token."""
+    start = shape if base is None else base.digest
+    num = 0 if base is None else base.num_tokens
+    return Turn(rid, base, num, array("i", [1]), num, None, (), messages=tuple(map(encoded, [*new, said])),
+                digest=chained(start, [*new, said])[-1])  # fmt: skip
+
+
+def test_the_same_request_once_more_goes_on_from_the_same_turn():
+    base = answered("a", None, [user("hi")], assistant("yes"))
+    again = answered("b", None, [user("hi")], assistant("no"))
+    after = answered("c", base, [user("so")], assistant("well"))
+    search = find(base, again, after)
+    for given, turn, new in (
+        ([user("hi")], None, [user("hi")]),
+        ([user("hi"), assistant("yes"), user("so")], base, [user("so")]),
+        ([user("hi"), assistant("no"), user("so")], again, [user("so")]),
+        ([user("hi"), assistant("yes"), user("so"), assistant("well")], after, []),
+    ):
+        assert divide(after, given, params(branch=True, messages="all"), search) == (turn, new)
+
+
+def test_a_conversation_that_ends_with_an_answer_goes_on_behind_it():
+    base = first_turn([user("hi")], "yes]", END)
+    prompt = chat_prompt(base, [], "sampled", TEMPLATE)
+    assert text_of(prompt.token_ids) == "[user:hi]\n[assistant:yes]\n[assistant:"
+    assert prompt.differs_at is None
+
+
+def test_of_answers_that_are_alike_a_branch_goes_on_from_the_one_that_is_meant():
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    other = {**call, "id": "call_2"}
+    turns = [
+        answered("a", None, [user("hi")], assistant("", reasoning_content="one", tool_calls=[call])),
+        answered("b", None, [user("hi")], assistant("", reasoning_content="two", tool_calls=[other])),
+        answered("c", None, [user("hi")], assistant(" ", reasoning_content="two", tool_calls=[other])),
+    ]
+    search, result = find(*turns), {"role": "tool", "content": "3", "tool_call_id": "x"}
+    for said, turn in (
+        (assistant("", reasoning_content="one", tool_calls=[call]), turns[0]),
+        (assistant("", tool_calls=[call]), turns[0]),  # by the id
+        (assistant("", reasoning_content="two", tool_calls=[call]), turns[2]),  # by the thoughts
+        (assistant("", reasoning_content="two", tool_calls=[other]), turns[1]),
+        (assistant(" ", tool_calls=[other]), turns[2]),
+        (assistant("", tool_calls=[{**call, "id": "mine"}]), turns[2]),  # nothing tells them apart: the newest
+    ):
+        given = [user("hi"), said, result]
+        assert divide(None, given, params(branch=True), search) == (turn, [result]), said
+
+
+def test_a_branch_goes_on_from_turns_with_the_same_tools_and_settings_only():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": 1, "b": 2}}}
+    turned = {"type": "function", "function": {"name": "f", "parameters": {"b": 2, "a": 1}}}  # a template writes it so
+    shapes = [shape_of(*one) for one in (
+        ([], {}), ([tool], {}), ([turned], {}), ([tool, tool], {}), ([], {"a": True}), ([], {"a": 1}),
+        ([tool], {"a": 1}), ([], {"a": 1, "b": 2}),
+    )]  # fmt: skip
+    assert len({*shapes}) == len(shapes) and shape_of([], {"b": 2, "a": 1}) == shapes[-1]
+    turns = [answered(str(at), None, [user("hi")], assistant("yes"), shape) for at, shape in enumerate(shapes)]
+    search, given = find(*turns[:-1]), [user("hi"), assistant("yes"), user("so")]
+    for turn, shape in zip(turns[:-1], shapes, strict=False):
+        assert divide(None, given, params(branch=True), search, shape)[0] is turn
+    assert divide(None, given, params(branch=True), search, shapes[-1]) == (None, given)
+
+
+def test_a_replaced_turn_is_no_branch():
+    session = Session("a", 0, SessionOptions(), 100.0, 0.0)
+    base = answered("a", None, [user("hi")], assistant("yes"))
+    one, other = (answered(rid, base, [user("so")], assistant("well")) for rid in "bc")
+    given = [user("hi"), assistant("yes"), user("so"), assistant("well"), user("ah")]
+    for turn in (base, one, other):
+        session.add(turn, replaces=False)
+    assert divide(None, given, params(branch=True), session.with_messages)[0] is other
+    assert session.leaves == ["b", "c"]
+    new = answered("d", base, [user("so")], assistant("no"))
+    session.add(new, replaces=True)
+    assert divide(None, given, params(branch=True), session.with_messages)[0] is base
+    assert session.leaves == ["d"]
 
 
 def test_a_branch_with_other_thoughts_goes_on_from_the_turn_before():

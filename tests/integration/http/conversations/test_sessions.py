@@ -220,11 +220,10 @@ def test_a_session_takes_one_prompt_with_one_answer(served):
                  {"text": ["a", "b"]}, {"input_ids": IDS, "session_params": [{"id": id}]}):  # fmt: skip
         error = served.error("/generate", 400, **{"sampling_params": params, "session_params": {"id": id}, **body})
         assert error["param"] == "session_params"
-    for path, body in (
-        ("/v1/completions", {"prompt": IDS}),
-        ("/renew", {"input_ids": IDS, "output_ids": [[1]], "seeds": [1]}),
-    ):
-        assert served.error(path, 400, session_params={"id": id}, **body)["param"] == "session_params"
+    for body in ({"prompt": [IDS, IDS]}, {"prompt": IDS, "n": 2}):
+        assert served.error("/v1/completions", 400, session_params={"id": id}, **body)["param"] == "session_params"
+    body = {"input_ids": IDS, "output_ids": [[1]], "seeds": [1], "session_params": {"id": id}}
+    assert served.error("/renew", 400, **body)["param"] == "session_params"
 
 
 def test_a_conversation_that_is_too_long_is_refused_and_stays(served):
@@ -454,7 +453,7 @@ def test_a_turn_that_called_a_tool_goes_on_with_the_message_that_the_client_got(
     second = served.chat(id, [user("hello"), message, reply], tools=tools)
     info = served.client.get("/session_info", params={"session_id": id}).json()
     assert second["session"]["num_history_tokens"] > 0 and info["num_turns"] == 2
-    other = {**message, "tool_calls": [{**call, "id": "call_another"}]}
+    other = {**message, "tool_calls": [{**call, "function": {**call["function"], "arguments": '{"town": "a"}'}}]}
     error = served.error("/v1/chat/completions", 400, messages=[user("hello"), other, reply], tools=tools,
                          session_params={"id": id, "rid": second["session"]["parent_rid"]})  # fmt: skip
     assert error["param"] == "messages.1"
