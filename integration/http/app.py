@@ -17,6 +17,7 @@ from .conversations.store import Sessions
 from .edge import errors
 from .edge.auth import AuthMiddleware
 from .edge.config import HttpConfig
+from .edge.session_paths import SessionPaths
 from .edge.threads import Threads
 from .edge.turns import TurnsMiddleware
 from .generation import generate
@@ -107,5 +108,6 @@ def create_app(
     app.add_middleware(AuthMiddleware, config=config)
     app.add_middleware(errors.EndingMiddleware)
     app.add_middleware(TrafficMiddleware, traffic=app.state.traffic)
+    app.add_middleware(SessionPaths)
     app.add_middleware(TurnsMiddleware)  # the outermost: hundreds that arrive at once take a turn before all else
     return app

@@ -59,6 +59,7 @@ _OPENAI_PATHS = frozenset(
 )  # fmt: skip
 # Of the paths with SGLang's errors, those of administration also have the exception's class, see `error_body`.
 _WITHOUT_KIND = frozenset({"/generate", "/renew", "/open_session", "/close_session", "/session_info"})
+_OF_SESSION = re.compile(r"^/sessions/[^/]*+(?=/)")
 _MAX_MESSAGE = 10_000  # characters about a wrong field; the message may quote it
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _MAX_PATH = 200  # characters of a path or method that a message quotes
@@ -229,7 +230,9 @@ def error_response(path: str, error: Exception) -> JSONResponse:
 
 
 def has_openai_errors(path: str) -> bool:
-    """Return whether errors of this path have OpenAI's shape."""
+    """Return whether errors of this path have OpenAI's shape. An unknown path of a session has that of the path behind
+    its id."""
+    path = _OF_SESSION.sub("", path)
     return path.startswith(_OPENAI_PREFIXES) or path in _OPENAI_PATHS
 
 

@@ -17,6 +17,7 @@ from ....rollout.completion import Completion
 from ....rollout.engine import Engine
 from ..edge.bodies import describe, read_as
 from ..edge.errors import BadField
+from ..edge.session_paths import FIELD, with_session
 from ..generation.body import GenerateBody, GenerateRequest, has_stop_regex
 from ..generation.generate import answer_generate, generate_reader
 from ..generation.going_on import Moving, MovingBody, read_moving
@@ -42,7 +43,10 @@ async def generate(request: Request) -> Response:
     name, read_other = served_name(request.app.state.service, request.app.state.config), generate_reader(hub)
 
     def read(values: dict[str, object]) -> tuple[GenerateRequest | InferenceRequest, Moving]:
+        values = with_session(request.scope, values)
         if "prompt" in values:
+            if values.get(FIELD):
+                raise BadField("prompt", "is of no session: send input_ids or a text")
             return read_plain(values, hub.engine, name, hub.limits), read_moving(values)
         return read_other(values)
 

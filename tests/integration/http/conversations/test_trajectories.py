@@ -1,0 +1,181 @@
+"""The promise of sessions by path: an agent that knows only its base URL leaves exact trajectories.
+
+A scripted agent keeps its history itself, changes what agents change of it, asks on the side, tries again, compacts,
+and works in parallel. Then for each leaf of its session the log-probabilities of one forward of the trainer over the
+tokens are those of the session, in every bit, and each answer is in the branches that go on from it, and in no other.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lockstep.integration.http.edge.session_paths import path_of
+from lockstep.tests.integration.http.conversations.conftest import Served
+from lockstep.tests.rollout.engine.callers import trainer_logprobs
+
+TOWN = {"type": "string", "enum": ["città", "東京", "New York"]}
+SCHEMA = {"type": "object", "properties": {"town": TOWN, "days": {"enum": [1.0, 2.5]}}, "required": ["town", "days"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
+THOUGHT = "<think>\n[a-z ]{1,8}\n</think>\n\n[a-z ]{1,8}\n"
+Message = dict[str, Any]
+
+
+@dataclass
+class Agent:
+    """An agent, of which the server sees requests at one base URL only."""
+
+    served: Served
+    id: str
+    system: str = "You are an agent."
+    temperature: float = 0.8
+    seed: int = 1
+    answers: dict[str, Any] = field(default_factory=dict)  # by id
+    parents: dict[str, str | None] = field(default_factory=dict)  # that each answer should have
+
+    def ask(self, messages: list[Message], parent: Any, **fields: object) -> Any:
+        """Send a whole conversation. parent: the answer that it should go on from."""
+        body = {"messages": messages, "max_tokens": 12, "temperature": self.temperature, "return_token_ids": True,
+                "logprobs": True, **fields}  # fmt: skip
+        answer = self.served.ok(path_of(self.id, "/v1/chat/completions"), **body)
+        self.answers[answer["id"]] = answer
+        self.parents[answer["id"]] = None if parent is None else parent["id"]
+        return answer
+
+    def start(self, text: str) -> list[Message]:
+        return [{"role": "system", "content": self.system}, {"role": "user", "content": text}]
+
+
+def message_of(answer: Any) -> Message:
+    return answer["choices"][0]["message"]
+
+
+def result_of(answer: Any) -> Message:
+    return {"role": "tool", "tool_call_id": message_of(answer)["tool_calls"][0]["id"], "content": "rain"}
+
+
+def as_javascript(message: Message) -> Message:
+    """Return an answer as clients send it back that parse arguments, and keep few fields."""
+    calls = []
+    for call in message["tool_calls"]:
+        given = json.loads(call["function"]["arguments"])
+        arguments = {name: given[name] for name in sorted(given)} | {"days": round(given["days"], 3)}
+        text = json.dumps(arguments, separators=(",", ":")).replace("1.0", "1")
+        calls.append({"id": call["id"], "type": "function", "function": {"name": "weather", "arguments": text}})
+    return {"role": "assistant", "tool_calls": calls}
+
+
+def run(agent: Agent) -> None:
+    """Work on a task."""
+    call = {
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 300,
+        "seed": agent.seed,
+    }
+    history = agent.start("How is the weather?")
+    first = agent.ask(history, None, **call)
+    agent.ask([{"role": "system", "content": "Name the topic."}, history[1]], None)
+    agent.ask(history, None, tools=TOOLS)  # the first again, because its answer did not arrive
+    history += [as_javascript(message_of(first)), result_of(first)]
+    second = agent.ask(history, first, tools=TOOLS, regex=THOUGHT, max_tokens=40)
+    told = {"role": "assistant", "content": [{"type": "text", "text": message_of(second)["content"].strip()}]}
+    history += [told, {"role": "user", "content": "And tomorrow?"}]
+    third = agent.ask(history, second, **call)
+    with ThreadPoolExecutor(3) as pool:  # other samples of one state
+        list(pool.map(lambda seed: agent.ask(history, second, seed=seed, tools=TOOLS), range(3)))
+    history += [message_of(third), result_of(third)]
+    agent.ask(history, third, tools=TOOLS)
+    agent.ask(history, None, tools=TOOLS, chat_template_kwargs={"enable_thinking": False})
+    compact = [*agent.start("It rains in all towns. Go on."), {"role": "user", "content": "And tomorrow?"}]
+    fourth = agent.ask(compact, None, tools=TOOLS)
+    agent.ask([*compact, message_of(fourth), {"role": "user", "content": "so?"}], fourth, tools=TOOLS)
+    changed = {**message_of(fourth), "content": "what the agent made of it"}
+    agent.ask([*compact, changed, {"role": "user", "content": "so?"}], None, tools=TOOLS)
+
+
+def branch_of(agent: Agent, rid: str) -> list[str]:
+    """Return the ids of the answers up to one, the first one first."""
+    found: list[str] = []
+    at: str | None = rid
+    while at is not None:
+        found.insert(0, at)
+        at = agent.parents[at]
+    return found
+
+
+def check(agent: Agent) -> int:
+    """Check all branches of an agent's session. Returns their number."""
+    client, service = agent.served.client, agent.served.service
+    whole = client.get("/session_info", params={"session_id": agent.id}).json()
+    assert {one["rid"]: one["parent_rid"] for one in whole["turns"]} == agent.parents
+    assert {one["rid"]: one["finish_reason"] for one in whole["turns"]} == {
+        id: {"tool_calls": "stop"}.get(why := answer["choices"][0]["finish_reason"], why)
+        for id, answer in agent.answers.items()
+    }
+    assert {*whole["leaves"]} == {*agent.parents} - {*agent.parents.values()}
+    told: dict[str, Any] = {"session_id": agent.id, "logprobs": True}
+    for rid in whole["leaves"]:
+        branch = client.get("/session_info", params={**told, "rid": rid}).json()
+        ids, expected = branch["token_ids"], trainer_logprobs(service.engine, branch["token_ids"], agent.temperature)
+        assert [run["rid"] for run in branch["sampled"]] == branch_of(agent, rid)
+        for run in branch["sampled"]:
+            [choice] = agent.answers[run["rid"]]["choices"]
+            assert ids[: run["end"]] == [*choice["prompt_token_ids"], *choice["token_ids"]]
+            assert ids[run["start"] : run["end"]] == choice["token_ids"]
+            assert run["logprobs"] == [one["logprob"] for one in choice["logprobs"]["content"]]
+            assert run["logprobs"] == expected[run["start"] - 1 : run["end"] - 1]
+            assert np.array(run["logprobs"], np.float32).astype(np.float64).tolist() == run["logprobs"]
+            assert (run["version"], run["temperature"]) == (service.engine.weight_version, agent.temperature)
+    return len(whole["leaves"])
+
+
+def test_each_branch_of_an_agents_session_is_what_the_trainer_computes(served):
+    agent = Agent(served, "an agent's")
+    run(agent)
+    assert check(agent) == 9
+    served.ok("/close_session", session_id=agent.id)
+
+
+def test_many_agents_at_a_time_have_each_their_own_branches(served):
+    agents = [
+        Agent(served, f"task {at}/sample {at % 2}", f"You are agent {at % 2}.", 0.5 + at / 4, at) for at in range(4)
+    ]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(run, agents))
+    assert [check(agent) for agent in agents] == [9] * 4
+    for agent in agents:
+        served.ok("/close_session", session_id=agent.id)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_agent_that_goes_back_at_random_finds_its_tokens(served, seed):
+    draw, agent = random.Random(seed), Agent(served, f"random {seed}")
+    known: list[tuple[list[Message], Any]] = [(agent.start("hello"), None)]
+    for number in range(25):
+        history, parent = draw.choice(known)
+        answer = agent.ask(history, parent, max_tokens=draw.randint(1, 6))
+        if draw.random() < 0.8:
+            message = draw.choice([message_of(answer), {**message_of(answer), "refusal": None}])
+            known.append(([*history, message, {"role": "user", "content": f"number {number}"}], answer))
+    assert check(agent) >= 3
+    served.ok("/close_session", session_id=agent.id)
+
+
+@pytest.mark.parametrize("text", ["{5}", '{"name": "weather"', '{"name": "weather", "arguments": 5}', ""])
+def test_an_answer_with_a_malformed_call_is_a_text_that_comes_back(served, text):
+    agent = Agent(served, "malformed")
+    history, regex = agent.start("hello"), f"<tool_call>{re.escape(text)}</tool_call>"
+    first = agent.ask(history, None, tools=TOOLS, regex=regex, max_tokens=60)
+    assert "tool_calls" not in message_of(first) and message_of(first)["content"].startswith("<tool_call>")
+    agent.ask([*history, message_of(first), {"role": "user", "content": "so?"}], first, tools=TOOLS)
+    assert check(agent) == 1
+    served.ok("/close_session", session_id=agent.id)
