@@ -15,6 +15,7 @@ from ..http.admin import unsupported
 from ..http.edge.auth import Level, check_key, check_origin, key_header, level_of
 from ..http.edge.bodies import parse_object_off_loop, read_object, start_parsers
 from ..http.edge.errors import BadField, EndingMiddleware, HttpError, error_response, install
+from ..http.edge.session_paths import SessionPaths
 from .attending import add_attending
 from .changes.broadcast import broadcast
 from .changes.journal import UpdateJournal
@@ -58,6 +59,7 @@ def create_app(config: RouterConfig, journal: UpdateJournal, roster: Roster, ser
     app.add_exception_handler(UnknownWorker, _answer_unknown)
     app.add_middleware(_Auth, config=config)
     app.add_middleware(EndingMiddleware)
+    app.add_middleware(SessionPaths)
     return app
 
 

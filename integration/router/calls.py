@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
+from ..http.edge.session_paths import path_of
+
 Headers = tuple[tuple[bytes, bytes], ...]
 
 # Headers of one connection, headers that the router writes itself, and headers that would compress an event stream.
@@ -26,11 +28,13 @@ class WorkerCall:
     query: str
     headers: Headers  # without the headers of the connection
     body: bytes
+    session: str | None = None  # that the client's path named before this one
 
     @property
     def target(self) -> str:
         """Path and query."""
-        return f"{self.path}?{self.query}" if self.query else self.path
+        path = self.path if self.session is None else path_of(self.session, self.path)
+        return f"{path}?{self.query}" if self.query else path
 
 
 def headers_of(headers: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -13,6 +13,7 @@ from fastapi import Request
 from ..http.edge.bodies import read_bytes
 from ..http.edge.disconnect import first_of
 from ..http.edge.errors import no_path
+from ..http.edge.session_paths import session_in
 from ..http.edge.threads import start_pool
 from .budget import Budget
 from .calls import WorkerCall, headers_of
@@ -152,10 +153,12 @@ async def call_of(request: Request, limit: int) -> WorkerCall:
 
 
 def call_with(request: Request, body: bytes) -> WorkerCall:
-    """Build the call to a worker from a request whose body has been read."""
+    """Build the call to a worker from a request whose body has been read. Raises BadField for a path of a session with
+    an id that none has."""
     # The key was checked for this path. A path with dots would be another path at the worker.
     if {".", ".."} & set(request.scope["path"].split("/")):
         raise no_path(request.scope["path"])
     path = request.scope["raw_path"].decode("latin-1")
     query = request.scope["query_string"].decode("latin-1")
-    return WorkerCall(request.method, path, query, headers_of(request.headers.raw), body)
+    headers = headers_of(request.headers.raw)
+    return WorkerCall(request.method, path, query, headers, body, session_in(request.scope))

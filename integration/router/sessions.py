@@ -28,8 +28,10 @@ _FIELD = b'"session_params"'
 
 
 async def session_of(call: WorkerCall, max_lists: int) -> str | None:
-    """Return the id of the session that a request names; None: it names none. Raises HttpError for a body that is no
-    JSON object, if it has to be read."""
+    """Return the id of the session that a request names, in its path or in its body; None: it names none. Raises
+    HttpError for a body that is no JSON object, if it has to be read."""
+    if call.session is not None:
+        return call.session
     if call.path == "/session_info":
         return next(iter(parse_qs(call.query).get("session_id", ())), "")
     if call.path == "/close_session":

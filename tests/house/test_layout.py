@@ -221,7 +221,7 @@ PLACES = {
     "integration.collective_watch": "lost_ranks",
     "integration.router.wire": "http.edge router.calls",
     "integration.router.budget": "",
-    "integration.router.calls": "",
+    "integration.router.calls": "http.edge",
     "integration.router.counters": "",
     "integration.service_config": "",
     "integration.version": "",

@@ -111,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(raw) if raw.strip() else {}
         path = self.path.partition("?")[0]
         self.fake.calls.append((self.command, self.path, dict(self.headers), body))
-        if path in GENERATION or (path.startswith("/v1/") and path not in ELSEWHERE):
+        if path in GENERATION or (path.startswith(("/v1/", "/sessions/")) and path not in ELSEWHERE):
             self.fake.generate(self, body)
         else:
             self.reply(*self.fake.answer(path, body))

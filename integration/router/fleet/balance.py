@@ -24,6 +24,7 @@ _PROMPTS = (
     "text",
     "prompt",
 )  # SGLang's, vLLM's, OpenAI's fields
+_SYSTEM = ("system", "instructions")  # of Anthropic's API and of the Responses API, before all messages
 _NAMESPACES = (
     "model",
     "extra_key",
@@ -123,9 +124,11 @@ class PrefixTable:
 
 
 def _pieces(body: Mapping[str, object]) -> list[str]:
-    messages = body.get("messages")
-    if isinstance(messages, list) and not body.get("input_ids") and not body.get("prompt_token_ids"):
-        return [json.dumps(message, sort_keys=True) for message in messages[:MAX_KEYS]]
+    given = body.get("messages") or body.get("input")  # of chats and Anthropic's API, of the Responses API
+    if isinstance(given, list | str) and not body.get("input_ids") and not body.get("prompt_token_ids"):
+        before = [one for name in _SYSTEM if (one := body.get(name))]
+        messages = given if isinstance(given, list) else [given]
+        return [json.dumps(message, sort_keys=True) for message in [*before, *messages][:MAX_KEYS]]
     prompt = next((body[name] for name in _PROMPTS if body.get(name)), None)
     if isinstance(prompt, list) and prompt and not _are_tokens(prompt):
         prompt = prompt[0]

@@ -16,7 +16,8 @@ from .balance import MAX_KEYS, num_sequences, prompt_keys
 LONG_BYTES = 1 << 20  # a longer body is not parsed
 _PIECE_BYTES = 512  # of a long prompt that are hashed together
 _EDGE_BYTES = 1 << 14  # at both ends of a long body, where the number of samples is looked for
-_PROMPT = re.compile(rb'"(?:input_ids|prompt_token_ids|token_ids|text|prompt|messages)"\s{0,16}:')
+_PROMPT = re.compile(rb'"(?:input_ids|prompt_token_ids|token_ids|text|prompt|messages|input|system)"\s{0,16}:')
+_CHATS = (b'"messages"', b'"input"')  # fields of one conversation; inside a text, quotes have backslashes before them
 _SAMPLES = re.compile(rb'"n"\s{0,16}:\s{0,16}([0-9]{1,4})\b')
 _BETWEEN_PROMPTS = (b"],[", b"], [", b'","', b'", "')  # of ids, and of texts
 _MAX_SEQUENCES = 4096  # that a long body is counted as
@@ -46,7 +47,8 @@ def _keys_of_long(body: bytes) -> tuple[bytes, ...]:
 
 
 def _sequences_of_long(body: bytes) -> int:
-    num_prompts = 1 + max(map(body.count, _BETWEEN_PROMPTS))
+    is_chat = any(name in body for name in _CHATS)
+    num_prompts = 1 if is_chat else 1 + max(map(body.count, _BETWEEN_PROMPTS))
     found = _SAMPLES.search(body[:_EDGE_BYTES]) or _SAMPLES.search(body[-_EDGE_BYTES:])
     num_samples = max(1, int(found[1])) if found else 1
     return min(num_prompts * num_samples, _MAX_SEQUENCES)

@@ -11,9 +11,12 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ...http.edge.session_paths import OPENS
 from ..calls import WorkerCall
 
-PATHS = frozenset({"/generate", "/v1/completions", "/v1/chat/completions", "/inference/v1/generate"})
+PATHS = frozenset(
+    {"/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/inference/v1/generate"}
+)
 _SPACE = b" \t\r\n"
 
 
@@ -32,10 +35,13 @@ def with_fields(body: bytes, fields: Mapping[str, object]) -> bytes:
 
 def seeded(call: WorkerCall, *, wants_progress: bool) -> WorkerCall:
     """Return a call that completes prompts with a seed for all of them that bring none. The same call sent to two
-    workers has the same answer. Other calls are returned as they are."""
+    workers has the same answer. One under the path of a session opens none, which would be without its history. Other
+    calls are returned as they are."""
     if call.method == "GET" or call.path not in PATHS:
         return call
     fields: dict[str, object] = {"default_seed": secrets.randbits(63)}
     if wants_progress:
         fields["progress"] = True
+    if call.session is not None:
+        fields[OPENS] = False
     return replace(call, body=with_fields(call.body, fields))

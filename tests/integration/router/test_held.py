@@ -262,6 +262,26 @@ def test_a_long_body_is_searched_and_not_parsed():
     assert peek(b'{"text": "' + b"a" * 2 * LONG_BYTES, "key")[0] == prompt_keys({}, "key")
 
 
+def test_a_long_conversation_is_one_sequence_and_known_by_its_beginning():
+    turns = [{"role": "user", "content": f"{number} " + "a" * 20_000} for number in range(100)]
+    for name, other in (("messages", "system"), ("input", "instructions")):
+        for body in ({name: turns}, {"tools": turns, name: turns}, {other: "be", "n": 2, name: turns}):
+            keys, num = peek(json.dumps(body).encode(), None)
+            assert num == body.get("n", 1) and len(keys) > 1
+    texts = {"text": ["a" * 20_000, 'say "messages"', 'and "input"'] * 100}
+    assert peek(json.dumps(texts).encode(), None)[1] == 300
+
+
+def test_the_prompts_of_other_apis_are_known_by_their_beginning():
+    hello, so = {"role": "user", "content": "hello"}, {"role": "user", "content": "so?"}
+    for name, other in (("messages", "system"), ("input", "instructions")):
+        short, long = ({other: "be", name: given} for given in ([hello], [hello, so]))
+        assert prompt_keys(long)[:2] == prompt_keys(short) and len(prompt_keys(long)) == 3
+        assert prompt_keys({other: "see", name: [hello]})[0] != prompt_keys(short)[0]
+        assert num_sequences(long) == 1
+    assert len(prompt_keys({"input": "hello", "text": {"format": {"type": "text"}}})) == 1
+
+
 @pytest.mark.parametrize("unit", [b"[1],", b"1.5,", b'"\\ud800",', b'"n":', b"{", b" ", b'"prompt"   '])
 def test_the_largest_body_of_any_shape_takes_no_time(unit):
     body = b'{"input_ids": [' + unit * ((32 << 20) // len(unit))

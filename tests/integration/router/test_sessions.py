@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from http.client import HTTPConnection
 
+import httpx
 import pytest
 
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.edge.session_paths import path_of
+from lockstep.integration.http.server import serve_in_background
+from lockstep.integration.router.config import RouterConfig
 from lockstep.integration.router.fleet.workers import WorkerRegistry
+from lockstep.integration.router.server import route_in_background
 from lockstep.integration.router.sessions import home_of
-from lockstep.tests.support.fake_workers import FakeWorker, Fleet, dies, wait_until
+from lockstep.tests.integration.http.conversations.conftest import make_service
+from lockstep.tests.support.fake_workers import FakeWorker, Fleet, dies, settled, wait_until
 
 
 def answering() -> FakeWorker:
@@ -169,6 +178,110 @@ def test_a_body_that_only_speaks_of_sessions_goes_anywhere(fleet):
     assert fleet.post("/generate", {"text": "a", "session_params": None}).status_code == 200
     answer = fleet.http.post("/generate", content=b'{"session_params": {"id": "x"', headers={"content-type": "a/json"})
     assert answer.status_code == 400
+
+
+# -- by path --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions", "/generate"]
+)
+def test_a_path_of_a_session_goes_to_its_worker_as_it_is_with_a_seed_and_opens_none(fleet, path):
+    ids = [opened(fleet, session_id=f"a/ключ {number}") for number in range(4)]
+    for id in ids:
+        for session_path in (path_of(id, path), path_of(id, path).replace(".a", "%2Ea")):
+            answer = fleet.post(session_path, {"prompt": "a", "session_params": {"replace": True}})
+            assert answer.json()["text"] == home(fleet, id).url
+        [one, two] = home(fleet, id).asked(path_of(id, path))
+        assert one["opens_session"] is False and one["session_params"] == {"replace": True}
+        assert isinstance(one["default_seed"], int) and one["default_seed"] != two["default_seed"]
+        assert "progress" not in one
+    assert settled(fleet)["load", fleet.workers[0].url] == 0
+
+
+def test_reports_of_a_session_go_to_its_worker_unchanged(fleet):
+    id = opened(fleet)
+    assert fleet.http.get(path_of(id, "/v1/models")).json()["text"] == home(fleet, id).url
+    assert fleet.post(path_of(id, "/v1/messages/count_tokens"), {"a": 1}).json()["text"] == home(fleet, id).url
+    assert home(fleet, id).asked(path_of(id, "/v1/messages/count_tokens")) == [{"a": 1}]
+
+
+def test_a_path_of_a_session_that_no_worker_gave_is_unknown(fleet):
+    for id in ("mine", "x" * 256, "00000000-0000-0000-0000-00000000000g.a"):
+        for path in ("/v1/chat/completions", "/generate"):
+            answer = fleet.post(path_of(id, path), {"prompt": "a"})
+            status, code, message = error(answer)
+            assert (status, code) == (404, "session_unknown") and "/open_session" in message
+            assert ("success" in answer.json()) == (path == "/generate")
+        assert error(fleet.http.get(path_of(id, "/v1/models")))[1] == "session_unknown"
+    lost = error(fleet.post(path_of("00000000-0000-5000-8000-000000000000.mine", "/generate"), {"text": "a"}))
+    assert lost[1] == "session_lost"
+    assert not any(one.asked("/generate") for one in fleet.workers)
+
+
+@pytest.mark.parametrize("given", ["", "..", "%2e%2e", "%0a", "%ff", "x" * 257, "x" * 10_000])
+def test_an_id_that_no_session_has_is_refused_by_the_router(fleet, given):
+    connection = HTTPConnection(fleet.http.base_url.host, fleet.http.base_url.port, timeout=20)
+    connection.request("POST", f"/sessions/{given}/v1/chat/completions", b"{}", {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    told = json.loads(answer.read())
+    connection.close()
+    assert (answer.status, told["error"]["param"]) == (400, "session_params.id")
+
+
+def test_a_wrong_path_behind_a_session_is_named_and_goes_to_no_worker(fleet):
+    id = opened(fleet)
+    for path in ("/flush_cache", "/v1/load_lora_adapter", "/v1/nothing", "/sessions/a/v1/models"):
+        answer = fleet.post(path_of(id, path))
+        assert answer.status_code == 404 and path_of(id, path) in answer.json()["error"]["message"]
+    assert not any(path.startswith("/sessions/") for worker in fleet.workers for _, path, _, _ in worker.calls)
+
+
+def test_keys_of_a_router_guard_the_paths_of_sessions(make_fleet):
+    fleet = make_fleet([answering()], http=HttpConfig(port=0, api_key="user", admin_api_key="boss"))
+    id = opened(fleet)
+    for key, status in ((None, 401), ("wrong", 403), ("user", 200), ("boss", 200)):
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        with httpx.Client(base_url=fleet.router.url, timeout=20, headers=headers) as client:
+            assert client.post(path_of(id, "/v1/completions"), json={"prompt": "a"}).status_code == status
+            expected = {"user": 403, "boss": 404}.get(key or "", status)
+            assert client.post(path_of(id, "/flush_cache"), json={}).status_code == expected
+
+
+def test_a_request_by_path_does_not_move_to_another_worker(fleet):
+    id = opened(fleet)
+    worker = home(fleet, id)
+    worker.generate = dies
+    status, code, message = error(fleet.post(path_of(id, "/v1/chat/completions"), {"messages": []}))
+    assert (status, code) in ((502, "workers_failed"), (404, "session_lost")) and worker.url in message
+    assert not any(one.asked(path_of(id, "/v1/chat/completions")) for one in fleet.workers if one is not worker)
+
+
+def test_an_agent_behind_a_router_has_its_tokens_stand(tmp_path):
+    service = make_service("chatml")
+    with (
+        service.rollout(),
+        serve_in_background(service, HttpConfig(port=0)) as server,
+        route_in_background(RouterConfig((server.url,), HttpConfig(port=0), journal=tmp_path / "j")) as router,
+        httpx.Client(base_url=router.url, timeout=60) as client,
+    ):
+        wait_until(lambda: client.get("/workers").json()["stats"]["num_healthy"] == 1, "it is alive")
+        id = client.post("/open_session", json={"session_id": "task/7"}).json()
+        history = [{"role": "user", "content": "hello"}]
+        answers = []
+        for number in range(3):
+            body = {"messages": history, "max_tokens": 6, "return_token_ids": True}
+            answers.append(client.post(path_of(id, "/v1/chat/completions"), json=body).raise_for_status().json())
+            history += [answers[-1]["choices"][0]["message"], {"role": "user", "content": f"number {number}"}]
+        told = client.get("/session_info", params={"session_id": id, "logprobs": True}).json()
+        [leaf], [choice] = told["leaves"], answers[-1]["choices"]
+        assert leaf == answers[-1]["id"] and told["token_ids"] == choice["prompt_token_ids"] + choice["token_ids"]
+        assert [len(run["logprobs"]) for run in told["sampled"]] == [
+            run["end"] - run["start"] for run in told["sampled"]
+        ]
+        client.post("/close_session", json={"session_id": id}).raise_for_status()
+        late = client.post(path_of(id, "/v1/chat/completions"), json={"messages": history})
+        assert error(late)[:2] == (404, "session_closed"), "a session that is over is not opened again"
 
 
 def test_a_worker_is_found_by_the_beginning_of_an_id_only():
