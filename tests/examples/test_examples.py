@@ -86,6 +86,13 @@ def test_json_schema(run_example):
     assert len(lines) == 4
 
 
+def test_agent_rows(run_example):
+    printed = run_example("agent_rows.py")
+    rows = re.findall(r"^(\d+) tokens, (\d+) of them to learn from; log-probability gap 0\.0$", printed, re.MULTILINE)
+    assert len(rows) == 4, printed
+    assert all(0 < int(num) < int(whole) for whole, num in rows)
+
+
 def test_serving(run_example):
     printed = run_example("serving.py")
     assert re.search(f"weights: version 1, digest {DIGEST}", printed)
