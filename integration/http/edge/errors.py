@@ -114,6 +114,17 @@ class BadField(HttpError):
         super().__init__(400, short, param=param[:_MAX_MESSAGE])
 
 
+class TooLong(BadField):
+    """The error of a prompt that the context has no room for."""
+
+    def __init__(self, param: str, num_tokens: str, room: int) -> None:
+        """Name the prompt's field. num_tokens: of the prompt, in words. room: the most tokens that it may have."""
+        super().__init__(
+            param, f"Input length ({num_tokens} tokens) exceeds the maximum allowed length ({room} tokens)"
+        )
+        self.num_tokens, self.room = num_tokens, room
+
+
 class Busy(HttpError):
     """The error while another operation runs: the client waits and tries again."""
 

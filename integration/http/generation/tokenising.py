@@ -12,7 +12,7 @@ from ....rollout.engine import Engine
 from ....rollout.giving_way import give_way, others_compute
 from ....rollout.sampling_params import SamplingParams
 from ..conversations.next_turn import NextTurn
-from ..edge.errors import BadField
+from ..edge.errors import BadField, TooLong
 
 PIECE_CHARS = 1 << 18  # of a longer text, which is counted in pieces before it is tokenised whole
 
@@ -95,13 +95,13 @@ class Tokenising:
             self._refuse_long(text, field, room)
             ids = self._tokens(text)
         if len(ids) > room:
-            raise _too_long(field, str(len(ids)), room)
+            raise TooLong(field, str(len(ids)), room)
         return ids
 
     def fits(self, num_tokens: int, field: str, params: SamplingParams) -> None:
         """Check that a prompt of so many tokens has room in the context. Raises BadField."""
         if num_tokens > (room := self._room(params)):
-            raise _too_long(field, str(num_tokens), room)
+            raise TooLong(field, str(num_tokens), room)
 
     def refuse_long(self, text: str, field: str, params: SamplingParams) -> None:
         """Refuse a text that is far longer than the context, before it is tokenised elsewhere. Raises BadField."""
@@ -143,7 +143,7 @@ class Tokenising:
         for at in range(0, len(text), PIECE_CHARS):
             num_tokens += len(self._tokens(text[at : at + PIECE_CHARS]))
             if num_tokens > 2 * room:
-                raise _too_long(field, f"more than {room}", room)
+                raise TooLong(field, f"more than {room}", room)
 
     def _tokens(self, text: str, *, adds_special: bool = False) -> list[int]:
         tokenizer = self._engine.tokenizer
@@ -151,7 +151,3 @@ class Tokenising:
         with others_compute():
             encoding = tokenizer(text, add_special_tokens=adds_special, padding=False, truncation=False)
         return list(encoding["input_ids"])
-
-
-def _too_long(field: str, num_tokens: str, room: int) -> BadField:
-    return BadField(field, f"Input length ({num_tokens} tokens) exceeds the maximum allowed length ({room} tokens)")

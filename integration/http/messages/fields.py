@@ -12,7 +12,7 @@ from pydantic import Field, StrictStr
 from ....rollout.engine import Engine
 from ..chat.template import takes_system_within
 from ..edge.bodies import Body, fields_of
-from ..edge.errors import BadField
+from ..edge.errors import BadField, TooLong
 from ..generation.body import refuse_unsupported
 from .conversation import Conversation, is_begun, read_conversation
 
@@ -73,6 +73,9 @@ class AskedChat:
         """Let errors in the chat's fields name those of the request."""
         try:
             yield
+        except TooLong as error:  # in the words by which agents know that they have to shorten their history
+            why = f"prompt is too long: {error.num_tokens} tokens > {error.room} maximum"
+            raise BadField(self.name(str(error.param)), why) from None
         except BadField as error:
             param = str(error.param)
             raise BadField(self.name(param), error.message.removeprefix(f"{param}: ")) from None

@@ -188,6 +188,13 @@ def test_an_answer_that_fills_the_context_says_so(serve):
     assert found.stop_reason == "model_context_window_exceeded" and found.usage.output_tokens < 100
 
 
+def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_agents_look_for(serve):
+    client = serve(chat_template("hermes"))
+    long = [{"role": "user", "content": "x" * 5000}]
+    with pytest.raises(anthropic.BadRequestError, match=r"messages: prompt is too long: \d+ tokens > 2047 maximum"):
+        a_message(client, messages=long, max_tokens=4)
+
+
 def prompt_text(client: anthropic.Anthropic, engine: Engine, **fields) -> str:
     """Return the prompt of a request, as the model reads it."""
     message = a_message(client, max_tokens=1, extra_body={"return_token_ids": True}, **fields)
