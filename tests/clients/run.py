@@ -93,6 +93,7 @@ CLIENTS = {
          "tml-renderers"),
         alone=("tinker_cookbook==0.6.1",), serves_tinker=True, seconds=900,
     ),
+    "claude_code": Client("claude_code_program.py", ("claude-agent-sdk==0.2.189",), seconds=1200),
     "lm_eval": Client("lm_eval_program.py", ("lm-eval[api]==0.4.13",)),
     "guidellm": Client("load_program.py", ("guidellm==0.8.1",), arguments=("guidellm",)),
     "aiperf": Client("load_program.py", ("aiperf==0.13.0",), arguments=("aiperf",)),
