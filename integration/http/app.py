@@ -11,6 +11,7 @@ from .admin.common import DOCUMENTED
 from .admin.flushes import Flushes
 from .admin.operations import Operations, UpdateGate
 from .admin.recorder import Profiler
+from .chat import parsing
 from .conversations import verbs as conversation_verbs
 from .conversations.pins import SessionPins
 from .conversations.store import Sessions
@@ -47,6 +48,7 @@ ROUTERS = (
     vllm_rpc,
     areal,
     tokens,
+    parsing,
     health,
     model_info,
     server_info,

@@ -210,7 +210,16 @@ def _add_generation(app: FastAPI) -> None:
         return ProxyResponse(router_of(request))
 
     app.add_api_route("/generate", generate, methods=["POST", "PUT"])
-    for path in ("/renew", "/inference/v1/generate", "/tokenize", "/detokenize", "/open_session", "/close_session"):
+    for path in (
+        "/renew",
+        "/inference/v1/generate",
+        "/tokenize",
+        "/detokenize",
+        "/open_session",
+        "/close_session",
+        "/parse_function_call",
+        "/separate_reasoning",
+    ):
         app.add_api_route(path, generate, methods=["POST"])
     app.add_api_route("/session_info", generate, methods=["GET"])
     app.add_api_route("/v1/{path:path}", generate, methods=["GET", "POST"])

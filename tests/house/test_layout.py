@@ -104,8 +104,8 @@ PLACES = {
     "integration.router.server": "http.edge router.app router.changes router.config router.fleet",
     "integration.bench.gpu": "bench.decode bench.parts bench.pause service bench.on_gpu",
     "integration.http.app": (
-        "http.admin http.conversations http.edge http.generation http.messages http.observe http.openai http.vllm "
-        "service version"
+        "http.admin http.chat http.conversations http.edge http.generation http.messages http.observe http.openai "
+        "http.vllm service version"
     ),
     "integration.router.app": (
         "http.admin http.edge router.attending router.changes router.config router.fleet router.generation "

@@ -86,10 +86,13 @@ class ChatForm:
         return replace(params, structural_tag=grammar)
 
 
-def read_form(fields: FormFields, tokenizer: Any, limits: RequestLimits) -> ChatForm:
-    """Read the tools of a request and find the form of its answers. Raises BadField."""
+def read_form(
+    fields: FormFields, tokenizer: Any, limits: RequestLimits, parsers: tuple[str, str] | None = None
+) -> ChatForm:
+    """Read the tools of a request and find the form of its answers. parsers: names of the forms of calls and of
+    reasoning; None: the server's settings. Raises BadField."""
     tools = read_tools(fields, limits)
-    named_tools, named_reasoning = limits.parsers
+    named_tools, named_reasoning = parsers or limits.parsers
     template = chat_template_text(tokenizer)
     given = getattr(tokenizer, "response_template", None)
     if given is not None and named_tools is None and named_reasoning is None:

@@ -30,7 +30,7 @@ NORMAL_PATHS = frozenset(
      "/parallelism_config", "/state", "/openapi.json", "/docs", "/get_load", "/inference/v1/generate", "/tokenize",
      "/detokenize", "/open_session", "/close_session", "/session_info", "/is_paused", "/is_sleeping",
      "/get_world_size", "/weight_info", "/encode", "/classify", "/score", "/rerank", "/v2/rerank", "/v2/embed",
-     "/pooling"}
+     "/pooling", "/parse_function_call", "/separate_reasoning"}
 )  # fmt: skip
 NORMAL_PREFIX = "/v1/"
 ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})  # of those with that prefix
