@@ -287,10 +287,12 @@ def metrics_page() -> str:
 
 
 def http_paths() -> dict[str, list[tuple[str, str, str, str]]]:
-    """List (path, methods, key, purpose) of every route: served, broadcast by a router, a router's own, refused."""
+    """List (path, methods, key, purpose) of every route: served, those also under a session, a router's own,
+    refused."""
     from lockstep.integration.http import app as server
     from lockstep.integration.http.admin import unsupported
     from lockstep.integration.http.edge.auth import level_of
+    from lockstep.integration.http.edge.session_paths import PATHS
     from lockstep.integration.router import app as router
     from lockstep.integration.router.changes.journal import UpdateJournal
     from lockstep.integration.router.changes.rules import RULES, verb_of
@@ -318,7 +320,14 @@ def http_paths() -> dict[str, list[tuple[str, str, str, str]]]:
             merged.setdefault(route.path, {}).update(dict.fromkeys(set(route.methods) - {"HEAD"}, text))
         return [(path, " ".join(sorted(texts)), key_of(path), _purpose(texts)) for path, texts in merged.items()]
 
-    return {"served": rows(ours), "router": rows(own), "refused": [(path, "", "", "") for path in refused]}
+    served = rows(ours)
+    of_sessions = [(f"/sessions/{{id}}{path}", *others) for path, *others in served if path in PATHS]
+    return {
+        "served": served,
+        "sessions": of_sessions,
+        "router": rows(own),
+        "refused": [(path, "", "", "") for path in refused],
+    }
 
 
 def _purpose(texts: dict[str, str]) -> str:
@@ -347,6 +356,8 @@ def http_page() -> str:
 
     parts += [table(paths["served"])]
     parts += ["`/lockstep/{verb}` takes these verbs: " + ", ".join(f"`{verb}`" for verb in VERBS) + "."]
+    parts += ["A session has these calls under its path ([guide](../guides/conversations.md#by-path)): "
+              + ", ".join(f"`{path}`" for path, *_ in paths["sessions"]) + "."]  # fmt: skip
     parts += ["## A router", "A router answers these itself.", table(paths["router"])]
     parts += ["It passes these to all workers, as `/VERB`, `/lockstep/VERB` and `/hicache/VERB`: "
               + ", ".join(f"`{verb}`" for verb in RULES) + ". Likewise "

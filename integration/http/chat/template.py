@@ -91,7 +91,8 @@ def apply_template(
 
     def text(messages: list[dict[str, Any]]) -> str:
         found: Any = tokenizer.apply_chat_template(messages, **extra)
-        return str(found)
+        # Half of a surrogate pair in the arguments of a call stays the escape that it was, since no text has it.
+        return str(found).encode("utf-8", "backslashreplace").decode()
 
     if engine.model.images is not None and _wants_parts(text):
         messages = [_in_parts(message) for message in messages]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import islice
 from typing import Annotated, Any
 
@@ -68,7 +69,12 @@ async def session_info(
     reported them."""
     sessions = _sessions(request)
     session = sessions.find(session_id, "session_id")
-    return JSONResponse(await request.app.state.reads.run(lambda: _report(sessions, session, rid, logprobs)))
+
+    def made() -> bytes:
+        # ASCII, for the arguments of a call may have half of a surrogate pair.
+        return json.dumps(_report(sessions, session, rid, logprobs), allow_nan=False, separators=(",", ":")).encode()
+
+    return Response(await request.app.state.reads.run(made), media_type="application/json")
 
 
 def _report(sessions: Sessions, session: Session, rid: str | None, has_logprobs: bool) -> dict[str, Any]:

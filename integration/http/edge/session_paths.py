@@ -17,7 +17,7 @@ PREFIX = "/sessions/"
 FIELD = "session_params"
 MAX_ID = 256  # characters
 OPENS = "opens_session"  # a field of a body: false where the session must be open already, as behind a router
-_PATHS = frozenset(
+PATHS = frozenset(
     {"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/completions",
      "/v1/models", "/generate"}
 )  # fmt: skip
@@ -36,7 +36,7 @@ class SessionPaths:
             raw = scope["raw_path"]
             given, slash, rest = raw.removeprefix(PREFIX.encode()).partition(b"/")
             path = unquote_to_bytes(slash + rest).decode("utf-8", "replace")
-            if raw.startswith(PREFIX.encode()) and (path in _PATHS or path.startswith(_MODEL)):
+            if raw.startswith(PREFIX.encode()) and (path in PATHS or path.startswith(_MODEL)):
                 scope = {**scope, "path": path, "raw_path": slash + rest, _KEY: given}
         await self._app(scope, receive, send)
 
