@@ -15,7 +15,7 @@ from .content import ROLES, Images, read_message, texts_of, with_texts_as_argume
 from .form import chat_template_text
 
 # A template may fail in any of these ways on a message that its author did not expect.
-_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 _MARK = "as a text"
 
 
