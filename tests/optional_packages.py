@@ -50,6 +50,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "integration/http/generation/test_grammar.py": ("jsonschema", "xgrammar"),
     "integration/http/images": ("PIL",),
     "integration/http/openai": ("openai",),
+    "integration/http/responses": ("openai",),
     "integration/http/vllm/test_generate.py": ("openai",),
     "integration/pages/test_rollouts_page.py": SERVE,
     "integration/push/test_http_target.py": SERVE,

@@ -26,6 +26,7 @@ from .messages import api as messages_api
 from .observe import debug_page, health, loads, metrics, model_info, rollouts, server_info, state
 from .observe.traffic import Traffic, TrafficMiddleware
 from .openai import api as openai_api
+from .responses import api as responses_api
 from .vllm import areal, plain_generate, tokens
 from .vllm import checker as vllm_checker
 from .vllm import control as vllm_control
@@ -39,6 +40,7 @@ ROUTERS = (
     generate,
     openai_api,
     messages_api,
+    responses_api,
     conversation_verbs,
     vllm_generate,
     plain_generate,

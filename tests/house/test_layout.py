@@ -105,7 +105,7 @@ PLACES = {
     "integration.bench.gpu": "bench.decode bench.parts bench.pause service bench.on_gpu",
     "integration.http.app": (
         "http.admin http.chat http.conversations http.edge http.generation http.messages http.observe http.openai "
-        "http.vllm service version"
+        "http.responses http.vllm service version"
     ),
     "integration.router.app": (
         "http.admin http.edge router.attending router.changes router.config router.fleet router.generation "
@@ -126,6 +126,7 @@ PLACES = {
     "integration.bench.speculation": "bench.parts",
     "integration.bench.startup": "bench.parts",
     "integration.bench.sync": "bench.parts push.adapters service",
+    "integration.http.responses": "http.chat http.conversations http.edge http.generation http.openai",
     "integration.http.openai": (
         "chat_tail http.chat http.conversations http.edge http.generation http.images http.observe"
     ),

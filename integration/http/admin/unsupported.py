@@ -32,8 +32,8 @@ _PATHS = {
     "/dump_expert_distribution_record": "expert distribution records are not supported",
     "/set_internal_state": "settings are fixed when the server starts",
     "/pd_role_switch": "disaggregated prefill is not supported",
-    "/v1/responses": f"the Responses API is not supported: {SERVED}",
-    "/v1/responses/{rest:path}": f"the Responses API is not supported: {SERVED}",
+    "/v1/responses/{rest:path}": "answers are not kept to be asked for later: POST /v1/responses gives them, and "
+    "session_params with previous_response_id goes on from one",
     "/v1/messages/batches": f"batches of messages are not supported: {SERVED}",
     "/v1/messages/batches/{rest:path}": f"batches of messages are not supported: {SERVED}",
     **dict.fromkeys(

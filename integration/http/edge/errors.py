@@ -48,7 +48,9 @@ logger = logging.getLogger(__name__)
 
 SERVER_ENDED = "the server ended"  # why open requests are aborted at the end of a drain
 # The paths of generation, for clients that look for it elsewhere.
-SERVED = "generation is served at /v1/chat/completions, /v1/completions, /inference/v1/generate and /generate"
+SERVED = (
+    "generation is served at /v1/chat/completions, /v1/responses, /v1/completions, /inference/v1/generate and /generate"
+)
 _OPENAI_PREFIXES = ("/v1/", "/v2/", "/inference/")  # of paths with OpenAI's errors
 _OPENAI_PATHS = frozenset(
     {"/tokenize", "/detokenize", "/pause", "/resume", "/is_paused", "/abort_requests", "/reset_prefix_cache", "/sleep",

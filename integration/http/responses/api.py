@@ -1,0 +1,90 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from ....rollout.completion import Completion, StreamChunk
+from ..chat.message import AnswerStream
+from ..conversations.store import Sessions
+from ..conversations.turns import messages_of
+from ..edge.bodies import describe
+from ..edge.errors import HttpError
+from ..generation.encoding import QUICK_COST
+from ..openai.api import OpenAIReply, complete
+from .fields import ResponsesBody
+from .places import Places
+from .request import ResponsesRequest, read_response
+from .writer import ResponseWriter
+
+router = APIRouter()
+
+
+@router.post("/v1/responses", openapi_extra=describe(ResponsesBody))
+async def responses(request: Request) -> Response:
+    """Answer a conversation of items."""
+    places = Places()
+    sessions: Sessions = request.app.state.conversations
+    read = partial(read_response, places=places, first=partial(first_message, sessions))
+    try:
+        return await complete(request, read, ResponsesReply)
+    except HttpError as error:
+        raise places.renamed(error) from None
+
+
+def first_message(sessions: Sessions, id: str, rid: str) -> dict[str, Any] | None:
+    """Return the first message of the conversation of a session's turn; None: there is none."""
+    with sessions.lock:
+        try:
+            turn = sessions.find(id, "id").turns.get(rid)
+        except HttpError:  # the beginning of the turn raises it
+            return None
+    return None if turn is None else next(iter(messages_of(turn.path[0])), None)
+
+
+@dataclass(frozen=True)
+class ResponsesReply(OpenAIReply):
+    """The answer to one request, see `Reply`."""
+
+    request: ResponsesRequest
+
+    def whole(self, completions: list[Completion]) -> object:
+        """See `Reply.whole`. The answer is the end of the stream that it would be."""
+        found: Any = super().whole(completions)
+        [choice] = found.pop("choices")
+        message = choice.pop("message")
+        writer = self.writer()
+        for delta in self._deltas(completions[0].text, message):
+            writer.grow({"choices": [{"delta": delta, "logprobs": None, "finish_reason": None}]})
+        writer.grow({"choices": [{**choice, "delta": {}}]})
+        writer.grow({**found, "choices": []})
+        return writer.whole()
+
+    def writer(self) -> ResponseWriter:
+        """See `OpenAIReply.writer`."""
+        return ResponseWriter(self.request, self._num_tokens, is_turn=self.turn is not None)
+
+    def _deltas(self, text: str, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """List the pieces of a whole answer's message in their order."""
+        form = self.request.form
+        if form is None or form.answers is None:
+            return [message]
+        deltas = AnswerStream(form.answers, self.prefixes[0]).deltas(text, is_last=True)
+        calls = message.get("tool_calls", ())
+        for delta in deltas:
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    call["id"] = calls[call["index"]]["id"]
+        return deltas
+
+    def _cost(self, chunk: StreamChunk) -> int:
+        """See `OpenAIReply._cost`. The end repeats the whole answer, and the tokens of its thoughts are counted."""
+        return super()._cost(chunk) + (QUICK_COST + 1 if chunk.completion is not None else 0)
+
+    def _num_tokens(self, text: str) -> int:
+        return len(self.limits.tokenising.whole(text, adds_special=False)) if text else 0

@@ -1,0 +1,128 @@
+"""Tests of requests that are refused: each error names the field as the client sent it, and none is ours."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lockstep.tests.integration.http.responses.conftest import CONTEXT, Served
+
+REFUSED = [
+    ({"background": True}, "background"), ({"conversation": "conv_1"}, "conversation"),
+    ({"conversation": {"id": "conv_1"}}, "conversation"), ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+    ({"truncation": "auto"}, "truncation"), ({"max_tool_calls": 1}, "max_tool_calls"), ({"n": 2}, "n"),
+    ({"context_management": [{"type": "compaction"}]}, "context_management"), ({"moderation": {}}, "moderation"),
+    ({"tools": [{"type": "web_search"}]}, "tools.0"), ({"tools": [{"type": "mcp"}]}, "tools.0"),
+    ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0"), ({"messages": []}, "messages"),
+    ({"max_tokens": 5}, "max_tokens"), ({"response_format": {"type": "text"}}, "response_format"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"), ({"input_ids": [1]}, "input_ids"),
+    ({"text": {"verbosity": "low"}}, "text.verbosity"), ({"include": ["all"]}, "include"),
+    ({"functions": [{}]}, "functions"), ({"model": "other"}, "model"),
+]  # fmt: skip
+WRONG = [
+    ({"input": None}, "input"), ({"input": 5}, "input"), ({"input": {}}, "input"), ({"input": []}, "input"),
+    ({"input": [[]]}, "input.0"), ({"input": [{"role": "nobody", "content": "a"}]}, "input.0.role"),
+    ({"instructions": 5}, "instructions"), ({"instructions": []}, "instructions"),
+    ({"max_output_tokens": "many"}, "max_output_tokens"), ({"max_output_tokens": -1}, "max_output_tokens"),
+    ({"max_output_tokens": True}, "max_output_tokens"), ({"temperature": -1}, "temperature"),
+    ({"temperature": {}}, "temperature"), ({"top_p": 5}, "top_p"), ({"stream": 5}, "stream"),
+    ({"include": "all"}, "include"), ({"include": [5]}, "include.0"), ({"top_logprobs": -1}, "top_logprobs"),
+    ({"top_logprobs": 10**6, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+    ({"tools": 5}, "tools"), ({"tools": [5]}, "tools.0"), ({"tools": [{"type": "function", "name": "a b"}]}, "tools"),
+    ({"tools": [{"type": "function", "name": "a", "parameters": 5}]}, "tools"), ({"tool_choice": 5}, "tool_choice"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+    ({"text": 5}, "text"), ({"text": {"format": 5}}, "text.format"), ({"text": {"format": {"type": 5}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
+    ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}}}, "text.format"),
+    ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "text.format"), ({"reasoning": 5}, "reasoning"),
+    ({"reasoning": {"effort": 5}}, "reasoning.effort"), ({"metadata": {"a": 5}}, "metadata.a"),
+    ({"metadata": []}, "metadata"), ({"previous_response_id": 5}, "previous_response_id"),
+    ({"parallel_tool_calls": "x"}, "parallel_tool_calls"), ({"rid": {}}, "rid"), ({"request_id": []}, "request_id"),
+    ({"session_params": 5}, "session_params"), ({"session_params": {"id": []}, "previous_response_id": "a"},
+     "session_params.id"),
+    ({"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "{"}]}, "input.0.arguments"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://a/b.png"}]}]},
+     "input.0.content.0.image_url"),
+    ({"seed": "x"}, "seed"), ({"logprobs": {}}, "logprobs"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "place"), [*REFUSED, *WRONG], ids=str)
+def test_the_error_of_a_wrong_field_names_it(served: Served, fields, place):
+    told = served.error(404 if place == "model" else 400, **fields)
+    assert told["param"] == place and told["message"], told
+    streamed = served.error(404 if place == "model" else 400, **{"stream": True, **fields})
+    assert streamed["param"] == place
+
+
+@pytest.mark.parametrize("fields", [
+    {"store": True}, {"user": "a"}, {"service_tier": "flex"}, {"safety_identifier": "a"}, {"prompt_cache_key": "a"},
+    {"prompt_cache_retention": "24h"}, {"stream_options": {"include_obfuscation": False}}, {"background": False},
+    {"truncation": "disabled"}, {"include": ["reasoning.encrypted_content"]}, {"reasoning": {"summary": "auto"}},
+    {"client_metadata": {"a": 5}}, {"metadata": None}, {"tools": []}, {"tool_choice": "none"}, {"n": 1},
+    {"text": {"format": {"type": "text"}}}, {"text": {}}, {"reasoning": {}}, {"instructions": ""},
+], ids=str)  # fmt: skip
+def test_what_changes_nothing_is_taken(served: Served, fields):
+    plain, answer = served.ok(), served.ok(**fields)
+    if "instructions" not in fields:
+        assert answer["output"][0]["content"] == plain["output"][0]["content"]
+
+
+def nested(depth: int) -> Any:
+    found: Any = "a"
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize("depth", [50, 900, 5000])
+def test_deep_nesting_is_an_error_of_the_request(served: Served, depth):
+    for body in ({"input": nested(depth)}, {"input": [{"role": "user", "content": nested(depth)}]},
+                 {"input": "a", "metadata": nested(depth)}, {"input": "a", "tools": nested(depth)},
+                 {"input": "a", "text": {"format": nested(depth)}}, {"input": "a", "tool_choice": nested(depth)},
+                 {"input": [{"type": "reasoning", "content": nested(depth)}]}):  # fmt: skip
+        text = json.dumps(body) if depth < 900 else _deep(body)
+        answer = served.http.post("/v1/responses", content=text, headers={"content-type": "application/json"})
+        assert answer.status_code == 400, answer.text
+    arguments = "[" * depth + "]" * depth
+    call = {"type": "function_call", "call_id": "a", "name": "b", "arguments": arguments}
+    answer = served.http.post("/v1/responses", json={"input": [call], "max_output_tokens": 1})
+    assert answer.status_code in (200, 400)
+
+
+def _deep(body: Any) -> str:
+    """Return the JSON of a body, which json cannot write where it is too deep."""
+    marked, depth = json.loads(json.dumps(_shallow(body, found := []))), found[0]
+    return json.dumps(marked).replace('"@"', "[" * depth + '"a"' + "]" * depth)
+
+
+def _shallow(value: Any, found: list[int]) -> Any:
+    if isinstance(value, dict):
+        return {name: _shallow(one, found) for name, one in value.items()}
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], list):
+        depth = 0
+        while isinstance(value, list):
+            value, depth = value[0], depth + 1
+        found.append(depth)
+        return "@"
+    return [_shallow(one, found) for one in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(("body", "place"), [
+    ({"input": [{"role": "user", "content": ""}] * 200_000}, "input"),
+    ({"input": "a" * 10_000_000}, "input"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 200_000}]}, "input"),
+    ({"input": "a", "instructions": "b" * 10_000_000}, "input"),
+    ({"input": "a", "tools": [{"type": "function", "name": "f"}] * 10_000}, "tools"),
+    ({"input": "a " * CONTEXT}, "input"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_what_is_too_long_is_refused(served: Served, body, place):
+    told = served.error(**body)
+    assert told["param"] == place, told["message"][:300]
+
+
+def test_a_body_of_too_many_lists_is_refused_before_it_is_read(served: Served):
+    told = served.error(413, input=[{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 300_000}])
+    assert "max_body_lists" in told["message"]

@@ -1,0 +1,100 @@
+"""Tests of requests on sessions: what an agent sends back is recognised, and its id names an answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lockstep.tests.integration.http.responses.conftest import Served, forced
+from lockstep.tests.integration.http.responses.test_answers import TOOLS
+from lockstep.tests.support.chat.answers import WHOLE
+
+PARTS = [WHOLE[0].text, "<think>\nHm.\n</think>\n\nIt rains.", "One.<tool_call>\n"
+         '{"name": "now", "arguments": {}}\n</tool_call>Two.']  # fmt: skip
+PATCH = {"type": "custom", "name": "patch"}
+
+
+@pytest.fixture
+def session(served: Served) -> str:
+    return served.http.post("/open_session", json={"capacity_of_str_len": 0}).json()
+
+
+def outputs_of(answer: Any) -> list[dict[str, Any]]:
+    """Return the outputs of the calls of an answer."""
+    return [{"type": one["type"] + "_output", "call_id": one["call_id"], "output": "done"}
+            for one in answer["output"] if one["type"].endswith("_call")]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", PARTS)
+def test_an_agent_that_sends_everything_back_goes_on_with_the_tokens_as_they_were(served: Served, session, text):
+    ask = {"session_params": {"id": session}, "tools": TOOLS, "instructions": "Help.", "return_token_ids": True}
+    items: list[Any] = [{"role": "user", "content": "Weather?"}]
+    first = served.ok(items, max_output_tokens=500, structured_outputs=forced(text), **ask)
+    assert first["session"]["rid"] == first["id"] and first["session"]["num_history_tokens"] == 0
+    items += [*first["output"], *(outputs_of(first) or [{"role": "user", "content": "And now?"}])]
+    second = served.ok(items, **ask)
+    history = first["prompt_token_ids"] + first["token_ids"]
+    assert second["session"]["parent_rid"] == first["id"]
+    assert second["session"]["num_history_tokens"] == len(history)
+    assert second["prompt_token_ids"][: len(history)] == history
+
+
+def test_an_answer_is_gone_on_from_by_its_id_with_what_is_new(served: Served, session):
+    ask = {"session_params": {"id": session}, "return_token_ids": True, "instructions": "Help."}
+    first = served.ok("Weather?", **ask)
+    second = served.ok("And now?", previous_response_id=first["id"], **ask)
+    other = served.ok("And then?", previous_response_id=first["id"], **{**ask, "instructions": None})
+    for answer in (second, other):
+        history = first["prompt_token_ids"] + first["token_ids"]
+        assert answer["prompt_token_ids"][: len(history)] == history
+        assert answer["session"]["parent_rid"] == answer["previous_response_id"] == first["id"]
+    tokenizer = served.service.engine.tokenizer
+    assert tokenizer is not None
+    new = tokenizer.decode(second["prompt_token_ids"][len(history) :])
+    assert "And now?" in new and "Help." not in new
+    told = served.error(previous_response_id=first["id"], session_params={"id": session}, instructions="Other.")
+    assert told["param"] == "instructions" and "tokens stand" in told["message"]
+
+
+def test_the_outputs_of_calls_are_new_input(served: Served, session):
+    ask = {"session_params": {"id": session}, "tools": [*TOOLS, PATCH]}
+    call = '<tool_call>\n{"name": "patch", "arguments": {"input": "a"}}\n</tool_call>'
+    first = served.ok(max_output_tokens=500, structured_outputs=forced(call), **ask)
+    second = served.ok(outputs_of(first), previous_response_id=first["id"], **ask)
+    assert second["session"]["parent_rid"] == first["id"]
+    third = served.ok(
+        [{"role": "user", "content": "Weather?"}, *first["output"], *outputs_of(first), *second["output"],
+         {"role": "user", "content": "Thanks."}], **ask,
+    )  # fmt: skip
+    assert third["session"]["parent_rid"] == second["id"]
+
+
+def test_a_previous_answer_needs_a_session_that_has_it(served: Served, session):
+    told = served.error(previous_response_id="resp_1")
+    assert told["param"] == "previous_response_id" and "session_params" in told["message"]
+    told = served.error(previous_response_id="resp_1", session_params={"id": session}, instructions="Help.")
+    assert told["param"] == "previous_response_id" and "'resp_1'" in told["message"]
+    told = served.error(previous_response_id="resp_1", session_params={"id": session, "rid": "resp_2"})
+    assert told["param"] == "session_params.rid"
+    told = served.error(404, previous_response_id="resp_1", session_params={"id": "none"})
+    assert told["param"] == "session_params.id"
+
+
+def test_a_message_that_differs_is_named_by_its_item(served: Served, session):
+    ask = {"session_params": {"id": session}}
+    first = served.ok([{"role": "user", "content": "Weather?"}], **ask)
+    items = [{"role": "user", "content": "Whether?"}, *first["output"], {"role": "user", "content": "And now?"}]
+    told = served.error(input=items, **ask)
+    assert told["param"] == "input.0" and told["message"].startswith("input.0: differs")
+
+
+def test_streamed_turns_have_their_session_in_the_last_event(served: Served, session):
+    with served.openai.responses.stream(
+        model="small", input="Weather?", extra_body={"session_params": {"id": session}, "seed": 1,
+                                                     "structured_outputs": forced(PARTS[0])}, tools=TOOLS,
+    ) as stream:  # fmt: skip
+        first = stream.get_final_response().to_dict()
+    items = [{"role": "user", "content": "Weather?"}, *first["output"], *outputs_of(first)]
+    second = served.ok(items, session_params={"id": session}, tools=TOOLS)
+    assert second["session"]["parent_rid"] == first["session"]["rid"] == first["id"]  # type: ignore[index]
