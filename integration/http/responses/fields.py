@@ -37,7 +37,6 @@ _ELSEWHERE = {
     "prompt_token_ids": "input, which has no token ids: /generate and chats take them",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
     "verbosity": "text.verbosity",
 }

@@ -10,7 +10,6 @@ _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
 _IN_TEXTS = ("response_format",)  # names that messages about other fields hold
@@ -49,7 +48,7 @@ class Places:
         if message.startswith(f"{error.param}:"):
             message = place + message[len(error.param) :]
         for name in _IN_TEXTS:
-            message = message.replace(name, _NAMES[name])
+            message = message.replace(name, self.names.get(name, name))
         return HttpError(
             error.status, message, param=place, code=error.code, headers=error.headers, extra=error.extra,
             kind=error.kind,

@@ -58,7 +58,7 @@ def read_response(
         "messages": messages,
         "tools": tools,
         "tool_choice": translated_choice(body.tool_choice, names),
-        "response_format": _response_format(None if body.text is None else body.text.format),
+        "response_format": _response_format(values, body, places),
         "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": body.logprobs or body.wants_logprobs,
@@ -121,10 +121,17 @@ def _instructions(body: ResponsesBody, session: object, first: FirstMessage) -> 
     )  # fmt: skip
 
 
-def _response_format(given: object) -> object:
-    """Return the response_format of the chat. Raises BadField."""
+def _response_format(values: Mapping[str, object], body: ResponsesBody, places: Places) -> object:
+    """Return the response_format of the chat: that of `text`, or a chat's own. Raises BadField."""
+    given: object = None if body.text is None else body.text.format
+    own = values.get("response_format")
+    if given is None:
+        return own
+    if own is not None:
+        raise BadField("text.format", "and response_format: only one grammar can constrain an output")
+    places.names["response_format"] = "text.format"
     kind = given.get("type") if isinstance(given, Mapping) else None
-    if given is None or kind in ("text", "json_object"):
+    if kind in ("text", "json_object"):
         return given
     if not isinstance(given, Mapping) or kind != "json_schema":
         raise BadField("text.format", 'needs the type "text", "json_object" or "json_schema"')

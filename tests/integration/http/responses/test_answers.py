@@ -165,6 +165,8 @@ def test_formats_constrain_the_text(served: Served):
     }
     served.ok(text={"format": {"type": "text"}, "verbosity": "medium"})
     served.ok(text={"format": {"type": "json_object"}})
+    chats_own = {"type": "structural_tag", "format": {"type": "const_string", "value": "abc"}}
+    assert served.ok(response_format=chats_own)["output"][0]["content"][0]["text"] == "abc"
 
 
 def test_the_effort_of_reasoning_goes_to_the_chat_template(served: Served):

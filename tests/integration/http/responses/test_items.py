@@ -123,7 +123,8 @@ def test_a_wrong_item_is_refused_at_its_place(item, place):
     ("messages.1.role", "input.0.role"), ("messages.2.tool_calls.0.function.arguments", "input.3.arguments"),
     ("messages.2.tool_calls.1.function.arguments", "input.4.arguments"), ("messages.2.reasoning_content", "input.1"),
     ("messages.3.tool_call_id", "input.5.call_id"), ("messages.3.content", "input.5.output"),
-    ("messages.9.content", "input.9.content"), ("max_tokens", "max_output_tokens"), ("response_format", "text.format"),
+    ("messages.9.content", "input.9.content"), ("max_tokens", "max_output_tokens"),
+    ("response_format", "response_format"),
     ("top_p", "top_p"), ("session_params.rid", "session_params.rid"),
 ])  # fmt: skip
 def test_errors_of_the_chat_name_the_places_of_the_request(param, place):
@@ -139,5 +140,6 @@ def test_an_error_without_a_field_stays_as_it_is_and_messages_name_fields_of_the
     assert Places().renamed(error := HttpError(503, "full")) is error
     places = Places()
     places.is_translated = True
+    places.names["response_format"] = "text.format"
     error = places.renamed(BadField("tools", "and response_format: only one grammar"))
     assert error.message == "tools: and text.format: only one grammar"

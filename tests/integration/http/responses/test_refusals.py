@@ -16,7 +16,8 @@ REFUSED = [
     ({"context_management": [{"type": "compaction"}]}, "context_management"), ({"moderation": {}}, "moderation"),
     ({"tools": [{"type": "web_search"}]}, "tools.0"), ({"tools": [{"type": "mcp"}]}, "tools.0"),
     ({"input": [{"type": "item_reference", "id": "a"}]}, "input.0"), ({"messages": []}, "messages"),
-    ({"max_tokens": 5}, "max_tokens"), ({"response_format": {"type": "text"}}, "response_format"),
+    ({"max_tokens": 5}, "max_tokens"),
+    ({"text": {"format": {"type": "text"}}, "response_format": {"type": "text"}}, "text.format"),
     ({"reasoning_effort": "low"}, "reasoning_effort"), ({"input_ids": [1]}, "input_ids"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"), ({"include": ["all"]}, "include"),
     ({"functions": [{}]}, "functions"), ({"model": "other"}, "model"),
@@ -45,7 +46,7 @@ WRONG = [
     ({"input": [{"type": "function_call", "call_id": "a", "name": "b", "arguments": "{"}]}, "input.0.arguments"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://a/b.png"}]}]},
      "input.0.content.0.image_url"),
-    ({"seed": "x"}, "seed"), ({"logprobs": {}}, "logprobs"),
+    ({"response_format": 5}, "response_format"), ({"seed": "x"}, "seed"), ({"logprobs": {}}, "logprobs"),
 ]  # fmt: skip
 
 
