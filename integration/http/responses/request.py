@@ -100,7 +100,7 @@ def _session(given: object, body: ResponsesBody, places: Places) -> object:
     if given.get("rid") not in (None, previous):
         raise BadField("session_params.rid", "names another turn than previous_response_id")
     places.names["session_params.rid"] = "previous_response_id"
-    return {**given, "rid": previous, "messages": given.get("messages") or "new"}
+    return {**given, "rid": previous, "messages": "new"}
 
 
 def _instructions(body: ResponsesBody, session: object, first: FirstMessage) -> str | None:
@@ -108,9 +108,8 @@ def _instructions(body: ResponsesBody, session: object, first: FirstMessage) -> 
     Raises BadField for others than the session's."""
     if body.instructions is None or body.previous_response_id is None or not isinstance(session, Mapping):
         return body.instructions
-    if session["messages"] != "new" or not isinstance(session.get("id"), str):
-        return body.instructions
-    known = first(session["id"], body.previous_response_id)
+    id = session.get("id")
+    known = first(id, body.previous_response_id) if isinstance(id, str) else None
     if known is None:
         return body.instructions
     if known.get("role") == "system" and known.get("content") == body.instructions:

@@ -70,6 +70,20 @@ def test_the_outputs_of_calls_are_new_input(served: Served, session):
     assert third["session"]["parent_rid"] == second["id"]
 
 
+def test_clients_that_know_nothing_of_sessions_have_one_by_its_path(served: Served, session):
+    path = f"/sessions/{session}/v1/responses"
+    first = served.ok("Weather?", path, instructions="Help.", return_token_ids=True)
+    user = {"role": "user", "content": "Weather?"}
+    whole = served.ok([user, *first["output"], {"role": "user", "content": "And now?"}], path, instructions="Help.")
+    new = served.ok("And now?", path, instructions="Help.", previous_response_id=first["id"], return_token_ids=True)
+    history = first["prompt_token_ids"] + first["token_ids"]
+    assert new["prompt_token_ids"][: len(history)] == history
+    assert whole["session"]["parent_rid"] == new["session"]["parent_rid"] == first["id"]
+    assert whole["usage"]["input_tokens"] == new["usage"]["input_tokens"]
+    other = served.ok("Weather?", path, instructions="Do not help.")
+    assert other["session"]["parent_rid"] is None
+
+
 def test_a_previous_answer_needs_a_session_that_has_it(served: Served, session):
     told = served.error(previous_response_id="resp_1")
     assert told["param"] == "previous_response_id" and "session_params" in told["message"]
