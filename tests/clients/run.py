@@ -94,6 +94,8 @@ CLIENTS = {
         alone=("tinker_cookbook==0.6.1",), serves_tinker=True, seconds=900,
     ),
     "claude_code": Client("claude_code_program.py", ("claude-agent-sdk==0.2.189",), seconds=1200),
+    "codex": Client("codex_program.py", ("openai-codex-cli-bin==0.163.0",), seconds=1200),
+    "openai_agents": Client("openai_agents_program.py", ("openai-agents==0.24.0",), seconds=600),
     "lm_eval": Client("lm_eval_program.py", ("lm-eval[api]==0.4.13",)),
     "guidellm": Client("load_program.py", ("guidellm==0.8.1",), arguments=("guidellm",)),
     "aiperf": Client("load_program.py", ("aiperf==0.13.0",), arguments=("aiperf",)),
