@@ -16,7 +16,10 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 _OWN = ("id", "object", "created", "model", "choices", "usage")  # of an answer; what else it has is kept as it is
 _OWN_OF_CHOICE = ("index", "message", "delta", "finish_reason", "matched_stop")
 _LISTS = ("token_ids", "response_token_ids")  # of chunks, which together are those of the answer
-_THOUGHTS = "reasoning_content"
+_TEXTS = {  # of a chat's message: the block, its field, and the delta that each becomes
+    "reasoning_content": ("thinking", "thinking", "thinking_delta"),
+    "content": ("text", "text", "text_delta"),
+}
 
 
 def stop_of(choice: Mapping[str, Any], usage: Mapping[str, Any], max_model_len: int) -> Fields:
@@ -49,44 +52,32 @@ def extras_of(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> Fields:
 def message_of(chat: Mapping[str, Any], deltas: Sequence[Fields], max_model_len: int) -> Fields:
     """Make the message of a chat's whole answer. deltas: its pieces, whose order the blocks have."""
     [choice] = chat["choices"]
-    calls = iter(choice["message"].get("tool_calls") or ())
     return {
         "id": chat["id"],
         "type": "message",
         "role": "assistant",
         "model": chat["model"],
-        "content": _blocks(
-            deltas, [{**call, "id": its["id"]} for call, its in zip(_calls(deltas), calls, strict=True)]
-        ),
+        "content": _blocks(deltas),
         **stop_of(choice, chat["usage"], max_model_len),
         "usage": usage_of(chat["usage"]),
         **extras_of(chat, choice),
     }
 
 
-def _calls(deltas: Sequence[Fields]) -> list[Fields]:
-    """Return the calls of an answer's pieces, each as a block without its id."""
-    names = [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls", ()) if "id" in call]
-    inputs = [
-        call["function"]["arguments"] for delta in deltas for call in delta.get("tool_calls", ()) if "id" not in call
-    ]
-    return [
-        {"type": "tool_use", "name": name, "input": json.loads(given)}
-        for name, given in zip(names, inputs, strict=True)
-    ]
-
-
-def _blocks(deltas: Sequence[Fields], calls: Sequence[Fields]) -> list[Fields]:
+def _blocks(deltas: Sequence[Fields]) -> list[Fields]:
     found: list[Fields] = []
-    waiting = iter(calls)
     for delta in deltas:
-        for name, kind, field in ((_THOUGHTS, "thinking", "thinking"), ("content", "text", "text")):
+        for name, (kind, field, _) in _TEXTS.items():
             if not (text := delta.get(name)):
                 continue
             if not found or found[-1]["type"] != kind:
                 found.append({"type": kind, field: ""})
             found[-1][field] += text
-        found += [next(waiting) for call in delta.get("tool_calls", ()) if "id" in call]
+        for call in delta.get("tool_calls", ()):
+            if "id" in call:
+                found.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}})
+            else:
+                found[-1]["input"] = json.loads(call["function"]["arguments"])
     for block in found:
         if block["type"] == "thinking":
             block["signature"] = signature(block["thinking"])
@@ -123,9 +114,7 @@ class EventWriter:
         [choice] = chunk["choices"]
         self._keep(chunk, choice)
         delta = choice["delta"]
-        for name, kind, field, what in (
-            (_THOUGHTS, "thinking", "thinking", "thinking_delta"), ("content", "text", "text", "text_delta"),
-        ):  # fmt: skip
+        for name, (kind, field, what) in _TEXTS.items():
             if text := delta.get(name):
                 if self._kind != kind:
                     events += [*self._close(), self._open({"type": kind, field: ""})]

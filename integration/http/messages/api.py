@@ -12,7 +12,6 @@ from fastapi.responses import Response
 from ....rollout.completion import Completion
 from ....rollout.engine import Engine
 from ..admin.common import json_response
-from ..chat.message import AnswerStream
 from ..conversations.next_turn import NextTurn
 from ..edge.bodies import describe, read_as
 from ..generation.asked import Asked
@@ -76,9 +75,5 @@ class MessageReply(OpenAIReply):
     def whole(self, completions: list[Completion]) -> dict[str, Any]:
         """See `Reply.whole`."""
         chat = super().whole(completions)
-        [completion] = completions
-        deltas: list[dict[str, Any]] = [{"content": completion.text}]
-        if self.request.form is not None and self.request.form.answers is not None:
-            stream = AnswerStream(self.request.form.answers, self.prefixes[0])
-            deltas = stream.deltas(completion.text, is_last=True)
+        deltas = self.deltas(completions[0].text, chat["choices"][0]["message"])
         return message_of(chat, deltas, self.engine.max_model_len)

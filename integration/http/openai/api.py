@@ -234,6 +234,19 @@ class OpenAIReply:
                 yield seam.usage_note() + writer.chunk(last)
         yield writer.end()
 
+    def deltas(self, text: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """List the pieces of a chat's whole message in the order of the answer's text."""
+        form = self.request.form
+        if form is None or form.answers is None:
+            return [dict(message)]
+        deltas = AnswerStream(form.answers, self.prefixes[0]).deltas(text, is_last=True)
+        calls = message.get("tool_calls", ())
+        for delta in deltas:
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    call["id"] = calls[call["index"]]["id"]
+        return deltas
+
     def _streams(self, num: int) -> list[AnswerStream]:
         """Make the messages of a chat's answers; none where they are content alone."""
         form = self.request.form

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ....rollout.completion import Completion, StreamChunk
-from ..chat.message import AnswerStream
 from ..conversations.store import Sessions
 from ..conversations.turns import messages_of
 from ..edge.bodies import describe
@@ -53,13 +52,13 @@ class ResponsesReply(OpenAIReply):
 
     request: ResponsesRequest
 
-    def whole(self, completions: list[Completion]) -> object:
+    def whole(self, completions: list[Completion]) -> dict[str, Any]:
         """See `Reply.whole`. The answer is the end of the stream that it would be."""
-        found: Any = super().whole(completions)
+        found = super().whole(completions)
         [choice] = found.pop("choices")
         message = choice.pop("message")
         writer = self.writer()
-        for delta in self._deltas(completions[0].text, message):
+        for delta in self.deltas(completions[0].text, message):
             writer.grow({"choices": [{"delta": delta, "logprobs": None, "finish_reason": None}]})
         writer.grow({"choices": [{**choice, "delta": {}}]})
         writer.grow({**found, "choices": []})
@@ -68,19 +67,6 @@ class ResponsesReply(OpenAIReply):
     def writer(self) -> ResponseWriter:
         """See `OpenAIReply.writer`."""
         return ResponseWriter(self.request, self._num_tokens, is_turn=self.turn is not None)
-
-    def _deltas(self, text: str, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """List the pieces of a whole answer's message in their order."""
-        form = self.request.form
-        if form is None or form.answers is None:
-            return [message]
-        deltas = AnswerStream(form.answers, self.prefixes[0]).deltas(text, is_last=True)
-        calls = message.get("tool_calls", ())
-        for delta in deltas:
-            for call in delta.get("tool_calls", ()):
-                if "id" in call:
-                    call["id"] = calls[call["index"]]["id"]
-        return deltas
 
     def _cost(self, chunk: StreamChunk) -> int:
         """See `OpenAIReply._cost`. The end repeats the whole answer, and the tokens of its thoughts are counted."""
