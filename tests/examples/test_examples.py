@@ -86,11 +86,10 @@ def test_json_schema(run_example):
     assert len(lines) == 4
 
 
-def test_agent_rows(run_example):
-    printed = run_example("agent_rows.py")
-    rows = re.findall(r"^(\d+) tokens, (\d+) of them to learn from; log-probability gap 0\.0$", printed, re.MULTILINE)
-    assert len(rows) == 4, printed
-    assert all(0 < int(num) < int(whole) for whole, num in rows)
+def test_train_an_agent(run_example):
+    printed = run_example("train_an_agent.py", "--steps", "2")
+    steps = re.findall(r"^step (\d): reward 0\.\d+, (\d+) rows, log-probability gap (\S+)$", printed, re.MULTILINE)
+    assert steps == [("1", "16", "0.0"), ("2", "16", "0.0")], printed
 
 
 def test_serving(run_example):
