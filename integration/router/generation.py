@@ -6,12 +6,12 @@ import asyncio
 
 from fastapi import Request
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ..http.edge.bodies import is_quick, late_body
 from ..http.edge.disconnect import first_of, until_disconnect
-from ..http.edge.errors import HttpError, error_body, has_openai_errors
+from ..http.edge.errors import HttpError, error_response
 from .budget import Share
 from .course import Generation
 from .fleet.aborted import Aborted
@@ -46,8 +46,7 @@ class ProxyResponse(Response):
         except ClientDisconnect:
             pass  # with half a body
         except HttpError as error:
-            body = error_body(error, openai=has_openai_errors(scope["path"]))
-            await JSONResponse(body, error.status, error.headers)(scope, receive, send)
+            await error_response(scope["path"], error)(scope, receive, send)
 
     async def _answer(self, request: Request, data: bytes, send: Send) -> None:
         generation = await self._generation(request, data)

@@ -43,7 +43,10 @@ class Passing:
             async for part in answer.aiter_raw():
                 start = max(0, len(rest) - 2)  # the end of an event may be in two parts
                 rest += part
-                if end := end_of_events(rest, start):
+                end = end_of_events(rest, start)
+                if end and progress is not None:
+                    end = progress.end_of_groups(bytes(rest[:end]))
+                if end:
                     await _pass(answer, relay, bytes(rest[:end]), progress)
                     del rest[:end]
                 if progress is not None:

@@ -113,7 +113,8 @@ class Proxy:
                 relay = course.relay.at(worker)
                 self._counters.moves[Moved.MOVED] += 1
             else:
-                relay = Relay(send, worker, is_last=len(course.failures) + 1 == self._config.max_attempts)
+                is_last = len(course.failures) + 1 == self._config.max_attempts
+                relay = Relay(send, worker, generation.call.path, is_last)
             course.relay, why = relay, ""
             try:
                 relay, why = await self._hedged(worker, generation, relay, course)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import Protocol
 
 import httpx
@@ -47,8 +48,9 @@ class Claim(Protocol):
 class Relay:
     """The client's side of one attempt."""
 
-    def __init__(self, send: Send, worker: Worker, is_last: bool) -> None:
-        self._send = send
+    def __init__(self, send: Send, worker: Worker, path: str, is_last: bool) -> None:
+        """Begin. path: of the call, whose API its errors have."""
+        self._send, self._path = send, path
         self.worker = worker
         self.is_last = is_last
         self.claim: Claim | None = None  # on the client, where another worker may have it
@@ -64,7 +66,7 @@ class Relay:
 
     def beside(self, worker: Worker) -> Relay:
         """Return the client's side of an attempt at the same time."""
-        return Relay(self._send, worker, is_last=False)
+        return Relay(self._send, worker, self._path, is_last=False)
 
     def lose(self) -> None:
         """Note that another attempt has delivered first."""
@@ -72,7 +74,7 @@ class Relay:
 
     def at(self, worker: Worker) -> Relay:
         """Return the client's side of the next attempt, which goes on with the same answer."""
-        relay = Relay(self._send, worker, is_last=False)
+        relay = Relay(self._send, worker, self._path, is_last=False)
         relay.has_begun, relay._is_stream = self.has_begun, self._is_stream
         return relay
 
@@ -116,8 +118,7 @@ class Relay:
         if not self.can_go_on:
             return
         error = {"message": message, "type": "worker_died", "param": None, "code": 502, "retryable": retryable}
-        event = f"data: {json.dumps({'error': error})}\n\n".encode()
-        await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        await self._send({"type": "http.response.body", "body": _error_event(self._path, error), "more_body": False})
 
     async def _start(self, answer: httpx.Response, num_bytes: int | None) -> None:
         if self.claim is not None and answer.status_code >= 500 and self.claim.is_wanted(self):
@@ -131,6 +132,17 @@ class Relay:
         headers.append((WORKER_HEADER, self.worker.url.encode("ascii", "backslashreplace")))
         self.has_begun, self._is_stream = True, is_stream(answer)
         await self._send({"type": "http.response.start", "status": answer.status_code, "headers": headers})
+
+
+def _error_event(path: str, error: Mapping[str, object]) -> bytes:
+    """Make the event of an error in the middle of a stream, as the API of its path has it."""
+    if path == "/v1/messages":
+        value: dict[str, object] = {"type": "error", "error": {**error, "type": "api_error"}}
+    elif path == "/v1/responses":
+        value = {**error, "type": "error", "code": "worker_died"}
+    else:
+        return f"data: {json.dumps({'error': error})}\n\n".encode()
+    return f"event: error\ndata: {json.dumps(value)}\n\n".encode()
 
 
 def is_stream(answer: httpx.Response) -> bool:

@@ -13,6 +13,8 @@ from ....rollout.receipt import guarantee
 from ..edge.errors import HttpError
 from .going_on import BegunSequence, Moving, named, progress_line
 
+_END = b"\n\n"  # of an event
+
 
 class Seam:
     """The sequences of one streamed answer. Used by its event loop."""
@@ -44,6 +46,12 @@ class Seam:
     def has_usage(self) -> bool:
         """Whether the client has the event with the usage of all sequences."""
         return self._has_usage
+
+    def group(self, events: bytes) -> bytes:
+        """Return events that belong to one output, with a comment that says how many they are where they are several: a
+        router has all of them before the client has any, so that a stream is cut between groups only."""
+        num = events.count(_END) if self._wants_progress else 0
+        return progress_line({"events": num}) + events if num > 1 else events
 
     def usage_note(self) -> bytes:
         """Make the comment of that event."""

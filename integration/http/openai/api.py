@@ -190,7 +190,7 @@ class OpenAIReply:
                 others["prompt_token_ids"] = choice["prompt_token_ids"]  # where the whole answer has them
             first = await subscription.encode(partial(chunk_event, [choice], others), cost)
             if not seam.has_begun(index := int(str(choice["index"]))):
-                yield seam.notes(index) + first
+                yield seam.notes(index) + seam.group(first)
 
         streams = self._streams(len(subscription.index_of))
 
@@ -224,14 +224,14 @@ class OpenAIReply:
                         made = partial(next_events, chunk, index, num_new[index], len(answers) == len(num_new))
                         events = await subscription.encode(made, cost)
                         if is_new:
-                            yield seam.notes(index, [chunk]) + events
+                            yield seam.notes(index, [chunk]) + seam.group(events)
         except (HttpError, EngineStopped) as error:
             yield writer.failed(as_http_error(error))
         else:
             if self.request.include_usage and not seam.has_usage:
                 in_order = [answers[index] for index in range(len(answers))]
                 last = {**head, "choices": [], "usage": usage(self.request, in_order)}
-                yield seam.usage_note() + writer.chunk(last)
+                yield seam.usage_note() + seam.group(writer.chunk(last))
         yield writer.end()
 
     def deltas(self, text: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:

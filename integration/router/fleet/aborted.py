@@ -20,8 +20,11 @@ from .balance import num_sequences
 _PREFIXES = {
     "/v1/completions": "cmpl-",
     "/v1/chat/completions": "chatcmpl-",
+    "/v1/messages": "msg_",
+    "/v1/responses": "resp_",
     "/inference/v1/generate": "generate-tokens-",
 }
+NAMED = frozenset({"/v1/messages", "/v1/responses"})  # of requests whose streams have events with names
 PATHS = frozenset({"/generate", *_PREFIXES})  # of requests that can be aborted
 _MAX_SEQUENCES = 1 << 16  # of an answer
 _NAMES = (b'"rid"', b'"request_id"')
@@ -39,7 +42,8 @@ class Aborted(HttpError):
     """The request was aborted while it waited for a worker."""
 
     def __init__(self, call: WorkerCall, message: str) -> None:
-        super().__init__(409, message, code="aborted")
+        # The clients of OpenAI and Anthropic call again after a 409, unless this header says that it has no use.
+        super().__init__(409, message, code="aborted", headers={"X-Should-Retry": "false"})
         self.call = call
 
     async def answer(self, version: str | None, max_lists: int) -> tuple[bytes, str]:
@@ -49,8 +53,11 @@ class Aborted(HttpError):
         whole, events = self.forms(values, version)
         if values.get("stream") is not True:
             return json.dumps(whole).encode(), "application/json"
-        lines = [f"data: {json.dumps(event)}\n\n" for event in events]
-        return "".join([*lines, "data: [DONE]\n\n"]).encode(), "text/event-stream; charset=utf-8"
+        if self.call.path in NAMED:
+            lines = [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n" for event in events]
+        else:
+            lines = [*(f"data: {json.dumps(event)}\n\n" for event in events), "data: [DONE]\n\n"]
+        return "".join(lines).encode(), "text/event-stream; charset=utf-8"
 
     def forms(self, values: Mapping[str, object], version: str | None) -> tuple[object, list[dict[str, object]]]:
         """Make the answer, and the events where it is streamed: one of each sequence, and that of the usage where it is
@@ -59,6 +66,10 @@ class Aborted(HttpError):
             raise self
         if self.call.path == "/generate":
             return _of_generate(values, version, self.message)
+        if self.call.path == "/v1/messages":
+            return _of_message(values)
+        if self.call.path == "/v1/responses":
+            return _of_response(values)
         return _of_openai(self.call.path, values)
 
 
@@ -165,3 +176,47 @@ def _of_openai(path: str, values: Mapping[str, object]) -> tuple[object, list[di
     has_usage = isinstance(options, dict) and options.get("include_usage")
     last = [{**chunk, "choices": [], "usage": usage}] if has_usage else []
     return {**head, "choices": whole, "usage": usage}, [*({**chunk, "choices": [one]} for one in streamed), *last]
+
+
+def _id_of(path: str, values: Mapping[str, object]) -> str:
+    given = values.get("rid")
+    prefix = _PREFIXES[path]
+    return given if isinstance(given, str) else _prefixed(prefix, values) or prefix + uuid.uuid4().hex
+
+
+def _of_message(values: Mapping[str, object]) -> tuple[object, list[dict[str, object]]]:
+    """Make the message, and the events where it is streamed. Its turn is paused, as where a worker aborts it."""
+    usage = {
+        "input_tokens": 0, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0, "output_tokens": 0,
+    }  # fmt: skip
+    id, model = _id_of("/v1/messages", values), values.get("model") or ""
+    message = {"id": id, "type": "message", "role": "assistant", "model": model, "content": [],
+               "stop_reason": None, "stop_sequence": None, "usage": usage}  # fmt: skip
+    end = {"stop_reason": "pause_turn", "stop_sequence": None}
+    return message | end, [
+        {"type": "message_start", "message": message},
+        {"type": "message_delta", "delta": end, "usage": usage},
+        {"type": "message_stop"},
+    ]
+
+
+def _of_response(values: Mapping[str, object]) -> tuple[object, list[dict[str, object]]]:
+    """Make the response, and the events where it is streamed. It is incomplete for no reason that this API names."""
+    begun: dict[str, object] = {
+        "id": _id_of("/v1/responses", values), "object": "response", "created_at": int(time.time()),
+        "status": "in_progress", "error": None, "incomplete_details": None, "model": values.get("model") or "",
+        "instructions": values.get("instructions"), "metadata": values.get("metadata") or {}, "output": [],
+        "parallel_tool_calls": values.get("parallel_tool_calls") is not False,
+        "temperature": values.get("temperature"), "tool_choice": values.get("tool_choice") or "auto",
+        "tools": values.get("tools") or [], "top_p": values.get("top_p"), "usage": None,
+    }  # fmt: skip
+    usage = {
+        "input_tokens": 0, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": 0, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 0,
+    }  # fmt: skip
+    end = {"status": "incomplete", "incomplete_details": {"reason": None}, "finish_reason": "abort", "usage": usage}
+    kinds = {"created": begun, "in_progress": begun, "incomplete": begun | end}
+    return begun | end, [
+        {"type": f"response.{kind}", "sequence_number": number, "response": response}
+        for number, (kind, response) in enumerate(kinds.items())
+    ]

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...http.edge.bodies import parse_object_off_loop
-from ..fleet.aborted import Aborted
+from ..fleet.aborted import NAMED, Aborted
 from .progress import Part, Progress
 
 _HEAD = ("id", "request_id", "object", "created", "model", "output_mode")  # of each event of OpenAI's wires
@@ -26,7 +26,9 @@ _NOTHING: dict[str, object] = {
 
 async def last_events(aborted: Aborted, progress: Progress, max_lists: int) -> bytes:
     """Make the events that end an aborted stream, of which the client has a part. Raises `aborted` where the router has
-    not kept enough of it."""
+    not kept enough of it, and for streams whose end repeats or closes what they had begun."""
+    if aborted.call.path in NAMED:
+        raise aborted
     values = await parse_object_off_loop(aborted.call.body, max_lists)
     return await asyncio.to_thread(_last_events, aborted, progress, values)
 

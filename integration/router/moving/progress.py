@@ -1,7 +1,8 @@
 """The tokens of a stream that a client has, read from the comments that a worker writes before each event.
 
 A comment is one line, `: progress {JSON}`. The first one of a stream has the answer's head, its number of sequences and
-the worker's guarantee; each other one what an event adds to one sequence.
+the worker's guarantee; each other one what an event adds to one sequence. Where several events are of one output, a
+comment before the first says how many: the client gets all of them or none.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from ..wire import WorkerFailed
 _END_OF_EVENT = re.compile(rb"\n\r?\n")  # the end of its last line, and an empty line
 _T = TypeVar("_T")
 _MARK = b": progress "
+_GROUP = re.compile(rb'^: progress \{"events": ?([0-9]{1,6})\}$', re.MULTILINE)
 _DONE = [b"data: [DONE]"]
-_ERROR = b'data: {"error"'
+# The name of the last event, of APIs that have no such word.
+_LAST = (b"event: message_stop", b"event: response.completed", b"event: response.incomplete", b"event: response.failed")
+_ERRORS = (b'data: {"error"', b'data: {"type":"error"')
+_SERVERS = ("server_error", "api_error", "overloaded_error")  # types of errors that are the worker's own
 _FAILED = 500  # codes of errors from here on are the worker's own
 _MAX_SEQUENCES = 4096  # of one stream that can move
 
@@ -146,7 +151,21 @@ class Progress:
 
     def concerns(self, events: bytes) -> bool:
         """Return whether some whole events have notes, or may end the stream."""
-        return any(mark in events for mark in (_MARK, _ERROR, *_DONE))
+        return any(mark in events for mark in (_MARK, *_ERRORS, *_DONE, *_LAST))
+
+    def end_of_groups(self, events: bytes) -> int:
+        """Return where the last whole group ends in some whole events, all of which may be groups of one."""
+        if _GROUP.search(events) is None:
+            return len(events)
+        ends = [end.end() for end in _END_OF_EVENT.finditer(events)]
+        at = start = 0
+        while at < len(ends):
+            told = _GROUP.search(events, start, ends[at])
+            at += max(1, int(told[1])) if told is not None else 1
+            if at > len(ends):
+                return start
+            start = ends[at - 1]
+        return start
 
     def read(self, events: bytes) -> Iterator[tuple[bytes, list[dict[str, Any]]]]:
         """Yield each of some whole events without its comments, and with the notes in them, for `add`. Raises StreamCut
@@ -159,9 +178,9 @@ class Progress:
             notes = [_note(line) for line in lines if line.startswith(_MARK)]
             if why := next((note["ended"] for note in notes if note.get("ended") == SERVER_ENDED), None):
                 raise StreamCut(f"it was ended: {why}")
-            if rest and rest[-1].startswith(_ERROR):
+            if rest and rest[-1].startswith(_ERRORS):
                 _raise_failure(rest[-1])
-            is_done = [line.rstrip(b"\r") for line in rest] == _DONE
+            is_done = [line.rstrip(b"\r") for line in rest] == _DONE or any(line in _LAST for line in rest[:1])
             yield b"\n".join(rest) + end[0], [{"done": True}] if is_done else notes
 
     def add(self, notes: list[dict[str, Any]], event: bytes = b"") -> None:
@@ -176,6 +195,8 @@ class Progress:
     def _add(self, note: Mapping[str, Any], event: bytes) -> None:
         if "done" in note:
             self.is_done = True
+        elif "events" in note:
+            pass  # of a group, which is whole
         elif "usage" in note:
             self._has_usage = True
         elif "head" in note:
@@ -251,6 +272,6 @@ def _raise_failure(line: bytes) -> None:
         code, message = error["code"], str(error["message"])
     except (ValueError, LookupError, TypeError, RecursionError):
         return
-    status = code if isinstance(code, int) else _FAILED if error.get("type") == "server_error" else 0
+    status = code if isinstance(code, int) else _FAILED if error.get("type") in _SERVERS else 0
     if status >= _FAILED:
         raise StreamCut(message)

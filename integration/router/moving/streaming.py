@@ -101,7 +101,7 @@ def _part(
         rest = b""
         for part in answer.iter_raw():
             rest += part
-            end = end_of_events(rest)
+            end = progress.end_of_groups(rest[: end_of_events(rest)])
             for event, notes in progress.read(rest[:end]):
                 progress.add(notes)  # before the caller has it: it may never ask for the next one
                 yield event

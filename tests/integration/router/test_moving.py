@@ -101,6 +101,20 @@ def cuts(*numbers: int | None) -> Callable[[], int | None]:
     return lambda: next(left)
 
 
+def named_events_of(answer: httpx.Response) -> list[dict]:
+    """Return the objects of a stream of named events."""
+    assert answer.status_code == 200, answer.text
+    assert ": progress" not in answer.text, "comments are for routers"
+    *events, rest = answer.text.split("\n\n")
+    assert rest == ""
+    found = []
+    for event in events:
+        name, data = event.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
 @pytest.fixture
 def cut_fleet(make_fleet, url) -> Callable[..., Fleet]:
     def make(*numbers: int | None, **settings: object) -> Fleet:
@@ -160,6 +174,7 @@ STREAMS = {
 }  # fmt: skip
 
 
+USAGE = ("usage", "created_at", "sequence_number")
 WEIGHTS = ("metadata", "weight_digest", "weight_versions")
 
 
@@ -186,6 +201,31 @@ def test_a_stream_of_new_output_goes_on_without_a_gap_or_a_repetition(cut_fleet,
     for index, choice in expected.items():
         assert_equal(found[index], choice)
     assert counted(fleet)["moved_streams_total", "moved"] >= 1  # a short answer may end before the other cuts
+
+
+NAMED = {
+    "message": ("/v1/messages", {
+        "messages": SAID, "max_tokens": 30, "seed": 11, "ignore_eos": True, "stream": True, "logprobs": True,
+        "return_token_ids": True, "speculation": False,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", NAMED)
+def test_a_stream_of_named_events_is_cut_between_outputs_only(make_fleet, url, what):
+    path, body = NAMED[what]
+    left: list[int] = []
+    fleet = make_fleet([CutWorker(url, lambda: left.pop(0) if left else None) for _ in range(3)])
+    expected = named_events_of(httpx.post(f"{url}{path}", json=body, timeout=WAIT_S))
+    for numbers in ((1, 2, 3), (2, 1, 4), (5, 0, 1), (len(expected) - 1,), (len(expected) - 2, 1)):
+        left[:] = numbers
+        moved = named_events_of(fleet.post(path, body))
+        assert len(left) < len(numbers)
+        assert [event["type"] for event in moved] == [event["type"] for event in expected]
+        ids = {json.dumps(event.get("message", {}).get("id")) for event in moved}
+        assert len(ids) == 2, "one event begins the answer"
+        for found, event in zip(moved, expected, strict=True):
+            assert without(found, {*OWN, "id", *USAGE}) == without(event, {*OWN, "id", *USAGE})
 
 
 def test_every_prompt_gets_a_seed_before_it_is_sent(fleet):

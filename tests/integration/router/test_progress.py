@@ -227,3 +227,46 @@ def test_a_worker_that_would_draw_other_bits_cannot_go_on(host, why):
     read(progress, event("2", FIRST))
     found = progress.why_not(host)
     assert found is None if why is None else found is not None and why in found
+
+
+# -- groups of events -----------------------------------------------------------------------------------------------
+
+
+def named(kind: str, *notes: object) -> bytes:
+    return event({"type": kind}, *notes).replace(b"data:", f"event: {kind}\ndata:".encode())
+
+
+def test_events_of_one_output_count_together():
+    groups = [
+        named("message_start", head(), {"index": 0}),
+        named("block", FIRST, {"events": 2}) + named("delta"),
+        named("delta", note([4])),
+        named("block_stop", note([5]), {"index": 0}, {"events": 3}) + named("block") + named("delta"),
+        named("message_delta", {"usage": True}, {"events": 2}) + named("message_stop"),
+    ]
+    whole, progress = b"".join(groups), Progress("proven")
+    ends = [sum(map(len, groups[:num])) for num in range(len(groups) + 1)]
+    for at in range(1, len(whole) + 1):
+        events = whole[: end_of_events(whole[:at])]
+        expected = max(end for end in ends if end <= len(events))
+        assert progress.end_of_groups(events) == expected
+    assert progress.end_of_groups(groups[0] + named("ping")) == len(groups[0] + named("ping"))
+    for group in groups:
+        assert not progress.is_done
+        assert b"progress" not in read(progress, group)
+    assert progress.is_done and progress.has_usage and progress.why_lost is None
+    assert begun(progress)["token_ids"] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("kind", ["api_error", "overloaded_error"])
+def test_an_error_of_a_worker_in_anthropics_shape_cuts_the_stream(kind):
+    progress = Progress("proven")
+    read(progress, event(1, head(), FIRST))
+    value = {"type": "error", "error": {"type": kind, "message": "the engine has stopped", "code": None}}
+    line = f"event: error\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
+    assert progress.concerns(line)
+    with pytest.raises(StreamCut, match="the engine has stopped"):
+        list(progress.read(line))
+    value["error"]["type"] = "invalid_request_error"  # type: ignore[index]
+    own = f"event: error\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
+    assert [passed for passed, _ in progress.read(own)] == [own], "the request's own fault is passed on"

@@ -71,6 +71,9 @@ def test_a_verb_says_which_requests_it_aborts(verb, expected):
         ("/v1/completions", {"rid": "a"}, "a"),
         ("/v1/completions", {"request_id": "a"}, "cmpl-a"),
         ("/v1/chat/completions", {"request_id": "a"}, "chatcmpl-a"),
+        ("/v1/messages", {"rid": "a"}, "a"),
+        ("/v1/messages", {"request_id": "a"}, "msg_a"),
+        ("/v1/responses", {"request_id": "a"}, "resp_a"),
         ("/inference/v1/generate", {"request_id": "a"}, "generate-tokens-a"),
     ],
 )
@@ -194,6 +197,49 @@ def test_the_answer_of_the_other_wires_ends_each_choice_with_abort(path, name, p
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 0
     assert [one["choices"][0]["index"] for one in choices] == [0, 1]
     assert all(one["choices"][0][streamed[0]] == streamed[1] for one in choices)
+
+
+@pytest.mark.parametrize("rid", [{}, {"rid": "mine"}, {"request_id": "mine"}])
+def test_a_message_that_is_aborted_has_paused_its_turn(rid):
+    anthropic = pytest.importorskip("anthropic")
+    whole = answered("/v1/messages", model="m", messages=[], max_tokens=5, **rid)
+    read = anthropic.types.Message.model_validate(whole)
+    assert (read.content, read.stop_reason, read.usage.output_tokens) == ([], "pause_turn", 0)
+    assert read.id == {"rid": "mine", "request_id": "msg_mine"}.get(next(iter(rid), ""), read.id)
+    start, delta, stop = named_events("/v1/messages", model="m", messages=[], max_tokens=5, **rid)
+    assert anthropic.types.RawMessageStartEvent.model_validate(start).message.stop_reason is None
+    assert anthropic.types.RawMessageDeltaEvent.model_validate(delta).delta.stop_reason == "pause_turn"
+    assert stop == {"type": "message_stop"}
+
+
+def test_a_response_that_is_aborted_is_incomplete():
+    openai_types = pytest.importorskip("openai.types.responses")
+    body = {"model": "m", "input": "hello", "instructions": "be", "request_id": "a", "tools": []}
+    whole = answered("/v1/responses", **body)
+    read = openai_types.Response.model_validate(whole)
+    assert (read.id, read.status, read.output, read.instructions) == ("resp_a", "incomplete", [], "be")
+    assert whole["finish_reason"] == "abort" and read.usage.total_tokens == 0  # type: ignore[call-overload,index]
+    events = named_events("/v1/responses", **body)
+    assert [one["type"] for one in events] == ["response.created", "response.in_progress", "response.incomplete"]
+    assert [one["sequence_number"] for one in events] == [0, 1, 2]
+    assert [one["response"]["status"] for one in events] == ["in_progress", "in_progress", "incomplete"]
+
+
+def test_an_abort_that_is_an_error_is_not_called_again():
+    assert Aborted(call("/v1/responses", {}), "enough").headers == {"X-Should-Retry": "false"}
+
+
+def named_events(path: str, **body: object) -> list[dict]:
+    data, kind = asyncio.run(Aborted(call(path, {**body, "stream": True}), "enough").answer("7", MAX_LISTS))
+    assert kind.startswith("text/event-stream")
+    *events, rest = data.decode().split("\n\n")
+    assert rest == ""
+    found = []
+    for event in events:
+        name, value = event.split("\n")
+        found.append(json.loads(value.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
 
 
 def test_an_aborted_request_that_is_no_request_or_too_large_gets_an_error():
