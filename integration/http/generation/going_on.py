@@ -60,6 +60,7 @@ class BegunBody(Body):
     guarantee: dict[str, Any] = Field(description="`guarantee` in GET /server_info of that server")
     head: dict[str, Any] = Field(description="what that server's first comment gave as `head`")
     has_usage: bool = Field(False, description="the client has the event with the usage of all samples")
+    num_events: Num = Field(0, description="that the client has, for streams that number them")
 
 
 class MovingBody(Body):

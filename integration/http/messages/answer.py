@@ -133,6 +133,9 @@ class EventWriter:
             events += self._close()
         return _encode(events)
 
+    def resume(self, num_events: int) -> None:
+        """See `Writer.resume`. These events have no numbers."""
+
     def failed(self, error: HttpError) -> bytes:
         """See `Writer.failed`."""
         return _encode([message_error_body(error)])

@@ -96,6 +96,9 @@ class Writer(Protocol):
     def chunk(self, chunk: Mapping[str, Any]) -> bytes:
         """Make the events of a chunk; there may be none."""
 
+    def resume(self, num_events: int) -> None:
+        """Note that the client has so many events of the stream, and not yet those of the chunks that follow."""
+
     def failed(self, error: HttpError) -> bytes:
         """Make the event of an error, after which no chunk comes."""
 
@@ -109,6 +112,9 @@ class ChunkWriter:
     def chunk(self, chunk: Mapping[str, Any]) -> bytes:
         """See `Writer.chunk`."""
         return event_of(chunk)
+
+    def resume(self, num_events: int) -> None:
+        """See `Writer.resume`. These events have no numbers."""
 
     def failed(self, error: HttpError) -> bytes:
         """See `Writer.failed`."""
@@ -180,6 +186,7 @@ class OpenAIReply:
         num_new = [0] * len(subscription.index_of)
         answers: dict[int, Completion] = {}
         seam = Seam(self.moving, self.engine, {name: getattr(self.request, name) for name in HEAD})
+        num_sent = 0 if self.moving.begun is None else self.moving.begun.num_events  # that the writer does not know of
 
         def chunk_event(choices: list[dict[str, object]], others: Mapping[str, object]) -> bytes:
             return writer.chunk({**head, "choices": choices, **others})
@@ -220,16 +227,23 @@ class OpenAIReply:
                         cost = self._cost(chunk)
                         if streams:
                             cost += streams[index].cost(chunk.text, is_last=chunk.completion is not None)
+                        if is_new and num_sent:
+                            writer.resume(num_sent)
+                            num_sent = 0
                         num_new[index] += len(chunk.token_ids) - chunk.num_taken_back
                         made = partial(next_events, chunk, index, num_new[index], len(answers) == len(num_new))
                         events = await subscription.encode(made, cost)
                         if is_new:
                             yield seam.notes(index, [chunk]) + seam.group(events)
         except (HttpError, EngineStopped) as error:
+            if num_sent:
+                writer.resume(num_sent)
             yield writer.failed(as_http_error(error))
         else:
             if self.request.include_usage and not seam.has_usage:
                 in_order = [answers[index] for index in range(len(answers))]
+                if num_sent:
+                    writer.resume(num_sent)
                 last = {**head, "choices": [], "usage": usage(self.request, in_order)}
                 yield seam.usage_note() + seam.group(writer.chunk(last))
         yield writer.end()

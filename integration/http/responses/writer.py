@@ -31,11 +31,15 @@ class ResponseWriter:
         self._logprobs: list[dict[str, Any]] = []
         self._usage: dict[str, Any] | None = None
         self._num_thought = 0  # tokens
-        self._last = ""  # the last event, without the end of its JSON, which is its usage
+        self._last = ""  # the response of the last event, without the end of its JSON, which is its usage
 
     def chunk(self, chunk: Mapping[str, Any]) -> bytes:
         """See `Writer.chunk`."""
         return self._encoded(self._begin()) + self._encoded(self.grow(chunk)) + self._end_of(chunk)
+
+    def resume(self, num_events: int) -> None:
+        """See `Writer.resume`."""
+        self._number = num_events
 
     def failed(self, error: HttpError) -> bytes:
         """See `Writer.failed`."""
@@ -87,12 +91,13 @@ class ResponseWriter:
         """Return the last event where the chunk brings the usage. It was made with the last choice, in the thread for
         long answers; what is left for the chunk of the usage, which is written on the event loop, is a copy."""
         if any(choice["finish_reason"] is not None for choice in chunk["choices"]):
-            event = {"type": _LAST[self._status], "sequence_number": self._number, "response": self._object()}
-            self._last = f"event: {event['type']}\ndata: " + "".join(encode_in_slices(event, dumps))[:-2]
-            self._number += 1
+            self._last = "".join(encode_in_slices({"response": self._object()}, dumps))[1:-2]
         if self._usage is None or not self._last:
             return b""
-        return f'{self._last},"usage":{dumps(self._usage)}}}}}\n\n'.encode()
+        kind, number = _LAST[self._status], self._number
+        self._number += 1
+        head = f'event: {kind}\ndata: {{"type":"{kind}","sequence_number":{number}'
+        return f'{head},{self._last},"usage":{dumps(self._usage)}}}}}\n\n'.encode()
 
     def _encoded(self, events: Iterable[Event]) -> bytes:
         """Number and encode events."""

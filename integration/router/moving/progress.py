@@ -107,6 +107,7 @@ class Progress:
         self.doubt: str | None = None  # why another worker may not be able to go on; None: it will
         self.num_tokens = 0  # that all attempts together have delivered
         self.num_notes = 0  # likewise
+        self.num_events = 0  # likewise
         self.is_done = False  # whether the client has the last event
         self._has_usage = False
 
@@ -185,6 +186,7 @@ class Progress:
 
     def add(self, notes: list[dict[str, Any]], event: bytes = b"") -> None:
         """Take the notes of an event that the client has. event: is kept as the newest one of its sequence."""
+        self.num_events += 1
         try:
             for note in notes:
                 self._add(note, event)
@@ -246,6 +248,7 @@ class Progress:
             "guarantee": self._guarantee if digests else worker.guarantee,
             "head": self._head,
             "has_usage": self._has_usage,
+            "num_events": self.num_events,
         }
 
 

@@ -174,7 +174,7 @@ STREAMS = {
 }  # fmt: skip
 
 
-USAGE = ("usage", "created_at", "sequence_number")
+USAGE = ("usage", "created_at")
 WEIGHTS = ("metadata", "weight_digest", "weight_versions")
 
 
@@ -208,6 +208,10 @@ NAMED = {
         "messages": SAID, "max_tokens": 30, "seed": 11, "ignore_eos": True, "stream": True, "logprobs": True,
         "return_token_ids": True, "speculation": False,
     }),
+    "response": ("/v1/responses", {
+        "input": SAID, "max_output_tokens": 30, "seed": 11, "ignore_eos": True, "stream": True, "logprobs": True,
+        "return_token_ids": True, "speculation": False, "rid": "resp_mine",
+    }),
 }  # fmt: skip
 
 
@@ -222,8 +226,7 @@ def test_a_stream_of_named_events_is_cut_between_outputs_only(make_fleet, url, w
         moved = named_events_of(fleet.post(path, body))
         assert len(left) < len(numbers)
         assert [event["type"] for event in moved] == [event["type"] for event in expected]
-        ids = {json.dumps(event.get("message", {}).get("id")) for event in moved}
-        assert len(ids) == 2, "one event begins the answer"
+        assert [event.get("sequence_number") for event in moved] == [one.get("sequence_number") for one in expected]
         for found, event in zip(moved, expected, strict=True):
             assert without(found, {*OWN, "id", *USAGE}) == without(event, {*OWN, "id", *USAGE})
 
@@ -329,6 +332,30 @@ def test_a_stream_that_no_worker_can_go_on_with_ends_with_an_error_that_names_ea
     assert "cannot go on elsewhere" in told["message"] and what in told["message"]
     assert all(worker.url in told["message"] for worker in workers)
     assert counted(fleet)["moved_streams_total", "refused"] == 1
+
+
+@pytest.mark.parametrize("what", NAMED)
+def test_a_stream_of_named_events_ends_with_an_error_of_its_api(make_fleet, url, what):
+    workers = [CutWorker(url, lambda: 3) for _ in range(2)]
+    for worker in workers:
+        worker.info["weight_digest"] = "0" * 64
+    path, body = NAMED[what]
+    *_, last = named_events_of(make_fleet(workers).post(path, body))
+    error = last["error"] if what == "message" else last
+    assert last["type"] == "error" and "cannot go on elsewhere" in error["message"] and error["retryable"]
+    if what == "message":
+        assert error["type"] == "api_error"
+    else:
+        assert last["code"] == "worker_died"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/sessions/a/v1/messages"])
+def test_errors_of_a_router_have_the_shape_of_their_api(make_fleet, path):
+    fleet = make_fleet(1)
+    fleet.workers[0].answers["/health"] = (503, None)
+    fleet.post(f"/workers/{fleet.report(fleet.workers[0])['id']}/disable")
+    told = fleet.post(path, {"messages": []}).json()
+    assert told["type"] == "error" and told["error"]["type"] in ("overloaded_error", "not_found_error")
 
 
 def test_a_stream_of_which_nothing_was_delivered_begins_again_with_its_seed(make_fleet, url):
