@@ -185,3 +185,60 @@ def test_a_call_with_half_of_a_surrogate_pair_is_a_turn(served):
     alone = served.chat(None, [*history, message_of(first), result_of(first)], tools=TOOLS)
     assert "\\ud800" in served.service.engine.tokenizer.decode(alone["choices"][0]["prompt_token_ids"])
     served.ok("/close_session", session_id=agent.id)
+
+
+def ask_by_messages(served: Served, id: str, history: list[Any], text: str | None, **fields: object) -> Any:
+    """Ask by Anthropic's API, and send the answer's blocks back as they came. text: a user's; None: a tool's result."""
+    if text is None:
+        [call] = [block for block in history[-1]["content"] if block["type"] == "tool_use"]
+        history.append(
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call["id"], "content": "rain"}]}
+        )
+    else:
+        history.append({"role": "user", "content": [{"type": "text", "text": text}]})
+    tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+    answer = served.ok(path_of(id, "/v1/messages"), messages=history, system="be", tools=tools, **fields)
+    history.append({"role": "assistant", "content": answer["content"]})
+    return answer
+
+
+def ask_by_responses(served: Served, id: str, history: list[Any], text: str | None, **fields: object) -> Any:
+    """Ask by the Responses API, and send the answer's items back as they came. text: see `ask_by_messages`."""
+    if text is None:
+        [call] = [item for item in history if item.get("type") == "function_call"]
+        history.append({"type": "function_call_output", "call_id": call["call_id"], "output": "rain"})
+    else:
+        history.append({"role": "user", "content": [{"type": "input_text", "text": text}]})
+    tools = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
+    fields["max_output_tokens"] = fields.pop("max_tokens")
+    answer = served.ok(path_of(id, "/v1/responses"), input=history, instructions="be", tools=tools, **fields)
+    history += answer["output"]
+    return answer
+
+
+@pytest.mark.parametrize("ask", [ask_by_messages, ask_by_responses])
+def test_agents_of_other_apis_have_their_tokens_stand(served, ask):
+    id, history, body = ask.__name__, [], {"seed": 3, "temperature": 1.0, "max_tokens": 100}
+    first = ask(served, id, history, "How is the weather?", regex=CALL, **body)
+    second = ask(served, id, history, None, regex=THOUGHT, **body)
+    again = ask(served, id, history[:1], "How?", **body)
+    third = ask(served, id, history, "And tomorrow?", **body)
+    told: dict[str, Any] = {"session_id": id, "logprobs": True}
+    branch = served.client.get("/session_info", params=told).json()
+    assert branch["leaves"] == [again["id"], third["id"]]
+    assert [run["rid"] for run in branch["sampled"]] == [first["id"], second["id"], third["id"]]
+    expected = trainer_logprobs(served.service.engine, branch["token_ids"], 1.0)
+    for run in branch["sampled"]:
+        assert run["logprobs"] == expected[run["start"] - 1 : run["end"] - 1]
+    assert branch["messages"][2]["tool_calls"] and branch["messages"][4]["reasoning_content"]
+    error = served.post(path_of("x" * 257, "/v1/messages"), messages=[], max_tokens=1).json()
+    assert error["type"] == "error" and error["error"]["param"] == "session_params.id"
+    served.ok("/close_session", session_id=id)
+
+
+def test_a_count_of_tokens_is_the_same_under_a_session(served):
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    counted = [
+        served.ok(path, **body) for path in ("/v1/messages/count_tokens", "/sessions/a/v1/messages/count_tokens")
+    ]
+    assert counted[0] == counted[1] and counted[0]["input_tokens"] > 0
