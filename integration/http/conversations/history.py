@@ -27,11 +27,17 @@ class ChatPrompt:
 
 
 def divide(
-    base: Turn | None, given: Messages, params: SessionParams, find: Find, shape: bytes = b""
+    base: Turn | None,
+    given: Messages,
+    params: SessionParams,
+    find: Find,
+    shape: bytes = b"",
+    *,
+    continues: bool = False,
 ) -> tuple[Turn | None, Messages]:
     """Return the turn that a chat goes on from, and its new messages, of which there may be none behind an answer.
     find: returns the turns that may begin with the messages of these digests, see `Session.with_messages`. shape: see
-    `shape_of`. Raises BadField."""
+    `shape_of`. continues: the last message goes on. Raises BadField."""
     if not given:
         raise BadField("messages", "must not be empty")
     is_whole = _is_whole(base, given, params)
@@ -47,7 +53,7 @@ def divide(
             f"messages.{compared.differs_at}", "differs from the session's message: send it as it was answered, or "
             f"with {FIELD}.branch go on from the last turn that has the messages before it"
         )  # fmt: skip
-    if len(given) <= (num_known := _num_messages(base)):
+    if len(given) < (num_known := _num_messages(base)) + (not continues):
         raise BadField(
             "messages", f"the session has {num_known} messages already, and these {len(given)} add none: send more, "
             f"or with {FIELD}.branch go on from an earlier turn"
@@ -55,13 +61,31 @@ def divide(
     return base, given[num_known:]
 
 
-def chat_prompt(base: Turn | None, new: Messages, policy: History, template: Template) -> ChatPrompt:
-    """Return the prompt that goes on from a turn with new messages. Slow for long conversations. Raises BadField."""
-    known = messages_of(base)
-    theirs = template.tokenise(template.render([*known, *new]))
+def check_cut(base: Turn | None, new: Messages) -> None:
+    """Check that the last message of a conversation is a turn's answer that did not end by itself, so that it can go
+    on. new: the messages behind the turn's. Raises BadField."""
+    if base is None or new:
+        raise BadField("continue_final_message", "goes on with an answer of the session only: the last message is none")
+    if base.matched is not None:
+        raise BadField("continue_final_message", f"the answer of the turn {base.rid!r} has ended by itself")
+
+
+def chat_prompt(
+    base: Turn | None, new: Messages, policy: History, template: Template, *, continues: bool = False
+) -> ChatPrompt:
+    """Return the prompt that goes on from a turn with new messages, or where it continues with the tokens of its answer
+    themselves. Slow for long conversations. Raises BadField."""
+    known, history = messages_of(base), tokens_of(base)
+    if continues and policy == "sampled":
+        assert base is not None, "its answer goes on"
+        try:
+            differs_at = _differs_at(history, _of(known, template))
+        except BadField:  # as of an answer without content, which a template may not begin
+            differs_at = base.num_prompt
+        return ChatPrompt(history, len(history), differs_at)
+    theirs = _of([*known, *new], template)
     if base is None:
         return ChatPrompt(theirs, 0, None)
-    history = tokens_of(base)
     if policy == "template":
         return ChatPrompt(theirs, num_equal(history, theirs), None)
     try:
@@ -70,9 +94,16 @@ def chat_prompt(base: Turn | None, new: Messages, policy: History, template: Tem
         raise BadField(
             "messages", f'{error}: open the session with the history "template", or send token ids'
         ) from error  # fmt: skip
-    num_same = num_equal(token_ids, theirs)
-    is_same_prompt = num_same == len(token_ids) == len(theirs)
-    return ChatPrompt(token_ids, len(history), None if is_same_prompt else num_same)
+    return ChatPrompt(token_ids, len(history), _differs_at(token_ids, theirs))
+
+
+def _of(messages: Messages, template: Template) -> list[int]:
+    return template.tokenise(template.render(messages))
+
+
+def _differs_at(ours: list[int], theirs: list[int]) -> int | None:
+    num_same = num_equal(ours, theirs)
+    return None if num_same == len(ours) == len(theirs) else num_same
 
 
 def num_equal(one: Sequence[int], other: Sequence[int]) -> int:

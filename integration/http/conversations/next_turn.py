@@ -12,7 +12,7 @@ from ...chat_tail import Template
 from ..edge.errors import BadField
 from ..edge.session_paths import FIELD
 from ..images.pictures import SentPicture
-from .history import ChatPrompt, chat_prompt, divide
+from .history import ChatPrompt, chat_prompt, check_cut, divide
 from .messages import chained, encoded
 from .params import SessionParams
 from .pictures import num_pictures, with_digests
@@ -94,19 +94,24 @@ class NextTurn:
 
     def chat_prompt(
         self, given: list[dict[str, Any]], pictures: Sequence[SentPicture], template: Callable[[NextTurn], Template],
-        shape: bytes = b"",
+        shape: bytes = b"", *, continues: bool = False,
     ) -> list[int]:  # fmt: skip
         """Return the prompt of the conversation that goes on with these messages. pictures: of all of these. template:
         makes the template of this turn, once its pictures are known. shape: see `shape_of`; a branch goes on from turns
-        of the same shape only. Raises BadField for messages that do not go on, and where the template refuses them."""
+        of the same shape only. continues: the last message, an answer that was cut, goes on. Raises BadField for
+        messages that do not go on, and where the template refuses them."""
         given = with_digests(given, pictures)
         for name in ("offset", "drop_previous_output"):
             if getattr(self.params, name):
                 raise BadField(f"{FIELD}.{name}", "is for prompts of token ids or a text; a chat has messages, and rid")
-        self._base, new = divide(self._base, given, self.params, self.session.with_messages, shape)
+        self._base, new = divide(self._base, given, self.params, self.session.with_messages, shape, continues=continues)
+        if continues:
+            check_cut(self._base, new)
         num_new = num_pictures(new)
         self._pictures = tuple(pictures[len(pictures) - num_new :])
-        prompt: ChatPrompt = chat_prompt(self._base, new, self.session.options.history, template(self))
+        prompt: ChatPrompt = chat_prompt(
+            self._base, new, self.session.options.history, template(self), continues=continues
+        )
         self._num_history, self._differs_at, self._is_chat = prompt.num_history, prompt.differs_at, True
         self._messages = tuple(map(encoded, new))
         num_tokens = len(prompt.token_ids) - prompt.num_history

@@ -80,7 +80,10 @@ class ChatPrompt:
             return apply_template(self.engine, told, self.body, self.tools, own)
 
         shape = shape_of(self.tools, settings_of(self.body))
-        return session_prompt(turn, self.messages, self.pictures, render, self.limits, params, shape)
+        return session_prompt(
+            turn, self.messages, self.pictures, render, self.limits, params, shape,
+            continues=self.body.continue_final_message,
+        )  # fmt: skip
 
     def _with_images(self, params: SamplingParams) -> list[int]:
         assert self.messages is not None

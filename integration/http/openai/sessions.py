@@ -36,8 +36,6 @@ def read_chat_session(body: ChatBody, num_kept: int | None) -> SessionParams | N
     refuse_samples(1, body.n)
     if num_kept is not None:
         raise BadField("truncate_prompt_tokens", "is not supported in a session, whose tokens stand")
-    if body.continue_final_message:
-        raise BadField("continue_final_message", "is not supported in a session: go on with token ids")
     return session
 
 
@@ -61,9 +59,11 @@ def session_prompt(
     limits: RequestLimits,
     params: SamplingParams,
     shape: bytes,
+    *,
+    continues: bool,
 ) -> list[int]:
-    """Return the prompt of a session's next turn. pictures: of the messages. shape: see `shape_of`. Slow for long
-    conversations and for images. Raises BadField."""
+    """Return the prompt of a session's next turn. pictures: of the messages. shape: see `shape_of`. continues: the last
+    message goes on. Slow for long conversations and for images. Raises BadField."""
 
     def template(turn: NextTurn) -> Template:
         def tokenise(text: str) -> list[int]:
@@ -72,7 +72,7 @@ def session_prompt(
 
         return Template(lambda told: render(without_digests(told)), tokenise, limits.tokenising.special_ids)
 
-    prompt = turn.chat_prompt(messages, pictures, template, shape)
+    prompt = turn.chat_prompt(messages, pictures, template, shape, continues=continues)
     [checked] = limits.tokenising.token_ids([prompt], _MESSAGES, [params])
     return with_pictures(checked, turn.pictures, limits.images, _MESSAGES)
 

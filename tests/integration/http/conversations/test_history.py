@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.integration.http.conversations.history import Template, chat_prompt, divide, num_equal
+from lockstep.integration.http.conversations.history import Template, chat_prompt, check_cut, divide, num_equal
 from lockstep.integration.http.conversations.messages import chained, encoded, shape_of
 from lockstep.integration.http.conversations.params import SessionParams
 from lockstep.integration.http.conversations.session import Session, SessionOptions
@@ -232,6 +232,29 @@ def test_a_conversation_that_ends_with_an_answer_goes_on_behind_it():
     prompt = chat_prompt(base, [], "sampled", TEMPLATE)
     assert text_of(prompt.token_ids) == "[user:hi]\n[assistant:yes]\n[assistant:"
     assert prompt.differs_at is None
+
+
+def test_an_answer_that_was_cut_goes_on_with_its_own_tokens():
+    base, ended = first_turn([user("hi")], "yes"), first_turn([user("hi")], "yes]", END)
+    given = [user("hi"), assistant("yes")]
+    for fields in ({}, {"branch": True}):
+        found = divide(base, given, params(messages="all", **fields), find(base), continues=True)
+        assert found == (base, [])
+    check_cut(base, [])
+    for turn, new, why in ((ended, [], "ended by itself"), (base, [user("so")], "none"), (None, given, "none")):
+        with pytest.raises(BadField, match=why) as error:
+            check_cut(turn, new)
+        assert error.value.param == "continue_final_message"
+    cut = replace(TEMPLATE, render=lambda messages: render(messages).removesuffix("]\n[assistant:"))
+    prompt = chat_prompt(base, [], "sampled", cut, continues=True)
+    assert (text_of(prompt.token_ids), prompt.differs_at) == ("[user:hi]\n[assistant:yes", None)
+    assert text_of(chat_prompt(base, [], "template", cut, continues=True).token_ids) == "[user:hi]\n[assistant:yes"
+
+    def refuses(messages: list[dict[str, Any]]) -> str:
+        raise BadField("messages", "no")
+
+    prompt = chat_prompt(base, [], "sampled", replace(TEMPLATE, render=refuses), continues=True)
+    assert (prompt.num_history, prompt.differs_at) == (len(prompt.token_ids), base.num_prompt)
 
 
 def test_of_answers_that_are_alike_a_branch_goes_on_from_the_one_that_is_meant():

@@ -236,6 +236,31 @@ def test_agents_of_other_apis_have_their_tokens_stand(served, ask):
     served.ok("/close_session", session_id=id)
 
 
+@pytest.mark.parametrize("max_tokens", [1, 7])
+def test_an_answer_that_was_cut_goes_on_token_by_token(served, max_tokens):
+    agent = Agent(served, f"cut {max_tokens}")
+    history, body = agent.start("hello"), {"ignore_eos": True, "max_tokens": max_tokens}
+    first = agent.ask(history, None, **body)
+    history.append(message_of(first))
+    second = agent.ask(history, first, continue_final_message=True, **body)
+    assert second["choices"][0]["prompt_token_ids"] == (
+        first["choices"][0]["prompt_token_ids"] + first["choices"][0]["token_ids"]
+    )
+    history += [message_of(second), {"role": "user", "content": "so?"}]
+    agent.ask(history, second)
+    assert check(agent) == 1
+    path = path_of(agent.id, "/v1/chat/completions")
+    error = served.error(path, 400, messages=[*history, {"role": "assistant", "content": "I"}],
+                         continue_final_message=True)  # fmt: skip
+    assert error["param"] == "continue_final_message"
+    message = served.ok(path_of(agent.id, "/v1/messages"), messages=[history[1]], system=history[0]["content"], **body)
+    assert message["stop_reason"] == "max_tokens"
+    told = [history[1], {"role": "assistant", "content": message["content"]}]
+    more = served.ok(path_of(agent.id, "/v1/messages"), messages=told, system=history[0]["content"], **body)
+    assert more["session"]["parent_rid"] == message["id"]
+    served.ok("/close_session", session_id=agent.id)
+
+
 def test_a_count_of_tokens_is_the_same_under_a_session(served):
     body = {"messages": [{"role": "user", "content": "hello"}]}
     counted = [
