@@ -18,9 +18,10 @@ from ..generation.asked import Asked
 from ..generation.limits import RequestLimits
 from ..generation.subscriptions import hub_of
 from ..observe.model_info import refuse_unknown_model
-from ..openai.api import OpenAIReply, Writer, complete
+from ..openai.api import OpenAIReply, complete
 from ..openai.body import OpenAIRequest, read_chat
 from ..openai.chat_prompt import ChatPrompt, prompt_of, prompt_tokens
+from ..openai.writers import Writer
 from .answer import EventWriter, message_of
 from .fields import AskedChat, CountBody, MessagesBody, read_chat_of
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, repeat
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -19,7 +19,7 @@ from ..chat.message import AnswerStream
 from ..chat.template import read_messages
 from ..conversations.next_turn import NextTurn
 from ..edge.bodies import describe, read_as
-from ..edge.errors import HttpError, as_http_error, error_body
+from ..edge.errors import HttpError, as_http_error
 from ..edge.session_paths import with_session
 from ..generation.admission import Size
 from ..generation.asked import Asked
@@ -30,7 +30,6 @@ from ..generation.going_on import Moving, read_moving
 from ..generation.limits import RequestLimits
 from ..generation.seam import Seam
 from ..generation.session_turns import answer_turn, begin_turn
-from ..generation.sse import DONE, dumps, event, event_of
 from ..generation.subscriptions import Subscription, hub_of
 from ..observe.model_info import refuse_unknown_model, served_name
 from .body import OpenAIRequest, read_chat, read_completion
@@ -48,6 +47,7 @@ from .format import (
     usage,
 )
 from .text_offsets import TextOffsets
+from .writers import ChunkWriter, SeamWriter, Writer
 
 router = APIRouter()
 
@@ -87,42 +87,6 @@ async def complete(request: Request, read: Read, form: type[OpenAIReply] | None 
     ask = replace(ask, **moving.head_of(HEAD))
     reply = (form or OpenAIReply)(ask, hub.limits, received, turn, moving=moving, engine=hub.engine)
     return await answer_turn(hub, request, reply, turn)
-
-
-class Writer(Protocol):
-    """The events of one stream, made of the chunks that OpenAI's API has. Chunks that the client has already are
-    written too, so that the writer knows where the stream is, and what it returns is not sent."""
-
-    def chunk(self, chunk: Mapping[str, Any]) -> bytes:
-        """Make the events of a chunk; there may be none."""
-
-    def resume(self, num_events: int) -> None:
-        """Note that the client has so many events of the stream, and not yet those of the chunks that follow."""
-
-    def failed(self, error: HttpError) -> bytes:
-        """Make the event of an error, after which no chunk comes."""
-
-    def end(self) -> bytes:
-        """Make what comes last, also after an error."""
-
-
-class ChunkWriter:
-    """The events of OpenAI's own stream."""
-
-    def chunk(self, chunk: Mapping[str, Any]) -> bytes:
-        """See `Writer.chunk`."""
-        return event_of(chunk)
-
-    def resume(self, num_events: int) -> None:
-        """See `Writer.resume`. These events have no numbers."""
-
-    def failed(self, error: HttpError) -> bytes:
-        """See `Writer.failed`."""
-        return event(dumps(error_body(error, openai=True)))
-
-    def end(self) -> bytes:
-        """See `Writer.end`."""
-        return DONE
 
 
 @dataclass(frozen=True)
@@ -181,12 +145,10 @@ class OpenAIReply:
 
     async def events(self, subscription: Subscription) -> AsyncIterator[bytes]:
         """Make the events: as with OpenAI, a chunk holds only new output."""
-        head, writer = chunk_head(self.request), self.writer()
+        head, writer = chunk_head(self.request), SeamWriter(self.writer(), self.moving)
         offsets = [TextOffsets(self.request, len(self._echo(index))) for index in range(len(subscription.index_of))]
-        num_new = [0] * len(subscription.index_of)
-        answers: dict[int, Completion] = {}
+        num_new, answers = [0] * len(subscription.index_of), dict[int, Completion]()
         seam = Seam(self.moving, self.engine, {name: getattr(self.request, name) for name in HEAD})
-        num_sent = 0 if self.moving.begun is None else self.moving.begun.num_events  # that the writer does not know of
 
         def chunk_event(choices: list[dict[str, object]], others: Mapping[str, object]) -> bytes:
             return writer.chunk({**head, "choices": choices, **others})
@@ -205,8 +167,7 @@ class OpenAIReply:
             choices = chunk_choices(self.request, chunk, index, offsets[index], streams[index] if streams else None)
             if chunk.completion is not None and self.request.return_meta_info:
                 choices[-1]["meta_info"] = extras(self.request, chunk.completion, self.received)["meta_info"]
-            counts = chunk_usage(self.request, chunk.num_prompt_tokens, num_new)
-            others = counts | chunk_weights(chunk)
+            others = (counts := chunk_usage(self.request, chunk.num_prompt_tokens, num_new)) | chunk_weights(chunk)
             if is_end and self.request.return_cached_details:
                 others["sglext"] = sglext(answers[0])
             if chunk.completion is not None and self.turn is not None:
@@ -227,25 +188,19 @@ class OpenAIReply:
                         cost = self._cost(chunk)
                         if streams:
                             cost += streams[index].cost(chunk.text, is_last=chunk.completion is not None)
-                        if is_new and num_sent:
-                            writer.resume(num_sent)
-                            num_sent = 0
+                        if is_new:
+                            writer.pass_seam()
                         num_new[index] += len(chunk.token_ids) - chunk.num_taken_back
                         made = partial(next_events, chunk, index, num_new[index], len(answers) == len(num_new))
                         events = await subscription.encode(made, cost)
                         if is_new:
                             yield seam.notes(index, [chunk]) + seam.group(events)
         except (HttpError, EngineStopped) as error:
-            if num_sent:
-                writer.resume(num_sent)
             yield writer.failed(as_http_error(error))
         else:
             if self.request.include_usage and not seam.has_usage:
-                in_order = [answers[index] for index in range(len(answers))]
-                if num_sent:
-                    writer.resume(num_sent)
-                last = {**head, "choices": [], "usage": usage(self.request, in_order)}
-                yield seam.usage_note() + seam.group(writer.chunk(last))
+                told = usage(self.request, [answers[index] for index in range(len(answers))])
+                yield seam.usage_note() + seam.group(writer.chunk({**head, "choices": [], "usage": told}))
         yield writer.end()
 
     def deltas(self, text: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
