@@ -45,7 +45,8 @@ class ResponseWriter:
         """See `Writer.failed`."""
         begun = self._encoded(self._begin())
         error, self._status = self._request.places.renamed(error), "failed"
-        what = {"code": error.code or str(error.status), "message": error.message, "param": error.param}
+        code = error.code or str(error.status)
+        what = {"code": code, "message": error.message, "param": error.param, "status": error.status}
         failure = {"code": "server_error" if error.status >= 500 else "invalid_prompt", "message": error.message}
         events: list[Event] = [
             {"type": "error", **what},

@@ -136,6 +136,18 @@ def test_a_stream_that_is_cut_ends_incomplete(served: Served):
         assert list(stream)[-1].type == "response.incomplete"
 
 
+def test_an_answer_that_is_aborted_is_incomplete_for_no_reason_that_openai_names(served: Served):
+    body = {"input": "Weather?", "stream": True, "rid": "long", "ignore_eos": True, "max_output_tokens": 4000}
+    with served.http.stream("POST", "/v1/responses", json=body) as answer:
+        lines = answer.iter_lines()
+        assert any("output_text.delta" in line for line in lines)
+        served.http.post("/abort_request", json={"rid": "long"}).raise_for_status()
+        *_, last = [line for line in lines if line]
+    response = EVENT.validate_python(json.loads(last.removeprefix("data: ")), strict=True).response
+    assert (response.status, response.incomplete_details.reason) == ("incomplete", None)
+    assert response.finish_reason == "abort" and response.output[0].status == "incomplete"
+
+
 def test_an_error_within_a_stream_is_an_event_and_the_failed_response():
     ask = {"id": "resp_1", "created": 1, "model": "m", "repeated": {}, "tool_names": ToolNames(), "places": Places()}
     request = object.__new__(ResponsesRequest)
@@ -147,7 +159,7 @@ def test_an_error_within_a_stream_is_an_event_and_the_failed_response():
     events = [json.loads(part.split(b"data: ")[1]) for part in told.split(b"\n\n") if part]
     assert [event["type"] for event in events] == ["response.created", "response.in_progress", "error",
                                                    "response.failed"]  # fmt: skip
-    assert events[0]["response"]["status"] == "in_progress"
+    assert events[0]["response"]["status"] == "in_progress" and events[2]["status"] == 400
     assert (events[2]["param"], events[2]["message"], events[2]["code"]) == ("input", "input: too long", "too_long")
     assert events[3]["response"]["error"] == {"code": "invalid_prompt", "message": "input: too long"}
     assert events[3]["response"]["status"] == "failed"
