@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from typing import Literal
 
 import pytest
+from pydantic import BaseModel
 
 from lockstep.tests.integration.http.responses.conftest import Served, forced
 from lockstep.tests.support.chat.answers import PARIS, SCHEMA, WHOLE
@@ -16,6 +18,13 @@ TOOLS = [
     {"type": "function", "name": "now", "parameters": {"type": "object", "properties": {}}, "strict": None},
 ]
 INCLUDE = ["message.output_text.logprobs"]
+
+
+class Forecast(BaseModel):
+    """A format of answers."""
+
+    city: Literal["Rome", "Oslo"]
+    rain: bool
 
 
 def test_an_answer_is_that_of_the_same_chat(served: Served):
@@ -167,6 +176,13 @@ def test_formats_constrain_the_text(served: Served):
     served.ok(text={"format": {"type": "json_object"}})
     chats_own = {"type": "structural_tag", "format": {"type": "const_string", "value": "abc"}}
     assert served.ok(response_format=chats_own)["output"][0]["content"][0]["text"] == "abc"
+
+
+def test_the_client_parses_an_answer_in_the_format_of_a_class(served: Served):
+    answer = served.openai.responses.parse(
+        model="small", input="Weather?", text_format=Forecast, max_output_tokens=200, temperature=0
+    )
+    assert isinstance(answer.output_parsed, Forecast)
 
 
 def test_the_effort_of_reasoning_goes_to_the_chat_template(served: Served):

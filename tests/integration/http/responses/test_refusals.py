@@ -124,6 +124,12 @@ def test_what_is_too_long_is_refused(served: Served, body, place):
     assert told["param"] == place, told["message"][:300]
 
 
+def test_a_prompt_that_is_too_long_has_openais_code(served: Served):
+    for fields in ({}, {"stream": True}, {"instructions": "Be brief."}):
+        told = served.error(input="a " * CONTEXT, **fields)
+        assert (told["param"], told["code"]) == ("input", "context_length_exceeded")
+
+
 def test_a_body_of_too_many_lists_is_refused_before_it_is_read(served: Served):
     told = served.error(413, input=[{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 300_000}])
     assert "max_body_lists" in told["message"]
