@@ -23,13 +23,14 @@ from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.callers import soon, submit
 
 LONG = SamplingParams(max_new_tokens=400, temperature=0.0, ignore_eos=True)
+ENDLESS = SamplingParams(max_new_tokens=4000, temperature=0.0, ignore_eos=True)
 PROMPT = list(range(1, 40))
 
 
 @pytest.fixture
 def service(make_model, tmp_path):
-    make_model("qwen2").save_pretrained(tmp_path)
-    service = RolloutService(Engine(tmp_path, EngineConfig(kv_cache="80 blocks", max_num_seqs=4)))
+    make_model("qwen2", max_position_embeddings=4096).save_pretrained(tmp_path)
+    service = RolloutService(Engine(tmp_path, EngineConfig(kv_cache="1000 blocks", max_num_seqs=4)))
     yield service
     service.close()
 
@@ -197,8 +198,8 @@ def test_a_time_of_a_pause_that_is_none_is_refused_and_pauses_nothing(client, se
 
 
 def test_abort_ends_one_or_all_and_answers_nothing(client, service):
-    [one] = service.engine.add(PROMPT, LONG)
-    others = [Asked(service.engine).begun() for _ in range(2)]
+    [one] = service.engine.add(PROMPT, ENDLESS)
+    others = [Asked(service.engine, params=ENDLESS).begun() for _ in range(2)]
     answer = client.post("/abort_request", json={"rid": one, "abort_message": "enough"})
     assert (answer.status_code, answer.content) == (200, b"")
     assert one not in client.get("/state").json()["running_ids"]
