@@ -126,7 +126,7 @@ PLACES = {
     "integration.bench.speculation": "bench.parts",
     "integration.bench.startup": "bench.parts",
     "integration.bench.sync": "bench.parts push.adapters service",
-    "integration.http.responses": "http.conversations http.edge http.generation http.openai",
+    "integration.http.responses": "http.chat http.conversations http.edge http.generation http.openai",
     "integration.http.openai": (
         "chat_tail http.chat http.conversations http.edge http.generation http.images http.observe"
     ),

@@ -109,10 +109,19 @@ def apply_template(
 
 def takes_system_within(engine: Engine) -> bool:
     """Return whether the chat template writes a system's message that is not the first one."""
-    tokenizer, ask = engine.tokenizer, {"role": "user", "content": "ask"}
+    ask = {"role": "user", "content": "ask"}
+    return _takes(engine, [ask, {"role": "system", "content": _MARK}, {"role": "assistant", "content": "answer"}, ask])
+
+
+def takes_developer(engine: Engine) -> bool:
+    """Return whether the chat template writes the message of a developer: some leave it out, and others refuse it."""
+    return _takes(engine, [{"role": "developer", "content": _MARK}, {"role": "user", "content": "ask"}])
+
+
+def _takes(engine: Engine, messages: list[dict[str, str]]) -> bool:
+    tokenizer = engine.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         return True  # messages are refused altogether
-    messages = [ask, {"role": "system", "content": _MARK}, {"role": "assistant", "content": "answer"}, ask]
     try:
         return _MARK in str(tokenizer.apply_chat_template(messages, tokenize=False))
     except _FAILURES:
