@@ -84,7 +84,10 @@ def translated_choice(given: object, names: ToolNames) -> object:
 
 def custom_input(arguments: str) -> str:
     """Return the text that a call gives to a custom tool; arguments of another form as they are."""
-    value = json.loads(arguments)
+    try:
+        value = json.loads(arguments)
+    except RecursionError:
+        return arguments
     text = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
     return text if isinstance(text, str) else arguments
 

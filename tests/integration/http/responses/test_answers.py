@@ -89,6 +89,13 @@ def test_thoughts_texts_and_calls_are_items_in_the_order_of_the_answer(served: S
     assert answer["usage"]["output_tokens_details"]["reasoning_tokens"] == num_thought
 
 
+def test_ids_follow_from_that_of_the_answer_which_another_server_may_go_on_with(served: Served):
+    asks = {"tools": TOOLS, "max_output_tokens": 1000, "structured_outputs": forced(WHOLE[0].text)}
+    one, again, other = (served.ok(rid=rid, **asks)["output"] for rid in ("a", "a", "b"))
+    assert one == again and {item["id"] for item in one}.isdisjoint(item["id"] for item in other)
+    assert one[2]["call_id"] != other[2]["call_id"]
+
+
 def test_a_text_between_calls_is_an_item_of_its_own(served: Served):
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     text = f"One.{call}Two.{call}"
