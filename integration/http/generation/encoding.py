@@ -82,15 +82,21 @@ class Encoder:
 
 
 def encode(value: object) -> bytes:
-    """Encode a plain value as JSON in UTF-8, in pieces between which other threads run. A list is emptied meanwhile:
-    letting go of millions of entries at once would hold all threads."""
+    """Encode a plain value as JSON in UTF-8, in pieces between which other threads run; half of a surrogate pair, which
+    UTF-8 does not have, as an escape. A list is emptied meanwhile: letting go of millions of entries at once would hold
+    all threads."""
     if not isinstance(value, list):
-        return "".join(encode_in_slices(value, _ENCODER.encode)).encode("utf-8")
+        return _encoded(value)
     value.reverse()
     parts = []
     while value:
-        parts.append("".join(encode_in_slices(value.pop(), _ENCODER.encode)).encode("utf-8"))
+        parts.append(_encoded(value.pop()))
     return b"[%b]" % b",".join(parts)
+
+
+def _encoded(value: object) -> bytes:
+    # Python's escape of such a character is JSON's, and only texts have it.
+    return "".join(encode_in_slices(value, _ENCODER.encode)).encode("utf-8", "backslashreplace")
 
 
 # -- costs: each is found in a time that does not depend on the number of positions --------------------------------

@@ -89,7 +89,15 @@ def custom_input(arguments: str) -> str:
     except RecursionError:
         return arguments
     text = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
-    return text if isinstance(text, str) else arguments
+    return text if isinstance(text, str) and _is_unicode(text) else arguments
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
+        return False
+    return True
 
 
 def custom_arguments(text: str) -> str:

@@ -114,6 +114,12 @@ def test_what_is_encoded_is_the_value(value):
 # -- the encoder ----------------------------------------------------------------------------------------------------
 
 
+def test_half_of_a_surrogate_pair_is_an_escape():
+    for value in ({"a": ["x\ud800y", "\\", "ü🏔"]}, ["\udc00"]):
+        told = encode(value.copy())
+        assert json.loads(told.decode()) == value and rb"\ud" in told
+
+
 def busy(duration_s: float = 0.002) -> bytes:
     end = time.monotonic() + duration_s
     while time.monotonic() < end:

@@ -41,7 +41,7 @@ def test_a_custom_tool_is_a_function_of_one_text_whose_description_shows_the_gra
     for text in ("", 'a "b"\n', '{"input": "x"}', "ü"):
         assert custom_input(custom_arguments(text)) == text
     deep = "[" * 100_000 + "]" * 100_000
-    for other in (deep, '{"patch": "x"}', '{"input": 5}', '{"input": "a", "b": 1}', "[]"):
+    for other in (deep, '{"input": "\\ud800"}', '{"patch": "x"}', '{"input": 5}', '{"input": "a", "b": 1}', "[]"):
         assert custom_input(other) == other
 
 
