@@ -48,7 +48,7 @@ def divide(
     if not is_whole:
         return base, given
     compared = _Compared(given)
-    if base is not None and compared.likeness(base) is Likeness.OTHER and compared.differs_at < len(given):
+    if base is not None and not compared.score(base) and compared.differs_at < len(given):
         raise BadField(
             f"messages.{compared.differs_at}", "differs from the session's message: send it as it was answered, or "
             f"with {FIELD}.branch go on from the last turn that has the messages before it"
@@ -136,11 +136,11 @@ def _last_equal(given: Messages, find: Find, shape: bytes) -> Turn | None:
     most, and of those the newest; None: there is none. The same request once more goes on from the same turn."""
     compared = _Compared(given)
     for turns in find(chained(shape, given)):
-        best, found = Likeness.OTHER, None
+        best, found = 0, None
         for turn in turns:
-            if (its := compared.likeness(turn)) > best:
+            if (its := compared.score(turn)) > best:
                 best, found = its, turn
-            if best is Likeness.EXACT:
+            if best == Likeness.EXACT * len(turn.path):
                 break
         if found is not None:
             return found
@@ -152,20 +152,21 @@ class _Compared:
 
     def __init__(self, given: Messages) -> None:
         self._given = given
-        self._known: dict[str, tuple[Likeness, int]] = {}  # by rid: of the conversation up to a turn, and its length
+        self._known: dict[str, tuple[int, int]] = {}  # by rid: score of the conversation up to a turn, and its length
         self.differs_at = 0  # the first message that differed, in the last comparison that found one
 
-    def likeness(self, turn: Turn) -> Likeness:
-        """Return the likeness of the first messages to a turn's whole conversation."""
-        found, num = Likeness.EXACT, 0
+    def score(self, turn: Turn) -> int:
+        """Return how much the first messages are like a turn's whole conversation: the sum of the likenesses of its
+        turns; 0: they are others."""
+        score = num = 0
         for one in turn.path:
             if one.rid not in self._known:
                 its, num = self._of_one(one, num)
-                self._known[one.rid] = min(found, its), num
-            found, num = self._known[one.rid]
-            if found is Likeness.OTHER:
+                self._known[one.rid] = (score + its if its else 0), num
+            score, num = self._known[one.rid]
+            if not score:
                 break
-        return found
+        return score
 
     def _of_one(self, turn: Turn, start: int) -> tuple[Likeness, int]:
         """Compare the messages of one turn, of which the last is the answer. start: its first message."""

@@ -28,7 +28,8 @@ class Likeness(IntEnum):
 
     OTHER = 0
     SAME = 1  # an answer that came back with changes
-    EXACT = 2
+    NAMED = 2  # likewise, and its calls have their ids
+    EXACT = 3
 
 
 def encoded(message: Mapping[str, Any]) -> bytes:
@@ -44,8 +45,9 @@ def likeness(ours: Mapping[str, Any], theirs: Mapping[str, Any], *, is_answer: b
         return Likeness.EXACT
     if not is_answer or theirs.get("role") != "assistant":
         return Likeness.OTHER
-    same = _as_answer(ours, has_thoughts=has_thoughts) == _as_answer(theirs, has_thoughts=has_thoughts)
-    return Likeness.SAME if same else Likeness.OTHER
+    if _as_answer(ours, has_thoughts=has_thoughts) != _as_answer(theirs, has_thoughts=has_thoughts):
+        return Likeness.OTHER
+    return Likeness.NAMED if (ids := _ids_of(ours)) and ids == _ids_of(theirs) else Likeness.SAME
 
 
 def chained(start: bytes, messages: Iterable[Mapping[str, Any]]) -> tuple[bytes, ...]:
@@ -88,6 +90,10 @@ def _as_answer(message: Mapping[str, Any], *, has_thoughts: bool) -> str:
     calls = [_called(call) for call in message.get("tool_calls") or ()]
     thoughts = next((told for name in _THOUGHTS if (told := message.get(name))), "") if has_thoughts else ""
     return _text_of([_stripped(content), _stripped(thoughts), calls])
+
+
+def _ids_of(message: Mapping[str, Any]) -> list[object]:
+    return [call.get("id") for call in message.get("tool_calls") or ()]
 
 
 def _stripped(value: object) -> object:

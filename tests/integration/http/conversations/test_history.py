@@ -272,10 +272,22 @@ def test_of_answers_that_are_alike_a_branch_goes_on_from_the_one_that_is_meant()
         (assistant("", reasoning_content="two", tool_calls=[call]), turns[2]),  # by the thoughts
         (assistant("", reasoning_content="two", tool_calls=[other]), turns[1]),
         (assistant(" ", tool_calls=[other]), turns[2]),
+        (assistant("", name="planner", tool_calls=[call]), turns[0]),  # by the id, beside another change
         (assistant("", tool_calls=[{**call, "id": "mine"}]), turns[2]),  # nothing tells them apart: the newest
     ):
         given = [user("hi"), said, result]
         assert divide(None, given, params(branch=True), search) == (turn, [result]), said
+
+
+def test_an_earlier_answer_that_was_changed_does_not_hide_which_later_one_is_meant():
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": {}}}
+    base = answered("a", None, [user("hi")], assistant("yes\n"))
+    one, other = (answered(rid, base, [user("so")], assistant("", tool_calls=[{**call, "id": rid}])) for rid in "bc")
+    search = find(base, one, other)
+    for turn in (one, other):
+        said = assistant("", tool_calls=[{**call, "id": turn.rid}])
+        given = [user("hi"), assistant("yes"), user("so"), said, {"role": "tool", "content": "3"}]
+        assert divide(None, given, params(branch=True), search) == (turn, given[-1:])
 
 
 def test_a_branch_goes_on_from_turns_with_the_same_tools_and_settings_only():

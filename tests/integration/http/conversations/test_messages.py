@@ -12,7 +12,7 @@ from lockstep.integration.http.chat.content import read_message
 from lockstep.integration.http.conversations.messages import Likeness, chained, encoded, likeness
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"b": 1.0, "a": ["x", null]}'}}
-OTHER, SAME, EXACT = Likeness
+OTHER, SAME, NAMED, EXACT = Likeness
 
 
 def assistant(content: Any = "", **others: object) -> dict[str, Any]:
@@ -35,13 +35,13 @@ ANSWER = assistant("yes.\n", reasoning_content="hm\n", tool_calls=[CALL])
         ({"reasoning_content": None}, EXACT),
         ({"reasoning_content": ""}, EXACT),
         ({"tool_calls": [call({"a": ["x", None], "b": 1.0})]}, EXACT),
-        ({"content": "yes."}, SAME),
-        ({"content": " yes."}, SAME),
-        ({"reasoning_content": "hm"}, SAME),
-        ({"reasoning_content": None, "reasoning": "hm"}, SAME),
-        ({"tool_calls": [call('{"a":["x",null],"b":1}')]}, SAME),
+        ({"content": "yes."}, NAMED),
+        ({"content": " yes."}, NAMED),
+        ({"reasoning_content": "hm"}, NAMED),
+        ({"reasoning_content": None, "reasoning": "hm"}, NAMED),
+        ({"tool_calls": [call('{"a":["x",null],"b":1}')]}, NAMED),
         ({"tool_calls": [{"id": "toolu_7", "index": 0, "function": CALL["function"]}]}, SAME),
-        ({"provider_specific_fields": {"a": 1}, "name": "planner"}, SAME),
+        ({"provider_specific_fields": {"a": 1}, "name": "planner"}, NAMED),
         ({"content": "yes"}, OTHER),
         ({"content": "Yes.\n"}, OTHER),
         ({"reasoning_content": "no"}, OTHER),

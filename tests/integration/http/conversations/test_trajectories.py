@@ -149,17 +149,32 @@ def test_many_agents_at_a_time_have_each_their_own_branches(served):
         served.ok("/close_session", session_id=agent.id)
 
 
-@pytest.mark.parametrize("seed", range(3))
+def as_sent_back(draw: random.Random, message: Message) -> Message:
+    """Return an answer with some of the changes that clients make."""
+    if message.get("tool_calls") and draw.random() < 0.5:
+        return as_javascript(message)
+    changes: list[dict[str, object]] = [
+        {"refusal": None, "annotations": []}, {"name": "planner"}, {"reasoning_content": None},
+        {"content": (message["content"] or "").strip()},
+        {"content": [{"type": "text", "text": message["content"] or ""}]},
+    ]  # fmt: skip
+    return {**message, **draw.choice(changes)}
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_an_agent_that_goes_back_at_random_finds_its_tokens(served, seed):
     draw, agent = random.Random(seed), Agent(served, f"random {seed}")
     known: list[tuple[list[Message], Any]] = [(agent.start("hello"), None)]
-    for number in range(25):
-        history, parent = draw.choice(known)
-        answer = agent.ask(history, parent, max_tokens=draw.randint(1, 6), seed=number)
+    forms = ({"max_tokens": 8}, {"regex": CALL, "max_tokens": 100}, {"regex": THOUGHT, "max_tokens": 40})
+    for number in range(30):
+        history, parent = draw.choice(known[-6:])
+        answer = agent.ask(history, parent, tools=TOOLS, seed=100 * seed + number, **draw.choice(forms))
         if draw.random() < 0.8:
-            message = draw.choice([message_of(answer), {**message_of(answer), "refusal": None}])
-            known.append(([*history, message, {"role": "user", "content": f"number {number}"}], answer))
-    assert check(agent) >= 3
+            more = [as_sent_back(draw, message_of(answer)), {"role": "user", "content": f"number {number}"}]
+            if message_of(answer).get("tool_calls"):
+                more.insert(1, result_of(answer))
+            known.append(([*history, *more], answer))
+    assert check(agent) >= 5
     served.ok("/close_session", session_id=agent.id)
 
 
