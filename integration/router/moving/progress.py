@@ -271,10 +271,12 @@ def _note(line: bytes) -> dict[str, Any]:
 def _raise_failure(line: bytes) -> None:
     """Raise StreamCut for an event with an error of the worker's own."""
     try:
-        error = json.loads(line.removeprefix(b"data: "))["error"]
+        values = json.loads(line.removeprefix(b"data: "))
+        error = values.get("error", values)  # of the Responses API the event itself is the error
         code, message = error["code"], str(error["message"])
-    except (ValueError, LookupError, TypeError, RecursionError):
+        told = error.get("status", code)
+        status = told if isinstance(told, int) else _FAILED if error.get("type") in _SERVERS else 0
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return
-    status = code if isinstance(code, int) else _FAILED if error.get("type") in _SERVERS else 0
     if status >= _FAILED:
         raise StreamCut(message)

@@ -270,3 +270,25 @@ def test_an_error_of_a_worker_in_anthropics_shape_cuts_the_stream(kind):
     value["error"]["type"] = "invalid_request_error"  # type: ignore[index]
     own = f"event: error\ndata: {json.dumps(value, separators=(',', ':'))}\n\n".encode()
     assert [passed for passed, _ in progress.read(own)] == [own], "the request's own fault is passed on"
+
+
+@pytest.mark.parametrize(("status", "is_cut"), [(503, True), (500, True), (409, False), (None, False)])
+def test_an_error_of_a_worker_in_a_response_cuts_the_stream(status, is_cut):
+    progress = Progress("proven")
+    read(progress, event(1, head(), FIRST))
+    value = {"type": "error", "code": "engine_stopped", "message": "it has stopped", "param": None, "status": status}
+    events = b"".join(
+        f"event: {one['type']}\ndata: {json.dumps(one, separators=(',', ':'))}\n\n".encode()
+        for one in (value, {"type": "response.failed", "response": {}})
+    )
+    if is_cut:
+        with pytest.raises(StreamCut, match="it has stopped"):
+            list(progress.read(events))
+    else:
+        assert b"".join(passed for passed, _ in progress.read(events)) == events
+
+
+@pytest.mark.parametrize("line", ["[1]", '{"error":5}', '{"error":{"code":1}}', '{"type":"error"}', "{"])
+def test_an_event_that_is_hardly_an_error_is_passed_on(line):
+    own = f"data: {line}\n\n".encode()
+    assert [passed for passed, _ in Progress("proven").read(own)] == [own]
