@@ -245,7 +245,9 @@ def test_agents_of_other_apis_have_their_tokens_stand(served, ask):
     expected = trainer_logprobs(served.service.engine, branch["token_ids"], 1.0)
     for run in branch["sampled"]:
         assert run["logprobs"] == expected[run["start"] - 1 : run["end"] - 1]
-    assert branch["messages"][2]["tool_calls"] and branch["messages"][4]["reasoning_content"]
+    [call] = branch["messages"][2]["tool_calls"]
+    assert f'"{call["id"]}"' in json.dumps(first), "the client got the id that the session has"
+    assert branch["messages"][4]["reasoning_content"]
     error = served.post(path_of("x" * 257, "/v1/messages"), messages=[], max_tokens=1).json()
     assert error["type"] == "error" and error["error"]["param"] == "session_params.id"
     served.ok("/close_session", session_id=id)
