@@ -71,6 +71,8 @@ def apply_template(
     tokenizer = engine.tokenizer
     if tokenizer is None or not (template or tokenizer.chat_template):
         raise BadField("messages", "this model has no chat template: send input_ids")
+    if any(message["role"] == "developer" for message in messages) and not takes_developer(engine):
+        messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
     extra = settings_of(asked)
     if reserved := sorted(set(extra) & set(inspect.signature(tokenizer.apply_chat_template).parameters)):
         raise BadField("chat_template_kwargs", f"must not set {', '.join(reserved)}")

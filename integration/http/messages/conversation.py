@@ -4,8 +4,7 @@
     assistant  thinking, text, tool_use, tool_use         ->  assistant with reasoning_content, content and tool_calls
 
 Texts beside each other become one, with a line break between them where a user, a system or a tool wrote them: as they
-stand where the model did, whose answer was divided into blocks. A system's message that is not the first is a user's
-where the chat template refuses it so late, and one with the user's beside it.
+stand where the model did, whose answer was divided into blocks.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..chat.roles import Roles
 from ..edge.errors import BadField
 
 Block = Mapping[str, Any]
@@ -22,7 +22,6 @@ Message = dict[str, Any]
 
 _ROLES = ("user", "assistant", "system")
 _BREAK = "\n"
-_LATE_SYSTEM = "late system"  # until its message is a user's
 _REFUSED = "is not supported: only {} are read here"
 _IMAGE_SOURCES = '{"type": "base64", "media_type": ..., "data": ...}'
 
@@ -40,6 +39,13 @@ class Conversation:
         self.messages.append(message)
         self.places.append(place)
 
+    def fitted(self, roles: Roles) -> Conversation:
+        """Return the conversation that a chat template writes."""
+        fitted = roles.fitted(self.messages)
+        number_of = {source: number for number, source in enumerate(fitted.sources)}
+        parts = {(number_of[of], part): at for (of, part), at in self.parts.items()}
+        return Conversation(fitted.messages, [self.places[source] for source in fitted.sources], parts)
+
     def place(self, param: str) -> str:
         """Return the field of the request that a field of the chat's messages was made of."""
         head, _, rest = param.partition(".")
@@ -56,8 +62,8 @@ class Conversation:
         return f"{own}.{inner}"
 
 
-def read_conversation(system: object, messages: object, *, takes_system_within: bool) -> Conversation:
-    """Return the messages of a chat. takes_system_within: see `chat.template`. Raises BadField."""
+def read_conversation(system: object, messages: object) -> Conversation:
+    """Return the messages of a chat. Raises BadField."""
     found = Conversation()
     if (text := _system_text(system, "system")) is not None:
         found.add({"role": "system", "content": text}, "system")
@@ -71,31 +77,11 @@ def read_conversation(system: object, messages: object, *, takes_system_within: 
         content = message.get("content")
         if role == "system":
             text = _system_text(content, f"{place}.content")
-            own = role if takes_system_within or not found.messages else _LATE_SYSTEM
-            found.add({"role": own, "content": text or ""}, place)
+            found.add({"role": role, "content": text or ""}, place)
         elif role == "user":
             _add_user(found, content, place)
         else:
             found.add(_assistant(content, place), place)
-    return found if takes_system_within else _joined(found)
-
-
-def _joined(given: Conversation) -> Conversation:
-    """Return the conversation with late messages of a system as a user's, and users' messages beside them as one."""
-    found = Conversation()
-    was_late = False
-    for number, (message, place) in enumerate(zip(given.messages, given.places, strict=True)):
-        is_late = message["role"] == _LATE_SYSTEM
-        own = {**message, "role": "user"} if is_late else message
-        last = found.messages[-1] if found.messages else {}
-        beside = own["role"] == last.get("role") == "user" and (is_late or was_late)
-        if beside and isinstance(own["content"], str) and isinstance(last["content"], str):
-            last["content"] += _BREAK + own["content"]
-        else:
-            parts = {part: at for (of, part), at in given.parts.items() if of == number}
-            found.parts.update({(len(found.messages), part): at for part, at in parts.items()})
-            found.add(own, place)
-        was_late = is_late
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, StrictStr
 
 from ....rollout.engine import Engine
-from ..chat.template import takes_system_within
+from ..chat.roles import Roles
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField, TooLong
 from ..generation.body import refuse_unsupported
@@ -95,9 +95,7 @@ def read_chat_of(values: Values, engine: Engine, body_type: type[MessagesBody] =
     if values.get("n") not in (None, 1):
         raise BadField("n", "must be 1: a message is one answer")
     _check_context(body.context_management)
-    has_late = any(isinstance(message, dict) and message.get("role") == "system" for message in body.messages)
-    takes = not has_late or takes_system_within(engine)
-    conversation = read_conversation(body.system, body.messages, takes_system_within=takes)
+    conversation = read_conversation(body.system, body.messages).fitted(Roles.of(engine))
     known = {*MessagesBody.model_fields, *_IGNORED} - {"model", "temperature", "top_k", "top_p"}
     chat: Values = {name: value for name, value in values.items() if name not in known}
     chat |= {"messages": conversation.messages, "max_tokens": body.max_tokens, "stream": body.stream}

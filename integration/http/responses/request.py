@@ -5,11 +5,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ....rollout.engine import Engine
-from ..chat.template import takes_developer, takes_system_within
+from ..chat.roles import BREAK, Roles
 from ..edge.bodies import fields_of
 from ..edge.errors import BadField
 from ..generation.limits import RequestLimits
@@ -17,7 +16,6 @@ from ..openai.body import OpenAIRequest, read_chat
 from .fields import ResponsesBody, refuse_unsupported, refuse_values_of
 from .items import read_input
 from .places import Places
-from .roles import BREAK, Roles
 from .tools import ToolNames, translated_choice, translated_tools
 
 ID = "resp_"  # the beginning of an answer's id
@@ -56,8 +54,8 @@ def read_response(
     refuse_values_of(body)
     session = _session(values.get(_SESSION), body, places)
     messages = read_input(body.input, _instructions(body, session, first), places)
-    roles = Roles(partial(takes_developer, engine), partial(takes_system_within, engine))
-    messages = roles.fitted(messages, places, goes_on=body.previous_response_id is not None)
+    fitted = Roles.of(engine).fitted(messages, goes_on=body.previous_response_id is not None)
+    messages, places.messages = fitted.messages, [places.messages[source] for source in fitted.sources]
     tools, names = translated_tools(body.tools)
     chat = {name: value for name, value in values.items() if name not in _OWN} | {
         "messages": messages,

@@ -238,8 +238,8 @@ def test_a_late_message_of_the_system_stays_in_its_place_also_where_the_template
     )
     text = prompt_text(serve(strict), engine, messages=late, system="First.")
     assert text == (
-        "<|im_start|>system\nFirst.<|im_end|>\n<|im_start|>user\nWeather?\nBe brief.<|im_end|>\n"
-        "<|im_start|>assistant\nSun.<|im_end|>\n<|im_start|>user\nBe brief.\nAnd now?<|im_end|>\n"
+        "<|im_start|>system\nFirst.<|im_end|>\n<|im_start|>user\nWeather?\n\nBe brief.<|im_end|>\n"
+        "<|im_start|>assistant\nSun.<|im_end|>\n<|im_start|>user\nBe brief.\n\nAnd now?<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
 

@@ -6,27 +6,18 @@ from typing import Any
 
 import pytest
 
-from lockstep.integration.http.responses.items import read_input
-from lockstep.integration.http.responses.places import Places
-from lockstep.integration.http.responses.roles import Roles
+from lockstep.integration.http.chat.roles import Roles
 from lockstep.tests.integration.http.responses.conftest import Served
 
 NAMES = {"d": "developer", "s": "system", "u": "user", "a": "assistant"}
 
 
 def fitted(roles: str, *, developer: bool, within: bool, goes_on: bool = False) -> tuple[str, list[str], list[str]]:
-    """Return the roles, the texts and the places of messages whose texts are their numbers."""
-    places = Places()
-    items = [{"role": NAMES[role], "content": str(number)} for number, role in enumerate(roles)]
-    messages = read_input(items, None, places)
-    found = Roles(lambda: developer, lambda: within).fitted(messages, places, goes_on=goes_on)
-    assert len(found) == len(places.messages)
-    texts = [one["content"].replace("\n\n", "+") for one in found]
-    return (
-        "".join(one["role"][0] for one in found),
-        texts,
-        [place.item.removeprefix("input.") for place in places.messages],
-    )
+    """Return the roles, the texts and the sources of messages whose texts are their numbers."""
+    messages = [{"role": NAMES[role], "content": str(number)} for number, role in enumerate(roles)]
+    found = Roles(lambda: developer, lambda: within).fitted(messages, goes_on=goes_on)
+    texts = [one["content"].replace("\n\n", "+") for one in found.messages]
+    return "".join(one["role"][0] for one in found.messages), texts, list(map(str, found.sources))
 
 
 @pytest.mark.parametrize(("roles", "developer", "within", "expected", "texts"), [
@@ -69,6 +60,11 @@ def test_no_text_of_a_developer_is_lost(served: Served, template, expected):
     tokenizer: Any = served.service.engine.tokenizer
     before, tokenizer.chat_template = tokenizer.chat_template, template
     try:
+        chat = {"messages": [{"role": "system", "content": "Help."}, {"role": "developer", "content": "Be brief."},
+                             {"role": "user", "content": "Hi"}]}  # fmt: skip
+        if template is not ONLY_FIRST:  # which a chat is told
+            told = served.http.post("/tokenize", json=chat).raise_for_status().json()["tokens"]
+            assert tokenizer.decode(told) == expected
         answer = served.ok(ASK, instructions="Help.", return_token_ids=True)
         assert tokenizer.decode(answer["prompt_token_ids"]) == expected
         params = {"id": served.http.post("/open_session", json={"history": "template"}).json()}

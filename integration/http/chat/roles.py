@@ -1,4 +1,4 @@
-"""Messages of systems and developers where a chat template writes them otherwise than they stand in the input.
+"""Messages of systems and developers where a chat template writes them otherwise than they were sent.
 
 | the chat template | then |
 |---|---|
@@ -11,12 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from .places import MessagePlace, Places
+from ....rollout.engine import Engine
+from .template import takes_developer, takes_system_within
 
 BREAK = "\n\n"  # between texts that become one
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Messages that a chat template writes."""
+
+    messages: list[Message]
+    sources: list[int]  # of each of them the number of the message, or of the first one, that it was
 
 
 @dataclass(frozen=True)
@@ -26,40 +36,37 @@ class Roles:
     takes_developer: Callable[[], bool]
     takes_system_within: Callable[[], bool]
 
-    def fitted(self, messages: list[Message], places: Places, *, goes_on: bool) -> list[Message]:
-        """Return the messages that the template writes. places: of these; are changed along. goes_on: they are not the
-        beginning of the conversation."""
+    @classmethod
+    def of(cls, engine: Engine) -> Roles:
+        """Make those of an engine's template."""
+        return cls(partial(takes_developer, engine), partial(takes_system_within, engine))
+
+    def fitted(self, messages: list[Message], *, goes_on: bool = False) -> Fitted:
+        """Return the messages that the template writes. goes_on: they are not the beginning of the conversation."""
         if any(message["role"] == "developer" for message in messages) and not self.takes_developer():
             messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
-        late = [one for one in messages if one["role"] == "system"] if goes_on else _late(messages)
-        if not late or self.takes_system_within():
-            return messages
-        return _joined(messages, places, goes_on=goes_on)
+        late = messages if goes_on else messages[1:]
+        if all(message["role"] != "system" for message in late) or self.takes_system_within():
+            return Fitted(messages, list(range(len(messages))))
+        return _joined(messages, goes_on=goes_on)
 
 
-def _late(messages: list[Message]) -> list[Message]:
-    """List the messages of a system that are not the first message."""
-    return [one for one in messages[1:] if one["role"] == "system"]
-
-
-def _joined(messages: list[Message], places: Places, *, goes_on: bool) -> list[Message]:
-    found: list[Message] = []
-    kept: list[MessagePlace] = []
+def _joined(messages: list[Message], *, goes_on: bool) -> Fitted:
+    found = Fitted([], [])
     is_beginning, was_late = not goes_on, False
-    for message, place in zip(messages, places.messages, strict=True):
+    for number, message in enumerate(messages):
         is_system = message["role"] == "system"
         is_beginning = is_beginning and is_system
         is_late = is_system and not is_beginning
         own = {**message, "role": "user"} if is_late else message
-        last = found[-1] if found else None
+        last = found.messages[-1] if found.messages else None
         joins = is_beginning or (own["role"] == "user" and (is_late or was_late))
         if last is not None and joins and last["role"] == own["role"] and _are_texts(last, own):
-            found[-1] = {**last, "content": last["content"] + BREAK + own["content"]}
+            found.messages[-1] = {**last, "content": last["content"] + BREAK + own["content"]}
         else:
-            found.append(own)
-            kept.append(place)
+            found.messages.append(own)
+            found.sources.append(number)
         was_late = is_late
-    places.messages[:] = kept
     return found
 
 
