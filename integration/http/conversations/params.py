@@ -26,7 +26,7 @@ class SessionParams(Body):
     )
     replace: bool = Field(False, description="forget the turns after `rid`; without `rid`: all turns")
     drop_previous_output: bool = Field(False, description="go on from the prompt of `rid`, without its answer")
-    open: bool = Field(False, description="open the session where none has this id")
+    open: bool = Field(False, description="open the session where none has had this id")
     messages: Literal["new", "all"] | None = Field(
         None,
         description="whether a chat's messages are new ones or the whole conversation; default: the whole where they "

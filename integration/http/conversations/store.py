@@ -91,8 +91,8 @@ class Sessions:
         """Begin a request on a session; call its `end` in the end. rid: its id. Raises HttpError 404 as `find`, 409
         where a streaming session has an open request, BadField, Overloaded where the sessions take too much memory."""
         with self.lock:
-            if params.open and params.id not in self._sessions:
-                self._expire()
+            self._expire()
+            if params.open and params.id not in self._sessions and params.id not in self._ended:
                 session = self._sessions.get(params.id) or self.open(params.id)
             else:
                 session = self.find(params.id, f"{FIELD}.id")

@@ -138,6 +138,16 @@ def test_a_completion_goes_on_where_its_prompt_begins_as_a_turn(served, service)
     assert error["param"] == "session_params.messages"
 
 
+def test_a_request_after_the_end_of_its_session_opens_no_empty_one(served):
+    path = path_of("ended", CHAT)
+    served.ok(path, messages=[user("a")])
+    served.ok("/close_session", session_id="ended")
+    assert served.error(path, 404, messages=[user("a")])["code"] == "session_closed"
+    served.open(session_id="ended")  # which says that it is meant
+    served.ok(path, messages=[user("a")])
+    served.ok("/close_session", session_id="ended")
+
+
 def test_reports_of_a_session_are_those_of_the_server(served):
     assert served.client.get("/sessions/any/v1/models").json()["data"]
     name = served.client.get("/v1/models").json()["data"][0]["id"]

@@ -180,7 +180,7 @@ def test_an_agent_that_goes_back_at_random_finds_its_tokens(served, seed):
 
 @pytest.mark.parametrize("text", ["{5}", '{"name": "weather"', '{"name": "weather", "arguments": 5}', ""])
 def test_an_answer_with_a_malformed_call_is_a_text_that_comes_back(served, text):
-    agent = Agent(served, "malformed")
+    agent = Agent(served, f"malformed {text}")
     history, regex = agent.start("hello"), f"<tool_call>{re.escape(text)}</tool_call>"
     first = agent.ask(history, None, tools=TOOLS, regex=regex, max_tokens=60)
     assert "tool_calls" not in message_of(first) and message_of(first)["content"].startswith("<tool_call>")
