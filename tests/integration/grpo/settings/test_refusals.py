@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ def test_ctrl_c_ends_a_rank_in_one_line(tmp_path):
     path = tmp_path / "config"
     os.mkfifo(path)
     command = [sys.executable, "-m", "lockstep.integration.grpo", str(path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as job:
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background job may ignore it
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=listen) as job:
         with open(path, "w"):  # which waits for it
             job.send_signal(signal.SIGINT)
         # Closed, since Python hears of a signal only when a call returns that has begun just before it.
