@@ -102,6 +102,8 @@ def samples_of(branches: list[Any], advantage: float) -> list[Sample]:
     samples, learned = [], set()
     for branch in branches:
         runs = [run for run in branch["sampled"] if run["rid"] not in learned]
+        if not runs:
+            continue
         learned |= {run["rid"] for run in runs}
         ids, start = branch["token_ids"], runs[0]["start"]
         sampled = [any(run["start"] <= at < run["end"] for run in runs) for at in range(start, len(ids))]

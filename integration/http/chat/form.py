@@ -17,7 +17,7 @@ from .calls import Item, Schemas, call_of
 from .formats import CALL, REASONING, Read, ReasoningFormat, ToolFormat, as_texts, reasoning_format, template_of
 from .formats import tool_format as format_of_tools
 from .grammar import tools_grammar
-from .parser import AnswerForm
+from .parser import AnswerForm, Beginning
 from .tools import ToolFields, Tools, read_tools
 
 _ROLES = {"tool_calls": CALL, "thinking": REASONING, "reasoning_content": REASONING}  # in templates of folders
@@ -33,14 +33,6 @@ class FormFields(ToolFields, Protocol):
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """The state of reasoning at the end of a prompt."""
-
-    prefix: str = ""  # the marker that opens it, where it is open
-    is_done: bool = False  # it has ended
-
-
-@dataclass(frozen=True)
 class ChatForm:
     """The form of one request's answers."""
 
@@ -51,9 +43,17 @@ class ChatForm:
     tokenizer: Any
     markers: tuple[str, ...] = ()  # texts that may be special tokens
 
-    def beginning(self, prompt_ids: Sequence[int], begun: str | None) -> Beginning:
-        """Return how an answer after this prompt begins. begun: the text of the answer that the prompt has already."""
-        if self.answers is None or not self.answers.opens:
+    def beginning(self, prompt_ids: Sequence[int], begun: str | None, num_begun: int = 0) -> Beginning:
+        """Return how an answer after this prompt begins. begun: the text of the answer that the prompt has already.
+        num_begun: last tokens of the prompt that are those of the answer, as they were sampled."""
+        if self.answers is None:
+            return Beginning()
+        if num_begun:
+            start, own = list(prompt_ids[:-num_begun]), list(prompt_ids[-num_begun:])
+            found = replace(self.beginning(start, None), begun=str(self.tokenizer.decode(own)))
+            has_ended = not found.is_open(self.answers) and self.answers.closes in (found.begun or " ")
+            return replace(found, is_done=found.is_done or (bool(self.answers.closes) and has_ended))
+        if not self.answers.opens:
             return Beginning()
         tail = str(self.tokenizer.decode(list(prompt_ids[-_TAIL_TOKENS:])))
         is_done = tail.rstrip().endswith(self.answers.closes)
@@ -79,7 +79,7 @@ class ChatForm:
                 field, f"and {_FIELDS.get(twice[0], twice[0])}: only one grammar can constrain an output, and calls "
                 "that are demanded or strict need one"
             )  # fmt: skip
-        is_open, is_done = bool(beginning.prefix), beginning.is_done
+        is_open, is_done = beginning.is_open(self.answers), beginning.is_done
         grammar = tools_grammar(
             self.tool_format.name, self.reasoning, self.tools, ids, is_open=is_open, is_done=is_done
         )

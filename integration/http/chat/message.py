@@ -8,7 +8,7 @@ from typing import Any
 
 from .calls import Call
 from .formats import CALL, CONTENT, MISTRAL_ID_CHARS, REASONING
-from .parser import AnswerForm, AnswerParser, Part
+from .parser import AnswerForm, AnswerParser, Beginning, Part
 
 _FIELDS = {CONTENT: "content", REASONING: "reasoning_content"}
 _CHARS_PER_COST = 64
@@ -18,10 +18,11 @@ Fields = dict[str, Any]
 class AnswerStream:
     """The message of one answer, whose text grows."""
 
-    def __init__(self, form: AnswerForm, prefix: str, *, keeps_message: bool = False) -> None:
-        """Begin an answer. prefix: see `AnswerForm.prefix`. keeps_message: `message` will be asked for."""
+    def __init__(self, form: AnswerForm, beginning: Beginning, *, keeps_message: bool = False) -> None:
+        """Begin an answer. keeps_message: `message` will be asked for."""
         self._keeps_message = keeps_message
-        self._parser, self._num_id_chars = AnswerParser(form, prefix), form.num_id_chars
+        self._parser = AnswerParser(form, beginning.prefix, beginning.begun)
+        self._num_id_chars = form.num_id_chars
         self._parts: list[Part] = []
         self._calls: list[Fields] = []
 
@@ -59,9 +60,9 @@ class AnswerStream:
         return [{"tool_calls": [first]}, {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}]
 
 
-def message_of(form: AnswerForm, prefix: str, text: str) -> Fields:
-    """Return the message of a whole answer. prefix: see `AnswerForm.prefix`."""
-    parser = AnswerParser(form, prefix)
+def message_of(form: AnswerForm, beginning: Beginning, text: str) -> Fields:
+    """Return the message of a whole answer."""
+    parser = AnswerParser(form, beginning.prefix, beginning.begun)
     parts = [*parser.feed(text), *parser.finish()]
     return _joined(parts, [_call(part.call, form.num_id_chars) for part in parts if part.call is not None])
 

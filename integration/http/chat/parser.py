@@ -61,10 +61,26 @@ class AnswerForm:
             return ""
         if begun is not None and (self.opens in begun or self.closes in begun):
             is_open = begun.rfind(self.opens) > begun.rfind(self.closes)
+        elif begun and self.separates:
+            is_open = False  # content, whose thoughts the client has apart from it
         else:
             end = prompt.rstrip()
             is_open = end.endswith(self.opens) or (self.begins_inside and not end.endswith(self.closes))
         return self.opens if is_open else ""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The state in which an answer begins, at the end of its prompt."""
+
+    prefix: str = ""  # the marker that opens reasoning, where it is open
+    is_done: bool = False  # reasoning has ended
+    begun: str = ""  # the text of an answer that goes on, as it was sampled behind the prefix
+
+    def is_open(self, form: AnswerForm) -> bool:
+        """Return whether reasoning is open."""
+        text = self.prefix + self.begun
+        return bool(form.opens) and text.rfind(form.opens) > text.rfind(form.closes)
 
 
 class _Blanks:
@@ -98,8 +114,8 @@ class _Blanks:
 class AnswerParser:
     """Divide one answer into parts. The parts do not depend on the cuts between the texts that are fed."""
 
-    def __init__(self, form: AnswerForm, prefix: str = "") -> None:
-        """Begin an answer. prefix: see `AnswerForm.prefix`."""
+    def __init__(self, form: AnswerForm, prefix: str = "", begun: str = "") -> None:
+        """Begin an answer. prefix, begun: see `Beginning`."""
         self._form = form
         self._content, self._reasoning = _Blanks(), _Blanks()
         self._field: str | None = None  # that is open; None: content outside of all
@@ -123,6 +139,10 @@ class AnswerParser:
         if prefix:
             self._opened = ""  # the prompt has it, and not the answer
             self._parts.clear()
+        if begun:
+            self.feed(begun)
+            self._content.end()  # which the answer had when it was cut
+            self._has_content = False
 
     def feed(self, text: str) -> list[Part]:
         """Add text and return the parts that are certain now."""

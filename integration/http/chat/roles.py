@@ -53,6 +53,7 @@ class Roles:
 
 def _joined(messages: list[Message], *, goes_on: bool) -> Fitted:
     found = Fitted([], [])
+    texts: list[list[str]] = []  # of each message that has one text, in pieces: they are joined once
     is_beginning, was_late = not goes_on, False
     for number, message in enumerate(messages):
         is_system = message["role"] == "system"
@@ -62,11 +63,15 @@ def _joined(messages: list[Message], *, goes_on: bool) -> Fitted:
         last = found.messages[-1] if found.messages else None
         joins = is_beginning or (own["role"] == "user" and (is_late or was_late))
         if last is not None and joins and last["role"] == own["role"] and _are_texts(last, own):
-            found.messages[-1] = {**last, "content": last["content"] + BREAK + own["content"]}
+            texts[-1].append(own["content"])
         else:
             found.messages.append(own)
             found.sources.append(number)
+            texts.append([own["content"]] if _are_texts(own) else [])
         was_late = is_late
+    for number, pieces in enumerate(texts):
+        if len(pieces) > 1:
+            found.messages[number] = {**found.messages[number], "content": BREAK.join(pieces)}
     return found
 
 

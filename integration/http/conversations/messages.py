@@ -101,9 +101,11 @@ def _stripped(value: object) -> object:
 
 
 def _called(call: Mapping[str, Any]) -> object:
-    """Return the name and the arguments of a call that was read, with each number in one form."""
+    """Return the name and the arguments of a call that was read, with each number in one form, and with U+FFFD for half
+    of a surrogate pair, as some clients are told it."""
     function = call.get("function") or {}
-    text = json.dumps(function.get("arguments"))
+    text = json.dumps(function.get("arguments"), ensure_ascii=False)
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return [function.get("name"), json.loads(text, parse_int=_number, parse_float=_number)]
 
 

@@ -17,7 +17,7 @@ from .messages import chained, encoded
 from .params import SessionParams
 from .pictures import num_pictures, with_digests
 from .session import Session
-from .turns import MESSAGE_BYTES, TOKEN_BYTES, TURN_BYTES, Turn, longest_beginning, pictures_of, tokens_of
+from .turns import MESSAGE_BYTES, TOKEN_BYTES, TURN_BYTES, Turn, answer_start, longest_beginning, pictures_of, tokens_of
 
 
 class Store(Protocol):
@@ -50,6 +50,7 @@ class NextTurn:
         self.is_open = True  # counted as open by the session, until its answer is there
         self.has_ended = False  # also without its answer
         self.kept: Turn | None = None  # the turn that it became
+        self.num_begun = 0  # last tokens of the prompt that are of the answer, which goes on
         self.num_reserved = 0  # bytes, see `Store.reserve`
         self._base, self._store = base, store
         self._num_history = 0  # tokens of the history that the prompt begins with
@@ -113,6 +114,8 @@ class NextTurn:
             self._base, new, self.session.options.history, template(self), continues=continues
         )
         self._num_history, self._differs_at, self._is_chat = prompt.num_history, prompt.differs_at, True
+        if continues and self._base is not None and prompt.num_history == self._base.num_tokens:
+            self.num_begun = len(prompt.token_ids) - answer_start(self._base)
         self._messages = tuple(map(encoded, new))
         num_tokens = len(prompt.token_ids) - prompt.num_history
         num_chars = sum(map(len, self._messages)) + _bytes_of(self._pictures)

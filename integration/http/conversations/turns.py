@@ -109,6 +109,13 @@ def _num_equal(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
+def answer_start(turn: Turn) -> int:
+    """Return the first token of a turn's answer, of which earlier turns may have the beginning."""
+    while turn.parent is not None and turn.num_prompt == turn.num_kept == turn.parent.num_tokens:
+        turn = turn.parent
+    return turn.num_prompt
+
+
 def pictures_of(turn: Turn | None) -> list[SentPicture]:
     """Return the pictures of a conversation, in the order of their tokens."""
     return [picture for each in (turn.path if turn else ()) for picture in each.pictures]

@@ -119,10 +119,11 @@ class BadField(HttpError):
 class TooLong(BadField):
     """The error of a prompt that the context has no room for."""
 
-    def __init__(self, param: str, num_tokens: str, room: int) -> None:
-        """Name the prompt's field. num_tokens: of the prompt, in words. room: the most tokens that it may have."""
+    def __init__(self, param: str, num_tokens: str, room: int, *, why: str = "") -> None:
+        """Name the prompt's field. num_tokens: of the prompt, in words. room: the most tokens that it may have. why:
+        in other words."""
         super().__init__(
-            param, f"Input length ({num_tokens} tokens) exceeds the maximum allowed length ({room} tokens)"
+            param, why or f"Input length ({num_tokens} tokens) exceeds the maximum allowed length ({room} tokens)"
         )
         self.num_tokens, self.room = num_tokens, room
 

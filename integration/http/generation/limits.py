@@ -15,7 +15,7 @@ from ....rollout.errors import Overloaded
 from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import SamplingParams
 from ..edge.config import HttpConfig
-from ..edge.errors import BadField
+from ..edge.errors import BadField, TooLong
 from ..images.intake import ImageIntake
 from .tokenising import Tokenising
 
@@ -129,10 +129,12 @@ class RequestLimits:
     def characters(self, num_chars: int, field: str) -> None:
         """Check that a text of this length may fit into the context."""
         if self.max_chars is not None and num_chars > self.max_chars:
-            raise BadField(
-                field, f"Input length ({num_chars} characters) exceeds the maximum allowed length "
-                f"({self.max_chars} characters are as many as {self._engine.max_model_len} of the longest tokens have)"
-            )  # fmt: skip
+            room = self._engine.max_model_len
+            why = (
+                f"Input length ({num_chars} characters) exceeds the maximum allowed length "
+                f"({self.max_chars} characters are as many as {room} of the longest tokens have)"
+            )
+            raise TooLong(field, f"more than {room}", room, why=why)
 
     def top(self, num_top: int, field: str) -> None:
         """Check the number of likeliest tokens at each position."""
@@ -164,7 +166,10 @@ class RequestLimits:
             raise BadField(field, f"{len(tools)} tools are more than {limit} (max_tools)")
         num_bytes, limit = 0, self._config.max_tools_bytes
         for tool in tools:
-            num_bytes += len(_ENCODER.encode(tool))
+            try:
+                num_bytes += len(_ENCODER.encode(tool))
+            except RecursionError:
+                raise BadField(field, "nested too deeply") from None
             if num_bytes > limit:
                 raise BadField(field, f"their JSON has more than {limit} bytes (max_tools_bytes)")
 

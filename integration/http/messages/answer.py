@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..edge.errors import HttpError, message_error_body
+from ..edge.json_slices import encode_in_slices
 from ..generation.sse import dumps
 
 Fields = dict[str, Any]
@@ -16,6 +18,7 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 _OWN = ("id", "object", "created", "model", "choices", "usage")  # of an answer; what else it has is kept as it is
 _OWN_OF_CHOICE = ("index", "message", "delta", "finish_reason", "matched_stop")
 _LISTS = ("token_ids", "response_token_ids")  # of chunks, which together are those of the answer
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # an escape of which there may be the other one
 _TEXTS = {  # of a chat's message: the block, its field, and the delta that each becomes
     "reasoning_content": ("thinking", "thinking", "thinking_delta"),
     "content": ("text", "text", "text_delta"),
@@ -77,11 +80,19 @@ def _blocks(deltas: Sequence[Fields]) -> list[Fields]:
             if "id" in call:
                 found.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}})
             else:
-                found[-1]["input"] = json.loads(call["function"]["arguments"])
+                found[-1]["input"] = _input(call["function"]["arguments"])
     for block in found:
         if block["type"] == "thinking":
             block["signature"] = signature(block["thinking"])
     return found
+
+
+def _input(arguments: str) -> Any:
+    """Return the arguments of a call. Half of a surrogate pair, which no client could send back, is U+FFFD."""
+    if _HALF.search(arguments):
+        arguments = json.dumps(json.loads(arguments), ensure_ascii=False)
+        arguments = arguments.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return json.loads(arguments)
 
 
 def signature(thinking: str) -> str:
@@ -101,6 +112,7 @@ class EventWriter:
         self._thoughts: list[str] = []  # of the block that is open
         self._last: Mapping[str, Any] = {}  # the choice that said how the answer ended
         self._extras: Fields = {}
+        self._told = ""  # their JSON without braces, made with the last output: it may be long
         self._logprobs: list[Any] = []
 
     def chunk(self, chunk: Mapping[str, Any]) -> bytes:
@@ -110,7 +122,9 @@ class EventWriter:
             self._has_begun = True
             events.append(self._start(chunk))
         if not chunk["choices"]:
-            return _encode([*events, *self._end(chunk)])
+            last, stop = self._end(chunk)
+            told = f"{dumps(last)[:-1]},{self._told}}}" if self._told else dumps(last)
+            return _encode(events) + _event("message_delta", told) + _encode([stop])
         [choice] = chunk["choices"]
         self._keep(chunk, choice)
         delta = choice["delta"]
@@ -127,10 +141,15 @@ class EventWriter:
                 block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
                 events += [*self._close(), self._open(block)]
             if function.get("arguments"):
-                events.append(self._delta({"type": "input_json_delta", "partial_json": function["arguments"]}))
+                given = dumps(_input(function["arguments"])) if _HALF.search(function["arguments"]) else None
+                partial = given or function["arguments"]
+                events.append(self._delta({"type": "input_json_delta", "partial_json": partial}))
         if choice["finish_reason"] is not None:
             self._last = choice
             events += self._close()
+            if self._logprobs:
+                self._extras["logprobs"] = {"content": self._logprobs, "refusal": None}
+            self._told = "".join(encode_in_slices(self._extras, dumps))[1:-1]
         return _encode(events)
 
     def resume(self, num_events: int) -> None:
@@ -151,10 +170,8 @@ class EventWriter:
 
     def _end(self, chunk: Mapping[str, Any]) -> list[Fields]:
         usage = chunk["usage"]
-        if self._logprobs:
-            self._extras["logprobs"] = {"content": self._logprobs, "refusal": None}
         delta = stop_of(self._last, usage, self._max_model_len)
-        last = {"type": "message_delta", "delta": delta, "usage": usage_of(usage), **self._extras}
+        last = {"type": "message_delta", "delta": delta, "usage": usage_of(usage)}
         return [last, {"type": "message_stop"}]
 
     def _keep(self, chunk: Mapping[str, Any], choice: Mapping[str, Any]) -> None:
@@ -187,4 +204,8 @@ class EventWriter:
 
 def _encode(events: Sequence[Fields]) -> bytes:
     """Encode events, each under the name of its type."""
-    return b"".join(f"event: {one['type']}\ndata: {dumps(one)}\n\n".encode() for one in events)
+    return b"".join(_event(one["type"], dumps(one)) for one in events)
+
+
+def _event(name: str, data: str) -> bytes:
+    return f"event: {name}\ndata: {data}\n\n".encode()

@@ -9,12 +9,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from ....rollout.completion import Completion
+from ....rollout.completion import Completion, StreamChunk
 from ....rollout.engine import Engine
 from ..admin.common import json_response
 from ..conversations.next_turn import NextTurn
 from ..edge.bodies import describe, read_as
 from ..generation.asked import Asked
+from ..generation.encoding import QUICK_COST
 from ..generation.limits import RequestLimits
 from ..generation.subscriptions import hub_of
 from ..observe.model_info import refuse_unknown_model
@@ -41,7 +42,7 @@ async def count_tokens(request: Request) -> Response:
 
     def read(values: dict[str, object]) -> tuple[AskedChat, list[int] | ChatPrompt]:
         refuse_unknown_model(request.app, values.get("model"), or_adapter=True)
-        chat = read_chat_of(values, hub.engine, CountBody)
+        chat = read_chat_of(values, hub.engine, hub.limits, CountBody)
         with chat.named():
             return chat, prompt_of(chat.values, hub.engine, hub.limits)
 
@@ -52,7 +53,7 @@ async def count_tokens(request: Request) -> Response:
 
 def read_message(values: dict[str, object], engine: Engine, model: str, limits: RequestLimits) -> OpenAIRequest:
     """Read and check the fields of a message. Raises BadField."""
-    chat = read_chat_of(values, engine)
+    chat = read_chat_of(values, engine, limits)
     name = chat.values.get("request_id") or uuid.uuid4().hex
     with chat.named():
         ask = read_chat({"rid": f"msg_{name}", **chat.values}, engine, model, limits)
@@ -68,6 +69,10 @@ def read_message(values: dict[str, object], engine: Engine, model: str, limits: 
 
 class MessageReply(OpenAIReply):
     """The answer to one request of the Messages API, see `Reply`."""
+
+    def _cost(self, chunk: StreamChunk) -> int:
+        """See `OpenAIReply._cost`. The end repeats the tokens and log-probabilities of the whole answer."""
+        return super()._cost(chunk) + (QUICK_COST + 1 if chunk.completion is not None else 0)
 
     def writer(self) -> Writer:
         """See `OpenAIReply.writer`."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ....rollout.giving_way import give_way
 from ..chat.roles import Roles
 from ..edge.errors import BadField
 
@@ -70,6 +71,7 @@ def read_conversation(system: object, messages: object) -> Conversation:
     if not isinstance(messages, list) or not messages:
         raise BadField("messages", "must be a list of messages, at least one")
     for index, message in enumerate(messages):
+        give_way()
         place = f"messages.{index}"
         role = message.get("role") if isinstance(message, dict) else None
         if role not in _ROLES:
@@ -162,7 +164,11 @@ def _call(block: Block, at: str) -> dict[str, Any]:
     for name, kind, what in (("id", str, "a text"), ("name", str, "a text"), ("input", dict, "an object")):
         if not isinstance(block.get(name), kind):
             raise BadField(f"{at}.{name}", f"must be {what}")
-    function = {"name": block["name"], "arguments": json.dumps(block["input"], ensure_ascii=False)}
+    try:
+        arguments = json.dumps(block["input"], ensure_ascii=False)
+    except RecursionError:
+        raise BadField(f"{at}.input", "nested too deeply") from None
+    function = {"name": block["name"], "arguments": arguments}
     return {"id": block["id"], "type": "function", "function": function}
 
 

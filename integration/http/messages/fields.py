@@ -14,12 +14,13 @@ from ..chat.roles import Roles
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField, TooLong
 from ..generation.body import refuse_unsupported
+from ..generation.limits import RequestLimits
 from .conversation import Conversation, is_begun, read_conversation
 
 Values = dict[str, object]
 
 # Of Anthropic's own service: without them the answer would be a different one.
-_REFUSED = ("container", "mcp_servers", "fallbacks")
+_REFUSED = ("container", "mcp_servers", "fallbacks", "thread", "compaction", "output_format")
 # Of the same; they change no answer here.
 _IGNORED = (
     "betas", "cache_control", "diagnostics", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id",
@@ -88,9 +89,12 @@ class AskedChat:
         return ".".join(filter(None, (_NAMES.get(head, head), rest)))
 
 
-def read_chat_of(values: Values, engine: Engine, body_type: type[MessagesBody] = MessagesBody) -> AskedChat:
+def read_chat_of(
+    values: Values, engine: Engine, limits: RequestLimits, body_type: type[MessagesBody] = MessagesBody
+) -> AskedChat:
     """Translate the fields to those of a chat with the engine's template. Raises BadField."""
     refuse_unsupported(values, _REFUSED)
+    _check_lengths(values, limits)
     body = fields_of(body_type, values)
     if values.get("n") not in (None, 1):
         raise BadField("n", "must be 1: a message is one answer")
@@ -109,6 +113,16 @@ def read_chat_of(values: Values, engine: Engine, body_type: type[MessagesBody] =
         chat["tools"] = [_tool(tool, f"tools.{index}") for index, tool in enumerate(body.tools)]
     chat |= _choice(body.tool_choice) | _thinking(body.thinking, values) | _output(body.output_config)
     return AskedChat(chat, conversation)
+
+
+def _check_lengths(values: Values, limits: RequestLimits) -> None:
+    """Refuse lists that are too long to have a use, before they are read."""
+    limits.long_lists(values, "input_ids", ("system", "stop_sequences", "tools"))
+    messages = values.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict):
+            name = f"messages.{index}.content"
+            limits.long_lists({name: message.get("content")}, "input_ids", (name,))
 
 
 def _tool(tool: object, at: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from ....rollout.completion import Completion, StreamChunk
 from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped
 from ..chat.message import AnswerStream
+from ..chat.parser import Beginning
 from ..chat.template import read_messages
 from ..conversations.next_turn import NextTurn
 from ..edge.bodies import describe, read_as
@@ -98,7 +99,7 @@ class OpenAIReply:
     received: float  # on the monotonic clock
     turn: NextTurn | None = None  # of a session
     echoes: list[str] = field(default_factory=list)  # by prompt; `asked` fills it, empty without `echo`
-    prefixes: list[str] = field(default_factory=list)  # of a chat's answers, see `AnswerForm.prefix`; likewise
+    beginnings: list[Beginning] = field(default_factory=list)  # of a chat's answers; likewise
     moving: Moving = field(kw_only=True)
     engine: Engine = field(kw_only=True)
 
@@ -125,7 +126,8 @@ class OpenAIReply:
         if self.request.echo:
             self.echoes.extend(map(prompt_text, repeat(self.request), range(len(asked.prompts)), asked.prompts))
         if (form := self.request.form) is not None:
-            self.prefixes.append(form.beginning(asked.prompts[0], self.request.begun).prefix)
+            num_begun = 0 if self.turn is None else self.turn.num_begun
+            self.beginnings.append(form.beginning(asked.prompts[0], self.request.begun, num_begun))
         return self.moving.asked(asked, self.engine)
 
     def whole(self, completions: list[Completion]) -> dict[str, Any]:
@@ -133,7 +135,7 @@ class OpenAIReply:
         for completion in completions:
             refuse_ignored(completion)
         completions = list(map(Seam(self.moving, self.engine).completion, count(), completions))
-        found = answer(self.request, completions, self.received, self.echoes, self.prefixes)
+        found = answer(self.request, completions, self.received, self.echoes, self.beginnings)
         if self.turn is not None:
             choices: Any = found["choices"]
             found |= self._session(completions[0], choices[0].get("message"))
@@ -208,7 +210,7 @@ class OpenAIReply:
         form = self.request.form
         if form is None or form.answers is None:
             return [dict(message)]
-        deltas = AnswerStream(form.answers, self.prefixes[0]).deltas(text, is_last=True)
+        deltas = AnswerStream(form.answers, self.beginnings[0]).deltas(text, is_last=True)
         calls = message.get("tool_calls", ())
         for delta in deltas:
             for call in delta.get("tool_calls", ()):
@@ -221,7 +223,7 @@ class OpenAIReply:
         form = self.request.form
         if form is None or form.answers is None:
             return []
-        return [AnswerStream(form.answers, self.prefixes[0], keeps_message=self.turn is not None) for _ in range(num)]
+        return [AnswerStream(form.answers, self.beginnings[0], keeps_message=self.turn is not None) for _ in range(num)]
 
     def _cost(self, chunk: StreamChunk) -> int:
         """Return what the event of a step's output will cost."""

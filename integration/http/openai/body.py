@@ -178,7 +178,7 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
         token_ids = prompt.token_ids(params, turn)
         room = max(engine.max_model_len - len(token_ids), 1)
         its_params = params if max_tokens is not None else named_params(lambda: replace(params, max_new_tokens=room))
-        its_params = form.params(its_params, form.beginning(token_ids, begun))
+        its_params = form.params(its_params, form.beginning(token_ids, begun, turn.num_begun if turn else 0))
         its_options = options
         if predicted:
             its_options = replace(options, draft_token_ids=tuple(limits.tokenising.draft(predicted, "prediction")))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ....rollout.completion import Completion, FinishReason, StreamChunk, TopLogprobs
 from ..chat.message import AnswerStream, Fields, message_of
+from ..chat.parser import Beginning
 from ..generation.meta import Wanted, cached_details, meta_info
 from .body import OpenAIRequest
 from .text_offsets import NO_CHARACTER, TextOffsets
@@ -17,10 +18,10 @@ def answer(
     completions: Sequence[Completion],
     received: float,
     echoes: Sequence[str],
-    prefixes: Sequence[str] = (),
+    beginnings: Sequence[Beginning] = (),
 ) -> dict[str, object]:
     """Make the body of an answer that is not streamed. echoes: texts of the prompts; empty if they are not echoed.
-    prefixes: those of a chat's answers, see `AnswerForm.prefix`."""
+    beginnings: those of a chat's answers."""
     last = completions[-1]
     found = weights_of(last)
     if len(completions) > 1:
@@ -37,7 +38,14 @@ def answer(
         "created": ask.created,
         "model": ask.model,
         "choices": [
-            choice(ask, completion, index, received, (echoes or prefixes)[index // ask.n] if echoes or prefixes else "")
+            choice(
+                ask,
+                completion,
+                index,
+                received,
+                echoes[index // ask.n] if echoes else "",
+                beginnings[index // ask.n] if beginnings else Beginning(),
+            )
             for index, completion in enumerate(completions)
         ],
         "usage": usage(ask, completions),
@@ -57,30 +65,32 @@ def spans_of(completion: Completion) -> list[dict[str, object]]:
     return [{"version": span.version, "start": span.start, "end": span.end} for span in completion.weight_versions]
 
 
-def choice(ask: OpenAIRequest, completion: Completion, index: int, received: float, before: str) -> dict[str, object]:
-    """Make one choice of an answer that is not streamed. received: time of the request, by time.monotonic(). before:
-    the echoed prompt of a completion, or the prefix of a chat's answer."""
+def choice(
+    ask: OpenAIRequest, completion: Completion, index: int, received: float, echoed: str, beginning: Beginning
+) -> dict[str, object]:
+    """Make one choice of an answer that is not streamed. received: time of the request, by time.monotonic(). echoed:
+    the prompt of a completion. beginning: of a chat's answer."""
     c = completion
     found: dict[str, object] = {"index": index}
     has_calls = False
     if ask.is_chat:
-        message = _message(ask, c.text, before)
+        message = _message(ask, c.text, beginning)
         has_calls = "tool_calls" in message
         found["message"] = message
         found["logprobs"] = chat_logprobs(ask, c.token_ids, c.logprobs, c.top_logprobs) if ask.wanted.logprobs else None
     else:
-        found["text"] = before + c.text
-        found["logprobs"] = _completion_logprobs(ask, c, before) if ask.wanted.logprobs else None
+        found["text"] = echoed + c.text
+        found["logprobs"] = _completion_logprobs(ask, c, echoed) if ask.wanted.logprobs else None
         if ask.num_prompt_top is not None:
             found["prompt_logprobs"] = prompt_logprobs(c, ask.num_prompt_top, text_of(ask))
     found |= ending(c.finish_reason, has_calls=has_calls)
     return found | extras(ask, c, received)
 
 
-def _message(ask: OpenAIRequest, text: str, prefix: str) -> dict[str, object]:
+def _message(ask: OpenAIRequest, text: str, beginning: Beginning) -> dict[str, object]:
     if ask.form is None or ask.form.answers is None:
         return plain_message(text)
-    return message_of(ask.form.answers, prefix, text)
+    return message_of(ask.form.answers, beginning, text)
 
 
 def plain_message(text: str) -> dict[str, object]:

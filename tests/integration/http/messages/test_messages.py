@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Iterator
 
@@ -11,10 +12,11 @@ import httpx
 import pytest
 import torch
 
+from lockstep.integration.http.chat.roles import Roles
 from lockstep.rollout.engine import Engine
 from lockstep.tests.support.chat.answers import BROKEN, TOOLS, WHOLE, Case
 from lockstep.tests.support.chat.serving import MODEL, Serve, byte_engine, forced, serving
-from lockstep.tests.support.chat.tokenizer import chat_template
+from lockstep.tests.support.chat.tokenizer import byte_tokenizer, chat_template
 
 PATIENCE = 60.0
 ASK = [{"role": "user", "content": "Weather?"}]
@@ -193,6 +195,9 @@ def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_agents_look_for(
     long = [{"role": "user", "content": "x" * 5000}]
     with pytest.raises(anthropic.BadRequestError, match=r"messages: prompt is too long: \d+ tokens > 2047 maximum"):
         a_message(client, messages=long, max_tokens=4)
+    long[0]["content"] = "x" * 1_000_000  # which is not tokenised
+    with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: more than 2048 tokens > 2048 maximum"):
+        a_message(client, messages=long, max_tokens=4)
 
 
 def prompt_text(client: anthropic.Anthropic, engine: Engine, **fields) -> str:
@@ -301,6 +306,85 @@ def test_a_turn_of_a_session_is_recognised_when_an_agent_sends_it_back(serve):
     assert events[-2].session["parent_rid"] == second.session["rid"]
 
 
+def go_on(client, session: str, text: str, cut: int, **fields) -> tuple[object, object]:
+    """Ask on a session for an answer that is cut after some tokens, and for the rest. text: the whole answer."""
+    tokenizer = byte_tokenizer()
+    head = tokenizer.decode(tokenizer(text)["input_ids"][:cut])
+    body = {"session_params": {"id": session, "messages": "all"}}
+    first = a_message(client, head + "~", max_tokens=cut, extra_body=body, **fields)
+    assert first.stop_reason == "max_tokens"
+    history = [*ASK, {"role": "assistant", "content": first.content}]
+    return first, a_message(client, text.removeprefix(head), messages=history, extra_body=body, **fields)
+
+
+@pytest.mark.parametrize("family", ["hermes", "opens", "deepseek-r1"])
+@pytest.mark.parametrize("cut", [12, 45])
+def test_an_answer_that_was_cut_goes_on_in_its_state(serve, family, cut):
+    """In its thoughts, or behind them."""
+    opens = family == "opens"
+    text = "<think>I think so, on and on.</think>Yes, it is so, and more."
+    if opens or family == "deepseek-r1":
+        text = text.removeprefix("<think>")
+    settings = {"reasoning_parser": family} if family == "deepseek-r1" else {}
+    client = serve(chat_template("hermes", thinks=family == "hermes", opens=opens), **settings)
+    url = str(client.base_url).rstrip("/")
+    first, second = go_on(client, httpx.post(f"{url}/open_session", json={}).json(), text, cut)
+    parts = [parts_of(one) for one in (first, second)]
+    whole = [thoughts + content for content, thoughts, _ in parts]
+    assert "".join(thoughts for _, thoughts, _ in parts) == "I think so, on and on.", parts
+    assert "".join(content for content, _, _ in parts) == "Yes, it is so, and more.", (parts, whole)
+
+
+def test_a_call_that_was_cut_is_called_when_it_goes_on(serve):
+    client = serve(chat_template("hermes"))
+    url = str(client.base_url).rstrip("/")
+    text = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    session = httpx.post(f"{url}/open_session", json={}).json()
+    _, second = go_on(client, session, text, 14, tools=OWN_TOOLS)
+    assert parts_of(second) == ("", "", (("now", "{}"),)) and second.stop_reason == "tool_use"
+
+
+def test_half_of_a_surrogate_pair_in_a_call_can_be_sent_back(serve):
+    client = serve(chat_template("hermes"))
+    url = str(client.base_url).rstrip("/")
+    text = '<tool_call>\n{"name": "now", "arguments": {"x": "a\\ud83d b"}}\n</tool_call>'
+    session = httpx.post(f"{url}/open_session", json={}).json()
+    body = {"session_params": {"id": session, "messages": "all"}}
+    with client.messages.stream(
+        model=MODEL, messages=ASK, max_tokens=200, tools=OWN_TOOLS,
+        extra_body={"response_format": forced(text), **body},
+    ) as stream:  # fmt: skip
+        first = stream.get_final_message()
+    assert first.content[0].input == {"x": "a\ufffd b"}
+    assert a_message(client, text, tools=OWN_TOOLS).content[0].input == {"x": "a\ufffd b"}
+    result = {"type": "tool_result", "tool_use_id": first.content[0].id, "content": "ok"}
+    history = [*ASK, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+    second = a_message(client, "Done.", tools=OWN_TOOLS, messages=history, extra_body=body)
+    assert second.session["parent_rid"] == first.id
+
+
+def test_lists_that_no_context_has_room_for_and_deep_nesting_are_refused_at_once(serve):
+    url = str(serve(chat_template("hermes")).base_url).rstrip("/")
+    call = {"type": "tool_use", "id": "a", "name": "now", "input": "DEEP"}
+    many = [{"type": "text", "text": "x"}] * 20_000
+    for messages, field in (
+        ([{"role": "user", "content": "x"}] * 20_000, "messages"),
+        ([{"role": "user", "content": many}], "messages.0.content"),
+        ([*ASK, {"role": "assistant", "content": [call]}, *ASK], "messages.1"),
+    ):
+        for path, depth in itertools.product(("/v1/messages", "/v1/messages/count_tokens"), range(900, 1000, 4)):
+            if field != "messages.1" and depth > 900:
+                continue
+            text = json.dumps({"model": MODEL, "max_tokens": 4, "messages": messages})
+            text = text.replace('"DEEP"', '{"a":' * depth + "1" + "}" * depth)
+            answer = httpx.post(f"{url}{path}", content=text, headers={"content-type": "application/json"})
+            assert answer.status_code == 400, answer.text[:300]
+            assert field == "messages.1" or error_of(answer)["param"] == field
+    late = [{"role": "user", "content": "x"}, *[{"role": "system", "content": "y"}] * 8000]
+    fitted = Roles(lambda: True, lambda: False).fitted(late)
+    assert [len(message["content"]) for message in fitted.messages] == [1 + 3 * 8000]
+
+
 BAD = (
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -359,6 +443,9 @@ BAD = (
     ({"context_management": {"edits": 5}}, "context_management.edits"),
     ({"container": "x"}, "container"),
     ({"mcp_servers": [{}]}, "mcp_servers"),
+    ({"thread": {"type": "continue", "previous_message_id": "x"}}, "thread"),
+    ({"output_format": {"type": "json_schema", "schema": {}}}, "output_format"),
+    ({"compaction": {"type": "enabled"}}, "compaction"),
     ({"n": 2}, "n"),
     ({"temperature": -1}, "temperature"),
     ({"top_k": "x"}, "top_k"),
