@@ -88,6 +88,11 @@ class Tokenising:
         with self._turns.of(len(text)):
             return self._tokens(text, adds_special=adds_special)
 
+    def count_of_output(self, text: str) -> int:
+        """Count the tokens of a text that an answer has. It is no longer than an output, and waits for no other text:
+        answers are made on the event loop, and in one thread for all long ones."""
+        return len(self._tokens(text)) if text else 0
+
     def draft(self, text: str, field: str) -> list[int]:
         """Tokenise an output that may come again. Raises BadField where it is longer than the context."""
         room = self._engine.max_model_len

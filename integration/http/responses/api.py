@@ -66,11 +66,9 @@ class ResponsesReply(OpenAIReply):
 
     def writer(self) -> ResponseWriter:
         """See `OpenAIReply.writer`."""
-        return ResponseWriter(self.request, self._num_tokens, is_turn=self.turn is not None)
+        count = self.limits.tokenising.count_of_output
+        return ResponseWriter(self.request, count, is_turn=self.turn is not None)
 
     def _cost(self, chunk: StreamChunk) -> int:
         """See `OpenAIReply._cost`. The end repeats the whole answer, and the tokens of its thoughts are counted."""
         return super()._cost(chunk) + (QUICK_COST + 1 if chunk.completion is not None else 0)
-
-    def _num_tokens(self, text: str) -> int:
-        return len(self.limits.tokenising.whole(text, adds_special=False)) if text else 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -11,13 +13,18 @@ import pytest
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.errors import HttpError
+from lockstep.integration.http.generation.going_on import Moving
+from lockstep.integration.http.generation.limits import RequestLimits
+from lockstep.integration.http.responses.api import ResponsesReply
 from lockstep.integration.http.responses.places import Places
 from lockstep.integration.http.responses.request import ResponsesRequest
 from lockstep.integration.http.responses.tools import ToolNames
 from lockstep.integration.http.responses.writer import ResponseWriter
 from lockstep.tests.integration.http.responses.conftest import PATIENCE, Served, forced, without_ids
 from lockstep.tests.integration.http.responses.test_answers import INCLUDE, TOOLS
+from lockstep.tests.support.callers import soon, submit
 from lockstep.tests.support.chat.answers import BROKEN, WHOLE, Case
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -148,11 +155,44 @@ def test_an_answer_that_is_aborted_is_incomplete_for_no_reason_that_openai_names
     assert response.finish_reason == "abort" and response.output[0].status == "incomplete"
 
 
-def test_an_error_within_a_stream_is_an_event_and_the_failed_response():
+def a_request() -> ResponsesRequest:
+    """Return a request with the fields that writers read."""
     ask = {"id": "resp_1", "created": 1, "model": "m", "repeated": {}, "tool_names": ToolNames(), "places": Places()}
     request = object.__new__(ResponsesRequest)
     for name, value in {**ask, "wants_logprobs": False, "shows_logprobs": False}.items():
         object.__setattr__(request, name, value)
+    return request
+
+
+def test_thoughts_are_counted_while_a_long_text_is_tokenised():
+    """Answers are made on the event loop, and the long ones in one thread: none may wait for the prompts of others."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def tokenizer(text: str, **options: object) -> dict[str, list[int]]:
+        if text == "long":
+            begun.set()
+            assert may_end.wait(PATIENCE)
+        return {"input_ids": [1] * len(text)}
+
+    engine: Any = SimpleNamespace(tokenizer=tokenizer)
+    limits = RequestLimits(engine, HttpConfig(max_tokenising_chars=1))
+    long = submit(limits.tokenising.whole, "long", adds_special=False)
+    assert begun.wait(PATIENCE)
+    writer = ResponsesReply(a_request(), limits, 0.0, moving=Moving(), engine=engine).writer()
+    choice = {"delta": {"reasoning_content": "Hm."}, "logprobs": None, "finish_reason": "stop"}
+    counts = {"prompt_tokens": 1, "completion_tokens": 9, "total_tokens": 10,
+              "prompt_tokens_details": {"cached_tokens": 0}}  # fmt: skip
+    made = submit(lambda: (writer.grow({"choices": [choice]}), writer.grow({"choices": [], "usage": counts})))
+    try:
+        made.result(timeout=5)
+    finally:
+        may_end.set()
+    assert writer.whole()["usage"]["output_tokens_details"]["reasoning_tokens"] == 3
+    assert soon(long) == [1] * 4
+
+
+def test_an_error_within_a_stream_is_an_event_and_the_failed_response():
+    request = a_request()
     request.places.is_translated = True
     writer = ResponseWriter(request, len, is_turn=False)
     told = writer.failed(HttpError(400, "messages: too long", param="messages", code="too_long")) + writer.end()
