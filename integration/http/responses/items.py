@@ -1,6 +1,7 @@
 """The items of a request's input, as the messages of a chat.
 
-Items of the assistant that follow one another are one message, as the chat's answer was that they came from:
+Items of the assistant that follow one another are one message, as the chat's answer was that they came from, unless
+their ids say that they are of several answers:
 
     user | reasoning, message, function_call, function_call | function_call_output | function_call_output | message
     user | assistant                                        | tool                 | tool                 | assistant
@@ -14,6 +15,7 @@ from typing import Any
 
 from ....rollout.giving_way import give_way
 from ..edge.errors import BadField
+from .output import answer_of
 from .places import MessagePlace, Places
 from .tools import custom_arguments, joined
 
@@ -28,6 +30,7 @@ class _Assistant:
     """An assistant's message whose items are read."""
 
     place: MessagePlace
+    answer: str | None = None  # that its items are of, once an id says so
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -82,11 +85,18 @@ class _Reader:
         elif isinstance(kind, str) and kind in _CALL_OUTPUTS:
             self._call_output(item, place)
         elif isinstance(kind, str) and kind in _OF_ASSISTANT:
-            if self._open is None:
-                self._open = _Assistant(MessagePlace(place))
-            _OF_ASSISTANT[kind](self._open, item, place)
+            _OF_ASSISTANT[kind](self._assistant(answer_of(item.get("id")), place), item, place)
         else:
             raise BadField(place, f"items of the type {_shown(kind)} are not supported: send the conversation itself")
+
+    def _assistant(self, answer: str | None, place: str) -> _Assistant:
+        """Return the message of an item of this answer; None: the item does not say of which one it is."""
+        if self._open is not None and answer is not None and self._open.answer not in (None, answer):
+            self.end_assistant()
+        if self._open is None:
+            self._open = _Assistant(MessagePlace(place))
+        self._open.answer = self._open.answer or answer
+        return self._open
 
     def end_assistant(self) -> None:
         """End the assistant's message, if one is open."""

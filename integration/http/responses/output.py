@@ -6,6 +6,7 @@ A piece of another kind ends the open item, so that the items have the order in 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,13 @@ from .tools import ToolNames, custom_input
 Event = dict[str, Any]
 _CALL_ID = "call_"
 _PLAIN_ID_CHARS = 9  # of an id without this beginning
+_ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc)_(.+)_[0-9]+")  # of an item, with the id of its answer
+
+
+def answer_of(item_id: object) -> str | None:
+    """Return what tells the answer of an item from those of others; None: the id is none that an answer here has."""
+    found = _ITEM_ID.fullmatch(item_id) if isinstance(item_id, str) else None
+    return None if found is None else found[1]
 
 
 class Output:

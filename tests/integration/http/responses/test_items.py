@@ -56,6 +56,22 @@ def test_items_of_the_assistant_that_follow_one_another_are_one_message():
     ]  # fmt: skip
 
 
+def test_items_of_several_answers_are_several_messages():
+    def said(text: str, *id: str) -> dict[str, Any]:
+        return {**SAID, "content": text, **dict(zip(["id"], id, strict=False))}
+
+    def contents(*items: Any) -> list[str]:
+        return [one["content"] for one in messages(*items)]
+
+    first = {**THOUGHT, "id": "rs_a_b_0"}, said("A", "msg_a_b_1"), {**CALL, "id": "fc_a_b_2"}
+    found = messages(user("a"), *first, said("B", "msg_c_0"), {**CALL, "type": "custom_tool_call", "input": ""})
+    assert [(one["content"], len(one.get("tool_calls", ()))) for one in found] == [("a", 0), ("A", 1), ("B", 1)]
+    assert contents(said("A", "msg_a_1"), said("B"), said("C", "msg_a_10")) == ["ABC"]
+    assert contents(said("A"), said("B", "msg_a_1"), said("C"), said("D", "msg_b_1")) == ["ABC", "D"]
+    for other in ("msg_0123456789", "", 5, None, [], "msg__1", "item_b_1", "msg_b_1x"):
+        assert contents(said("A", "msg_a_1"), {**said("B"), "id": other}) == ["AB"]
+
+
 def test_texts_around_a_call_are_one_content():
     assert messages(SAID, CALL, {**SAID, "content": "ing"})[0]["content"] == "Looking"
 
@@ -134,6 +150,14 @@ def test_errors_of_the_chat_name_the_places_of_the_request(param, place):
     places.is_translated = True
     error = places.renamed(HttpError(409, f"{param}: is wrong", param=param, code="busy"))
     assert (error.status, error.param, error.message, error.code) == (409, place, f"{place}: is wrong", "busy")
+
+
+def test_errors_name_the_items_of_several_answers():
+    places = Places()
+    read_input([user("a"), {**SAID, "id": "msg_a_0"}, {**CALL, "id": "fc_b_0"}], None, places)
+    places.is_translated = True
+    assert places.of("messages.1.content") == "input.1"
+    assert places.of("messages.2.tool_calls.0.function.arguments") == "input.2.arguments"
 
 
 def test_an_error_without_a_field_stays_as_it_is_and_messages_name_fields_of_the_request():

@@ -40,6 +40,31 @@ def test_an_agent_that_sends_everything_back_goes_on_with_the_tokens_as_they_wer
     assert second["prompt_token_ids"][: len(history)] == history
 
 
+def test_an_answer_behind_another_one_is_a_turn_of_its_own(served: Served, session):
+    path, asks = f"/sessions/{session}/v1/responses", {"return_token_ids": True}
+    items: list[Any] = [{"role": "user", "content": "Weather?"}]
+    first = served.ok(items, path, **asks)
+    second = served.ok([*items, *first["output"]], path, **asks)
+    assert second["session"]["parent_rid"] == first["id"]
+    items += [*first["output"], *second["output"], {"role": "user", "content": "And now?"}]
+    third = served.ok(items, path, **asks)
+    history = second["prompt_token_ids"] + second["token_ids"]
+    assert third["session"]["parent_rid"] == second["id"]
+    assert third["session"]["num_history_tokens"] == len(history)
+    assert third["prompt_token_ids"][: len(history)] == history
+
+
+def test_an_answer_that_was_cut_goes_on_and_both_parts_come_back(served: Served, session):
+    path = f"/sessions/{session}/v1/responses"
+    items: list[Any] = [{"role": "user", "content": "Weather?"}]
+    first = served.ok(items, path, max_output_tokens=3)
+    items += first["output"]
+    second = served.ok(items, path, continue_final_message=True)
+    assert second["session"]["parent_rid"] == first["id"]
+    third = served.ok([*items, *second["output"], {"role": "user", "content": "And now?"}], path)
+    assert third["session"]["parent_rid"] == second["id"]
+
+
 def test_an_answer_is_gone_on_from_by_its_id_with_what_is_new(served: Served, session):
     ask = {"session_params": {"id": session}, "return_token_ids": True, "instructions": "Help."}
     first = served.ok("Weather?", **ask)
