@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .store import Sessions
+from .store import ENDINGS, Sessions
 
 _GAUGES = (
     ("lockstep:sessions_open", "Sessions of conversations that are open.", "num_open"),
@@ -33,6 +33,6 @@ class SessionsCollector(Collector):
         opened.add_metric([self._model_name], counted["num_opened"])
         yield opened
         ended = CounterMetricFamily("lockstep:sessions_ended", "Sessions that ended.", labels=["model_name", "why"])
-        for why in ("closed", "expired"):
+        for why in ENDINGS:
             ended.add_metric([self._model_name, why], counted[f"num_{why}"])
         yield ended

@@ -34,6 +34,7 @@ class Session:
         self.last: Turn | None = None  # the turn that ended last
         self.open_rids: set[str] = set()  # of requests that have not ended
         self.has_ended = False
+        self.needs_turn = False  # it ends with its last open request, if it has no turn by then
         self.num_bytes = SESSION_BYTES + len(id)
         self.pinned: tuple[int, ...] = ()  # hashes of blocks that were pinned, see `pins`
         self.pin_owner = ""  # whose pins they are

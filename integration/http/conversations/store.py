@@ -23,7 +23,7 @@ from .session import SESSION_BYTES, Session, SessionOptions
 from .turns import Turn
 
 _MIN_DEADLINES = 64
-_ENDINGS = ("closed", "expired")
+ENDINGS = ("closed", "expired", "unused")  # why sessions end; unused: see `Sessions.finish`
 
 
 class Sessions:
@@ -39,7 +39,7 @@ class Sessions:
         self._num_bytes = 0  # of open sessions and their turns
         self._num_reserved = 0  # bytes that open requests will add, without their outputs
         self.num_opened = 0
-        self.num_ended = dict.fromkeys(_ENDINGS, 0)
+        self.num_ended = dict.fromkeys(ENDINGS, 0)
         self.on_turn: Callable[[Session, Turn], None] = lambda session, turn: None  # called after each turn
         self.on_closed: Callable[[Session], None] = lambda session: None  # not where it expired
         self.num_pinned: Callable[[Session], int] = lambda session: 0  # counts the blocks that are pinned for it
@@ -93,12 +93,16 @@ class Sessions:
         with self.lock:
             self._expire()
             if params.open and params.id not in self._sessions and params.id not in self._ended:
-                session = self._sessions.get(params.id) or self.open(params.id)
+                session = self.open(params.id)
+                session.needs_turn = True
             else:
                 session = self.find(params.id, f"{FIELD}.id")
-            self._check_bytes()
-            base = session.base_of(params, rid)
-            session.begin(rid, self._clock())
+            try:
+                self._check_bytes()
+                base = session.base_of(params, rid)
+                session.begin(rid, self._clock())
+            finally:
+                self._end_unused(session)
             return NextTurn(session, params, rid, base, self)
 
     def reserve(self, next_turn: NextTurn, num_bytes: int) -> None:
@@ -125,9 +129,10 @@ class Sessions:
             return True
 
     def finish(self, next_turn: NextTurn) -> None:
-        """Count a request on a session no longer."""
+        """Count a request on a session no longer. A session that requests have opened ends where none was answered."""
         with self.lock:
             self._count_no_more(next_turn)
+            self._end_unused(next_turn.session)
         if next_turn.kept is not None:
             self.on_turn(next_turn.session, next_turn.kept)
 
@@ -199,12 +204,20 @@ class Sessions:
             self._deadlines = [(one.deadline, one.id, one.number) for one in self._sessions.values()]
             heapq.heapify(self._deadlines)
 
+    def _end_unused(self, session: Session) -> None:
+        """End a session that a request has opened, if all on it have failed: it has lost no tokens, and may be opened
+        again."""
+        if session.needs_turn and not (session.turns or session.open_rids or session.has_ended):
+            self._end(session, "unused")
+
     def _end(self, session: Session, why: str) -> None:
         del self._sessions[session.id]
         session.has_ended = True
         self._num_bytes -= session.num_bytes
         session.clear()
         self.num_ended[why] += 1
+        if why == "unused":
+            return
         self._ended[session.id] = why
         while len(self._ended) > self._config.max_sessions:
             self._ended.popitem(last=False)

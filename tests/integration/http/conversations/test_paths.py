@@ -148,6 +148,18 @@ def test_a_request_after_the_end_of_its_session_opens_no_empty_one(served):
     served.ok("/close_session", session_id="ended")
 
 
+def test_refused_requests_leave_no_session_open(serve):
+    served = serve(max_sessions=2)
+    for number in range(5):
+        path = path_of(f"refused {number}", CHAT)
+        served.error(path, 400, messages=[user("a")], session_params={"rid": "none"})
+        served.error(path, 400, messages=[{"role": "user", "content": "a " * 9000}])
+        served.error(path, 400, messages=[user("a")], stream=True, session_params={"offset": 1})
+    assert served.client.get("/state").json()["conversations"]["num_open"] == 0
+    assert 'why="unused"} 15.0' in served.client.get("/metrics").text
+    chat(served, "refused 0", user("a"))
+
+
 def test_reports_of_a_session_are_those_of_the_server(served):
     assert served.client.get("/sessions/any/v1/models").json()["data"]
     name = served.client.get("/v1/models").json()["data"][0]["id"]

@@ -326,6 +326,33 @@ def test_an_id_that_is_open_cannot_be_opened_again_but_by_a_request(sessions):
     assert sessions.report()["num_opened"] == 1
 
 
+def test_a_session_that_requests_opened_is_none_where_all_of_them_failed(sessions):
+    for number in range(20):
+        assert refused(begin, sessions, f"no turn {number}", "a", open=True, rid="b").param == "session_params.rid"
+        begin(sessions, f"failed {number}", "a", open=True).end()
+    first, second = (begin(sessions, "two", rid, open=True) for rid in "ab")
+    first.end()
+    assert second.keep(completed(second.joined([1]), [2]))["rid"] == "b"
+    second.end()
+    begin(sessions, "two", "c").end()
+    report = sessions.report()
+    assert (report["num_open"], report["num_opened"], report["num_unused"], report["num_closed"]) == (1, 41, 40, 0)
+    assert report["num_bytes"] == sessions.find("two", "id").num_bytes
+    assert refused(sessions.find, "failed 0", "id").code == "session_unknown"
+    assert turn(sessions, "failed 0", "a", [1], [2], open=True)[1]["rid"] == "a", "it lost nothing: a retry opens it"
+    sessions.open("empty")
+    begin(sessions, "empty", "a", open=True).end()
+    assert not sessions.find("empty", "id").turns, "one that was opened by itself stays"
+
+
+def test_a_session_that_was_closed_under_its_first_request_is_closed(sessions):
+    request = begin(sessions, "mine", "a", open=True)
+    sessions.close("mine")
+    request.end()
+    assert refused(sessions.find, "mine", "id").code == "session_closed"
+    assert sessions.report()["num_unused"] == 0
+
+
 def test_sessions_beyond_their_memory_are_refused_until_some_end(clock):
     sessions = Sessions(HttpConfig(max_session_bytes=100_000), clock)
     ids = [sessions.open().id for _ in range(3)]
