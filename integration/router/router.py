@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,6 +34,8 @@ from .proxy import Proxy
 from .wire import Wire
 
 logger = logging.getLogger(__name__)
+
+_PLAIN = re.compile(r"[A-Za-z0-9/._~-]+")  # paths that need no percent-encoding
 
 
 class Router:
@@ -153,12 +156,16 @@ async def call_of(request: Request, limit: int) -> WorkerCall:
 
 
 def call_with(request: Request, body: bytes) -> WorkerCall:
-    """Build the call to a worker from a request whose body has been read. Raises BadField for a path of a session with
-    an id that none has."""
+    """Build the call to a worker from a request whose body has been read. A path of plain characters is spelled without
+    percent-encoding. Raises BadField for a path of a session with an id that none has."""
     # The key was checked for this path. A path with dots would be another path at the worker.
     if {".", ".."} & set(request.scope["path"].split("/")):
         raise no_path(request.scope["path"])
-    path = request.scope["raw_path"].decode("latin-1")
+    # Parts of the router compare it with the paths that they know, so these have one spelling from here on. The others
+    # stay as they were sent.
+    path = request.scope["path"]
+    if not _PLAIN.fullmatch(path):
+        path = request.scope["raw_path"].decode("latin-1")
     query = request.scope["query_string"].decode("latin-1")
     headers = headers_of(request.headers.raw)
     return WorkerCall(request.method, path, query, headers, body, session_in(request.scope))

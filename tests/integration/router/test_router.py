@@ -56,6 +56,17 @@ def test_authorization_query_and_body_go_through_as_they_are(fleet):
     assert int(seen["Content-Length"]) == len(body) + len(json.dumps(own, separators=(",", ":"))) - 1
 
 
+@pytest.mark.parametrize(
+    ("sent", "got"),
+    [("/%67enerate", "/generate"), ("/v1%2fchat/completion%73?a=%2F", "/v1/chat/completions?a=%2F"),
+     ("/v1/models/a%20b", "/v1/models/a%20b"), ("/v1/models/%D0%BA%25", "/v1/models/%D0%BA%25")],
+)  # fmt: skip
+def test_a_path_of_plain_characters_has_one_spelling_and_others_stay(fleet, sent, got):
+    assert fleet.post(sent, {"text": "a"}).status_code == 200
+    [(path, body)] = [(call[1], call[3]) for one in fleet.workers for call in one.calls if call[0] == "POST"]
+    assert path == got and ("default_seed" in body) == ("models" not in got)
+
+
 def test_errors_of_a_worker_go_through(fleet):
     for worker in fleet.workers:
         worker.generate = lambda handler, body: handler.reply(400, {"error": {"message": "sampling_params.x"}})

@@ -199,6 +199,22 @@ def test_a_path_of_a_session_goes_to_its_worker_as_it_is_with_a_seed_and_opens_n
     assert settled(fleet)["load", fleet.workers[0].url] == 0
 
 
+@pytest.mark.parametrize("spelled", ["/v1%2Fmessages", "/%761/message%73", "/v1/%6Des%73ages"])
+def test_another_spelling_of_a_path_of_a_session_is_that_path(fleet, spelled):
+    id = opened(fleet)
+    assert fleet.post(path_of(id, "") + spelled, {"prompt": "a"}).json()["text"] == home(fleet, id).url
+    [got] = home(fleet, id).asked(path_of(id, "/v1/messages"))
+    assert got["opens_session"] is False and isinstance(got["default_seed"], int)
+
+
+def test_other_spellings_of_the_paths_of_sessions_find_its_worker(fleet):
+    for number in range(4):
+        id = fleet.post("/open%5Fsession", {"session_id": f"s{number}"}).json()
+        assert fleet.http.get(f"/session%5Finfo?session_id={id}").json() == {"at": home(fleet, id).url}
+        assert fleet.post("/%63lose_session", {"session_id": id}).status_code == 200
+        assert {"session_id": id} in home(fleet, id).asked("/close_session")
+
+
 def test_reports_of_a_session_go_to_its_worker_unchanged(fleet):
     id = opened(fleet)
     assert fleet.http.get(path_of(id, "/v1/models")).json()["text"] == home(fleet, id).url
