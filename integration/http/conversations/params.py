@@ -32,7 +32,11 @@ class SessionParams(Body):
         description="whether a chat's messages are new ones or the whole conversation; default: the whole where they "
         "have a system's, a developer's or an assistant's message, or no turn has ended",
     )
-    branch: bool = Field(False, description="where earlier messages differ, go on from the last turn that has them")
+    branch: bool | None = Field(
+        None,
+        description="where earlier messages differ, go on from the last turn that has them; default: where the path "
+        "names the session, unless it is a streaming one",
+    )
 
 
 def read_session_params(given: object) -> SessionParams | None:

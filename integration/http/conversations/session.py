@@ -45,6 +45,13 @@ class Session:
         """The time at which it expires if nothing uses it until then."""
         return self.used_at + self.timeout_s
 
+    def settled(self, params: SessionParams, *, may_branch: bool) -> SessionParams:
+        """Return the fields of a request with `branch`. may_branch: it branches where it does not say otherwise and the
+        session is not a streaming one, which has no branches."""
+        if params.branch is not None:
+            return params
+        return params.model_copy(update={"branch": may_branch and not self.options.streaming})
+
     def base_of(self, params: SessionParams, rid: str) -> Turn | None:
         """Return the turn that a request goes on from; None: it begins a conversation. rid: of the request itself.
         Raises BadField, HttpError 409."""

@@ -87,9 +87,10 @@ class Sessions:
             self._end(session, "closed")
         self.on_closed(session)
 
-    def begin(self, params: SessionParams, rid: str) -> NextTurn:
-        """Begin a request on a session; call its `end` in the end. rid: its id. Raises HttpError 404 as `find`, 409
-        where a streaming session has an open request, BadField, Overloaded where the sessions take too much memory."""
+    def begin(self, params: SessionParams, rid: str, *, may_branch: bool = False) -> NextTurn:
+        """Begin a request on a session; call its `end` in the end. rid: its id. may_branch: see `Session.settled`.
+        Raises HttpError 404 as `find`, 409 where a streaming session has an open request, BadField, Overloaded where
+        the sessions take too much memory."""
         with self.lock:
             self._expire()
             if params.open and params.id not in self._sessions and params.id not in self._ended:
@@ -99,6 +100,7 @@ class Sessions:
                 session = self.find(params.id, f"{FIELD}.id")
             try:
                 self._check_bytes()
+                params = session.settled(params, may_branch=may_branch)
                 base = session.base_of(params, rid)
                 session.begin(rid, self._clock())
             finally:

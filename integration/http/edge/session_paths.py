@@ -66,7 +66,7 @@ def path_of(id: str, path: str) -> str:
 
 def with_session(scope: Scope, values: Mapping[str, object]) -> dict[str, object]:
     """Return the fields of a generation with the session that its path names, if it names one: the messages are the
-    whole conversation, and another beginning is a branch. The fields may say otherwise. Raises BadField."""
+    whole conversation. The fields may say otherwise. Raises BadField."""
     found = dict(values)
     opens = found.pop(OPENS, True)
     if (id := session_in(scope)) is None:
@@ -76,4 +76,4 @@ def with_session(scope: Scope, values: Mapping[str, object]) -> dict[str, object
         raise BadField(FIELD, f"must be an object, not {type(given).__name__}")
     if given.get("id", id) != id:
         raise BadField(f"{FIELD}.id", f"is {str(given['id'])[:300]!r}, and the path names the session {id[:300]!r}")
-    return {**found, FIELD: {"messages": "all", "branch": True, "open": bool(opens), **given, "id": id}}
+    return {**found, FIELD: {"messages": "all", "open": bool(opens), **given, "id": id}}

@@ -8,6 +8,7 @@ from fastapi.responses import Response
 from ..conversations.next_turn import NextTurn
 from ..conversations.params import SessionParams
 from ..conversations.store import Sessions
+from ..edge.session_paths import session_in
 from .answers import Reply
 from .sse import EventStream
 from .subscriptions import Hub
@@ -16,7 +17,9 @@ from .subscriptions import Hub
 def begin_turn(request: Request, params: SessionParams | None, rid: str) -> NextTurn | None:
     """Begin a turn, which `answer_turn` ends; None: the request is on no session. Raises as `Sessions.begin`."""
     sessions: Sessions = request.app.state.conversations
-    return None if params is None else sessions.begin(params, rid)
+    if params is None:
+        return None
+    return sessions.begin(params, rid, may_branch=session_in(request.scope) is not None)
 
 
 async def answer_turn(hub: Hub, request: Request, reply: Reply, turn: NextTurn | None) -> Response:

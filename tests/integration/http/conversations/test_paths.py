@@ -108,6 +108,20 @@ def test_requests_at_the_same_time_are_branches(served):
         assert info(served, id, rid=one["id"])["token_ids"] == tokens(one)
 
 
+def test_a_streaming_session_goes_on_by_its_path_and_has_one_branch(served):
+    id = served.open(streaming=True)
+    first = chat(served, id, user("hello"))
+    second = chat(served, id, user("hello"), said(first), user("so?"))
+    assert second["session"]["parent_rid"] == first["id"]
+    error = served.error(path_of(id, CHAT), 400, messages=[user("another"), said(first), user("so?")])
+    assert error["param"] == "messages.0"
+    error = served.error(path_of(id, CHAT), 400, messages=[user("a")], session_params={"branch": True})
+    assert error["param"] == "session_params.branch"
+    ids = info(served, id)["token_ids"]
+    third = served.ok(path_of(id, "/v1/completions"), prompt=[*ids, 9], max_tokens=2)
+    assert third["session"]["parent_rid"] == second["id"]
+
+
 def test_a_stream_is_a_turn_too(served):
     id = served.open()
     body = {"messages": [user("hello")], "max_tokens": 8, "stream": True}
