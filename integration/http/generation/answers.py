@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 from starlette.responses import Response
@@ -23,15 +23,14 @@ class Reply(Protocol):
         """Whether the answer is a stream of events."""
 
     @property
-    def has_texts(self) -> bool:
-        """Whether log-probabilities come with the texts of their tokens, which have to be decoded."""
-
-    @property
     def size(self) -> Size:
         """The size that counts in the limits of the queue."""
 
     def asked(self) -> Asked:
         """Tokenise and check the prompts. Runs in a thread, because it may take long. Raises BadField."""
+
+    def cost(self, completions: Sequence[Completion]) -> int:
+        """Return what `whole` and the encoding of its answer will cost, see `Encoder.run`."""
 
     def whole(self, completions: list[Completion]) -> object:
         """Make the JSON of an answer that is not streamed. Raises HttpError for a prompt that cannot run."""

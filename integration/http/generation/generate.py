@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
@@ -73,11 +73,6 @@ class GenerateReply:
         return self.request.stream
 
     @property
-    def has_texts(self) -> bool:
-        """See `Reply.has_texts`."""
-        return any(wanted.text_of is not None for wanted in self.request.wanted)
-
-    @property
     def size(self) -> Size:
         """See `Reply.size`."""
         samples = (params.n for params in self.request.params)
@@ -90,6 +85,11 @@ class GenerateReply:
     def asked(self) -> Asked:
         """See `Reply.asked`."""
         return self.moving.asked(self.request.asked(self.engine, self.turn), self.engine)
+
+    def cost(self, completions: Sequence[Completion]) -> int:
+        """See `Reply.cost`."""
+        has_texts = any(wanted.text_of is not None for wanted in self.request.wanted)
+        return sum(completion_cost(completion, has_texts=has_texts) for completion in completions)
 
     def whole(self, completions: list[Completion]) -> object:
         """See `Reply.whole`."""

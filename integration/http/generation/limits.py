@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 from ....rollout.engine import Engine
@@ -26,6 +26,7 @@ _KEPT_IDS = 32  # token ids that filters kept that count as one entry
 _PLAIN_POSITIONS = 8  # output positions without alternatives, a number each, that count as one entry
 # Values in one prompt's sampling parameters; their longest text, a grammar, may have as many bytes.
 _MAX_ENTRIES = 1 << 18
+_MAX_DEPTH = 500  # of values that answers repeat; twice as many could be parsed, but not encoded everywhere
 _ENCODER = json.JSONEncoder(separators=(",", ":"))  # in ASCII, so that a text is as long as its bytes, or longer
 
 
@@ -166,12 +167,19 @@ class RequestLimits:
             raise BadField(field, f"{len(tools)} tools are more than {limit} (max_tools)")
         num_bytes, limit = 0, self._config.max_tools_bytes
         for tool in tools:
-            try:
-                num_bytes += len(_ENCODER.encode(tool))
-            except RecursionError:
-                raise BadField(field, "nested too deeply") from None
+            num_bytes += _num_bytes(tool, field)
             if num_bytes > limit:
                 raise BadField(field, f"their JSON has more than {limit} bytes (max_tools_bytes)")
+
+    def repeated(self, value: object, field: str) -> None:
+        """Check the bytes and the depth of tools, of a choice among them, or of a format, which the answer repeats."""
+        limit, num_bytes = max(self._config.max_tools_bytes, self._config.max_grammar_bytes), 0
+        for part in value if isinstance(value, list) else [value]:
+            num_bytes += _num_bytes(part, field)
+            if num_bytes > limit:
+                raise BadField(field, f"its JSON has more than {limit} bytes (max_tools_bytes, max_grammar_bytes)")
+        if _is_deeper_than(_MAX_DEPTH, value):
+            raise BadField(field, f"is nested too deeply: more than {_MAX_DEPTH} lists and objects within one another")
 
     @property
     def tokenizer(self) -> Any:
@@ -263,6 +271,25 @@ class OpenEntries:
         """Count a request's no longer. Does nothing where they are not counted."""
         with self._lock:
             self.num -= self._held.pop(request, 0)
+
+
+def _num_bytes(value: object, field: str) -> int:
+    """Return the length of a value's JSON. Raises BadField."""
+    try:
+        return len(_ENCODER.encode(value))
+    except RecursionError:
+        raise BadField(field, "is nested too deeply") from None
+
+
+def _is_deeper_than(limit: int, value: object) -> bool:
+    """Return whether a value has more lists and objects within one another than this."""
+    level = [value]
+    for _ in range(limit + 1):
+        inner = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
+        if not inner:
+            return False
+        level = list(chain.from_iterable(inner))
+    return True
 
 
 def _has_more_than(limit: int, value: object) -> bool:

@@ -44,7 +44,7 @@ from .admission import Admission, Size
 from .answers import Answer, Reply
 from .asked import Asked
 from .early_aborts import EarlyAborts, Preparing, are_compiled, without_grammars
-from .encoding import Encoder, completion_cost, encode
+from .encoding import Encoder, encode
 from .grammar_limits import check_grammars
 from .limits import OpenEntries, RequestLimits
 from .loss_watch import LossWatch
@@ -176,8 +176,8 @@ class Hub:
         """Wait for the answers and return their JSON."""
         await self._subscribe(subscription, reply.asked, streamed=False)
         try:
-            completions, has_texts = await subscription.completions(), reply.has_texts
-            cost = sum(completion_cost(completion, has_texts=has_texts) for completion in completions)
+            completions = await subscription.completions()
+            cost = reply.cost(completions)
 
             def make() -> bytes:
                 answer = reply.whole(completions)

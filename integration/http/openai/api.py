@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, repeat
@@ -109,11 +109,6 @@ class OpenAIReply:
         return self.request.stream
 
     @property
-    def has_texts(self) -> bool:
-        """See `Reply.has_texts`."""
-        return self.request.wanted.logprobs
-
-    @property
     def size(self) -> Size:
         """See `Reply.size`."""
         return self.request.size.after(self.turn)
@@ -129,6 +124,11 @@ class OpenAIReply:
             num_begun = 0 if self.turn is None else self.turn.num_begun
             self.beginnings.append(form.beginning(asked.prompts[0], self.request.begun, num_begun))
         return self.moving.asked(asked, self.engine)
+
+    def cost(self, completions: Sequence[Completion]) -> int:
+        """See `Reply.cost`."""
+        has_texts = self.request.wanted.logprobs
+        return sum(completion_cost(completion, has_texts=has_texts) for completion in completions)
 
     def whole(self, completions: list[Completion]) -> dict[str, Any]:
         """See `Reply.whole`."""

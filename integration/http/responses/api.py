@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,6 +16,7 @@ from ..conversations.turns import messages_of
 from ..edge.bodies import describe
 from ..edge.errors import HttpError
 from ..generation.encoding import QUICK_COST
+from ..generation.subscriptions import Subscription
 from ..openai.api import OpenAIReply, complete
 from .fields import ResponsesBody
 from .places import Places
@@ -52,6 +54,10 @@ class ResponsesReply(OpenAIReply):
 
     request: ResponsesRequest
 
+    def cost(self, completions: Sequence[Completion]) -> int:
+        """See `Reply.cost`."""
+        return super().cost(completions) + self._cost_of_repeated
+
     def whole(self, completions: list[Completion]) -> dict[str, Any]:
         """See `Reply.whole`. The answer is the end of the stream that it would be."""
         found = super().whole(completions)
@@ -68,6 +74,15 @@ class ResponsesReply(OpenAIReply):
         """See `OpenAIReply.writer`."""
         count = self.limits.tokenising.count_of_output
         return ResponseWriter(self.request, count, is_turn=self.turn is not None)
+
+    def _first_choices(self, subscription: Subscription) -> Iterator[tuple[dict[str, object], int, int]]:
+        """See `OpenAIReply._first_choices`. The first events have the whole response."""
+        for choice, cost, num_prompt in super()._first_choices(subscription):
+            yield choice, cost + self._cost_of_repeated, num_prompt
+
+    @property
+    def _cost_of_repeated(self) -> int:
+        return self.request.num_repeated // 16
 
     def _cost(self, chunk: StreamChunk) -> int:
         """See `OpenAIReply._cost`. The end repeats the whole answer, and the tokens of its thoughts are counted."""

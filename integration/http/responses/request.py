@@ -1,4 +1,4 @@
-"""The reading of a request: the chat that it is, and what its answer repeats."""
+"""The reading of a request: the chat that it is."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ..openai.body import OpenAIRequest, read_chat
 from .fields import ResponsesBody, refuse_unsupported, refuse_values_of
 from .items import read_input
 from .places import Places
+from .repeated import num_chars, repeated_fields
 from .tools import ToolNames, translated_choice, translated_tools
 
 ID = "resp_"  # the beginning of an answer's id
 _MAX_ID = 256  # characters of a request_id
 _SESSION = "session_params"
-_ECHOED_TEXTS = ("prompt_cache_key", "safety_identifier", "user")
 # Sets what a chat asks for in another way, or nothing.
 _OWN = frozenset(ResponsesBody.model_fields) - {
     "model", "temperature", "top_p", "top_logprobs", "parallel_tool_calls", "stream"
@@ -35,6 +35,7 @@ class ResponsesRequest(OpenAIRequest):
     """A checked request, which is a chat."""
 
     repeated: Mapping[str, Any]  # fields of the answer that are the request's
+    num_repeated: int  # characters of their JSON
     tool_names: ToolNames
     places: Places
     wants_logprobs: bool  # of the texts of the answer
@@ -52,6 +53,7 @@ def read_response(
     limits.long_lists({"input": values["input"]}, "input_ids", ("input",))
     body = fields_of(ResponsesBody, values)
     refuse_values_of(body)
+    repeated = repeated_fields(values, body, limits)
     session = _session(values.get(_SESSION), body, places)
     messages = read_input(body.input, _instructions(body, session, first), places)
     fitted = Roles.of(engine).fitted(messages, goes_on=body.previous_response_id is not None)
@@ -73,7 +75,8 @@ def read_response(
     read = read_chat(chat, engine, model, limits)
     return ResponsesRequest(
         **vars(read),
-        repeated=_repeated(values, body),
+        repeated=repeated,
+        num_repeated=num_chars(repeated),
         tool_names=names,
         places=places,
         wants_logprobs=body.wants_logprobs,
@@ -141,29 +144,3 @@ def _response_format(values: Mapping[str, object], body: ResponsesBody, places: 
     if not isinstance(given.get("schema"), Mapping):
         raise BadField("text.format.schema", "must be a JSON schema, an object")
     return {"type": "json_schema", "json_schema": {"schema": given["schema"]}}
-
-
-def _repeated(values: Mapping[str, object], body: ResponsesBody) -> dict[str, Any]:
-    """Make the fields of the answer that are the request's, or that no request can change."""
-    given_format = None if body.text is None else body.text.format
-    texts = {name: value for name in _ECHOED_TEXTS if isinstance(value := values.get(name), str)}
-    return {
-        "background": False,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": None,
-        "metadata": body.metadata or {},
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "reasoning": {"effort": None if body.reasoning is None else body.reasoning.effort, "summary": None},
-        "service_tier": "default",
-        "store": False,
-        "temperature": body.temperature,
-        "text": {"format": given_format or {"type": "text"}},
-        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": body.tools or [],
-        "top_logprobs": body.top_logprobs,
-        "top_p": body.top_p,
-        "truncation": "disabled",
-        **texts,
-    }

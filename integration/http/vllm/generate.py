@@ -20,7 +20,7 @@ from ..edge.errors import HttpError, as_http_error, error_body
 from ..generation.admission import Size
 from ..generation.asked import Asked
 from ..generation.body import has_stop_regex, text_of_token
-from ..generation.encoding import chunk_cost
+from ..generation.encoding import chunk_cost, completion_cost
 from ..generation.generate import refuse_ignored
 from ..generation.going_on import Moving, read_moving
 from ..generation.seam import Seam
@@ -91,11 +91,6 @@ class InferenceReply:
         return self.request.stream
 
     @property
-    def has_texts(self) -> bool:
-        """See `Reply.has_texts`."""
-        return self.request.has_text or self.request.num_prompt_top is not None
-
-    @property
     def size(self) -> Size:
         """See `Reply.size`."""
         return self.request.size
@@ -105,6 +100,11 @@ class InferenceReply:
         asked = self.request.asked()
         self.prompts[:] = asked.prompts
         return self.moving.asked(asked, self.engine)
+
+    def cost(self, completions: Sequence[Completion]) -> int:
+        """See `Reply.cost`."""
+        has_texts = self.request.has_text or self.request.num_prompt_top is not None
+        return sum(completion_cost(completion, has_texts=has_texts) for completion in completions)
 
     def whole(self, completions: list[Completion]) -> object:
         """See `Reply.whole`."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from lockstep.integration.http.generation.encoding import QUICK_COST, Encoder
 from lockstep.tests.integration.http.responses.conftest import CONTEXT, Served
 
 REFUSED = [
@@ -133,3 +135,63 @@ def test_a_prompt_that_is_too_long_has_openais_code(served: Served):
 def test_a_body_of_too_many_lists_is_refused_before_it_is_read(served: Served):
     told = served.error(413, input=[{"role": "user", "content": [{"type": "input_text", "text": "a"}] * 300_000}])
     assert "max_body_lists" in told["message"]
+
+
+LONG = "a" * 2_000_000
+FORMAT = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
+TOOL = {"type": "function", "name": "now"}
+TOO_LONG = [
+    ({"metadata": {str(at): "a" for at in range(17)}}, "metadata"), ({"metadata": {"a" * 65: ""}}, "metadata"),
+    ({"metadata": {"a": "b" * 513}}, "metadata.a"), ({"user": "a" * 1025}, "user"), ({"user": LONG}, "user"),
+    ({"prompt_cache_key": LONG}, "prompt_cache_key"), ({"safety_identifier": LONG}, "safety_identifier"),
+    ({"reasoning": {"effort": LONG}}, "reasoning.effort"), ({"tools": [{**TOOL, "more": LONG}]}, "tools"),
+    ({"tools": [{"type": "namespace", "name": "a", "description": LONG, "tools": [TOOL]}]}, "tools"),
+    ({"tools": [TOOL], "tool_choice": {**TOOL, "more": LONG}}, "tool_choice"),
+    ({"text": {"format": {**FORMAT, "description": LONG}}}, "text.format"),
+    ({"text": {"format": {"type": "text", "more": LONG}}}, "text.format"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "place"), TOO_LONG, ids=lambda value: str(value)[:40])
+def test_what_the_answer_repeats_has_limits(served: Served, fields, place):
+    assert served.error(**fields)["param"] == served.error(**fields, stream=True)["param"] == place
+
+
+def test_what_is_as_long_as_may_be_is_repeated(served: Served):
+    fields = {
+        "metadata": {f"{at:064}": "a" * 512 for at in range(16)}, "user": "ü" * 1024, "prompt_cache_key": "b" * 1024,
+        "tools": [{**TOOL, "more": "a" * 200_000}], "tool_choice": {**TOOL, "more": "a" * 200_000},
+    }  # fmt: skip
+    answer = served.ok(max_output_tokens=100, **fields)
+    assert {name: answer[name] for name in fields} == fields
+
+
+@pytest.mark.parametrize("fields", [
+    {"tools": [{**TOOL, "more": "a" * 50_000}]}, {"text": {"format": {"type": "text", "more": "a" * 50_000}}},
+    {"tools": [TOOL], "tool_choice": {**TOOL, "more": "a" * 50_000}},
+], ids=str)  # fmt: skip
+def test_what_repeats_much_is_not_encoded_on_the_event_loop(served: Served, monkeypatch, fields):
+    costs, run = [], Encoder.run
+
+    async def noted(encoder: Encoder, make: Callable[[], bytes], cost: int) -> bytes:
+        costs.append(cost)
+        return await run(encoder, make, cost)
+
+    monkeypatch.setattr(Encoder, "run", noted)
+    served.ok(max_output_tokens=100, **fields)
+    [whole] = costs
+    costs.clear()
+    served.http.post("/v1/responses", json={"input": "a", "stream": True, "max_output_tokens": 100, **fields}).read()
+    assert min(whole, costs[0], costs[-1]) > QUICK_COST > costs[1]
+
+
+@pytest.mark.parametrize("depth", [30, 450, 960, 970, 975, 980, 985])
+def test_what_the_answer_repeats_may_be_deep_or_is_refused(served: Served, depth):
+    for fields in ({"tools": [{**TOOL, "more": 0}]}, {"tools": [TOOL], "tool_choice": {**TOOL, "more": 0}},
+                   {"text": {"format": {"type": "text", "more": 0}}}):  # fmt: skip
+        for more in ({}, {"stream": True}):
+            body = {"input": "a", "max_output_tokens": 20, **fields, **more}
+            text = json.dumps(body).replace('"more": 0', f'"more": {"[" * depth}{"]" * depth}')
+            answer = served.http.post("/v1/responses", content=text, headers={"content-type": "application/json"})
+            assert answer.status_code == (200 if depth < 500 else 400), answer.text[-300:]
+            assert '"error":null' in answer.text or depth > 500
