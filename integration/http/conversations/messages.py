@@ -4,7 +4,8 @@
 |---|---|
 | content | null, an empty text, or parts; blanks at its ends |
 | thoughts | left out; blanks at their ends; either of their names |
-| calls of tools | ids, places and types; arguments as an object or as any JSON text of the same values |
+| calls of tools | ids, places and types; arguments as an object or as any JSON text of the same values, or that text |
+| | as the one argument `input`, as the Responses API has calls of custom tools |
 | all other fields | any |
 
 Messages that were never sampled stand in a prompt as a client wrote them: of those, only fields that are null or empty
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
+INPUT = "input"  # the argument of a custom tool, which is a text
 _THOUGHTS = ("reasoning_content", "reasoning")  # names of an answer's thoughts, which clients may leave out
 _EXACT = 2**53  # from here on a number of JavaScript's may not be the integer that was written
 
@@ -101,12 +103,34 @@ def _stripped(value: object) -> object:
 
 
 def _called(call: Mapping[str, Any]) -> object:
-    """Return the name and the arguments of a call that was read, with each number in one form, and with U+FFFD for half
-    of a surrogate pair, as some clients are told it."""
+    """Return the name of a call that was read, and a text that is equal for all forms of its arguments, with each
+    number in one form, and with U+FFFD for half of a surrogate pair, as some clients are told it."""
     function = call.get("function") or {}
-    text = json.dumps(function.get("arguments"), ensure_ascii=False)
+    arguments = function.get("arguments")
+    text = _text_of(_plainly(json.dumps(arguments, ensure_ascii=False)))
+    while (inner := _from_input(arguments)) is not None:
+        arguments, text = inner
+    return [function.get("name"), text]
+
+
+def _from_input(arguments: object) -> tuple[object, str] | None:
+    """Return the object whose JSON is the one argument `INPUT`, and its text; None: there is none. Such arguments are
+    the same as that object: of other arguments than `INPUT` a custom tool gets the JSON, and that comes back as
+    `INPUT`."""
+    given = arguments.get(INPUT) if isinstance(arguments, Mapping) and len(arguments) == 1 else None
+    if not isinstance(given, str) or not given.lstrip().startswith("{"):
+        return None
+    try:
+        found = _plainly(given)
+        return found, _text_of(found)
+    except (ValueError, RecursionError):  # no JSON, or deeper than any that was read
+        return None
+
+
+def _plainly(text: str) -> object:
+    """Return the value of a JSON text, with its numbers and halves of surrogate pairs in one form."""
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return [function.get("name"), json.loads(text, parse_int=_number, parse_float=_number)]
+    return json.loads(text, parse_int=_number, parse_float=_number)
 
 
 def _number(text: str) -> int | float:

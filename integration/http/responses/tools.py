@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..conversations.messages import INPUT
 from ..edge.errors import BadField
 
-INPUT = "input"  # the argument of a custom tool
 _KINDS = "only the types function, custom and namespace are supported: other tools run on OpenAI's servers"
 _CUSTOM_PARAMETERS = {
     "type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT], "additionalProperties": False,

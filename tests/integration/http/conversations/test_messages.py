@@ -26,6 +26,32 @@ def call(arguments: object, **others: object) -> dict[str, Any]:
 ANSWER = assistant("yes.\n", reasoning_content="hm\n", tool_calls=[CALL])
 
 
+def as_input(arguments: str) -> str:
+    return json.dumps({"input": arguments})
+
+
+@pytest.mark.parametrize("arguments", [
+    '{"patch": "x"}', '{"input": 5}', '{"input": "a", "b": 1.0}', '{"input": "\\ud800"}', "{}", '{"patch": "\\ud800"}',
+    json.dumps({"input": '{"a": "\ud800"}'}), json.dumps({"input": '{"a": 1}', "b": '{"a": 1}'}),
+], ids=str)  # fmt: skip
+def test_a_call_of_a_custom_tool_is_recognised_by_the_json_that_the_tool_got(arguments):
+    ours, theirs = (assistant(tool_calls=[call(one)]) for one in (arguments, as_input(arguments)))
+    assert likeness(ours, theirs, is_answer=True) is NAMED and likeness(theirs, theirs, is_answer=True) is EXACT
+    assert chained(b"", [ours]) == chained(b"", [theirs])
+    other = assistant(tool_calls=[call(as_input('{"patch": "y"}'))])
+    assert likeness(ours, other, is_answer=True) is likeness(theirs, other, is_answer=True) is OTHER
+
+
+def test_texts_of_custom_tools_that_are_no_json_differ():
+    texts = ["", "{", "x", "{x}", '{"a": 1} x', "[1]", "[2]", "{\"a\":" * 100_000, "{\"a\":" * 5 + "1" + "}" * 5,
+             '{"a":' + "[" * 100_000 + "]" * 100_000 + "}", '{"a":' + "[" * 900 + "]" * 900 + "}"]  # fmt: skip
+    calls = [assistant(tool_calls=[call(as_input(text))]) for text in texts]
+    for at, ours in enumerate(calls):
+        assert [likeness(ours, theirs, is_answer=True) is OTHER for theirs in calls] == [
+            i != at for i in range(len(calls))
+        ]
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

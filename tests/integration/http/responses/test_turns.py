@@ -95,6 +95,24 @@ def test_the_outputs_of_calls_are_new_input(served: Served, session):
     assert third["session"]["parent_rid"] == second["id"]
 
 
+@pytest.mark.parametrize("arguments", [
+    '{"patch": "a\\u00fc", "n": 1.0}', '{"input": 5}', "{}", '{"input": "{\\"a\\": 1}"}', '{"input": "\\ud800"}',
+])  # fmt: skip
+@pytest.mark.parametrize("keeps_ids", [True, False])
+def test_a_custom_tool_that_is_called_with_other_arguments_keeps_its_turn(
+    served: Served, session, arguments, keeps_ids
+):
+    path, asks = f"/sessions/{session}/v1/responses", {"tools": [PATCH]}
+    call = f'<tool_call>\n{{"name": "patch", "arguments": {arguments}}}\n</tool_call>'
+    first = served.ok(path=path, max_output_tokens=500, structured_outputs=forced(call), **asks)
+    assert first["output"][0]["type"] == "custom_tool_call"
+    items = [{"role": "user", "content": "Weather?"}, *first["output"], *outputs_of(first)]
+    if not keeps_ids:
+        items = [{**item, "call_id": "call_1"} if "call_id" in item else item for item in items]
+    second = served.ok(items, path, **asks)
+    assert second["session"]["parent_rid"] == first["id"]
+
+
 def test_clients_that_know_nothing_of_sessions_have_one_by_its_path(served: Served, session):
     path = f"/sessions/{session}/v1/responses"
     first = served.ok("Weather?", path, instructions="Help.", return_token_ids=True)
