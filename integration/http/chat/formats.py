@@ -25,7 +25,7 @@ Read = Callable[[str, str, Schemas], list[Item]]  # of a body, and of all text w
 
 _HARMONY_ENDS = ["<|end|>", "<|return|>", "<|call|>"]
 _HARMONY_START = r"(?:<\|start\|>assistant)?"
-_HARMONY_TO = r"to=functions\.(?P<name>[\w.-]{1,64})"
+_HARMONY_TO = r"to=functions\.(?P<name>[\w.-]{1,128})"
 _HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 _HARMONY_TEXTS = {
     "final": {

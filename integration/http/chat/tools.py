@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from ..edge.errors import BadField
 from ..generation.limits import RequestLimits
 
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")  # as with Anthropic; OpenAI has 64, and namespaces in front
 _CHOICES = '"none", "auto", "required", a function by name, or allowed_tools'
 
 
@@ -94,7 +94,9 @@ def _checked(tool: object) -> dict[str, Any]:
     function = _function(tool)
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise BadField("tools", f"a name has 1 to 64 of the characters a-z, A-Z, 0-9, _ and -, not {str(name)[:100]!r}")
+        raise BadField(
+            "tools", f"a name has 1 to 128 of the characters a-z, A-Z, 0-9, _ and -, not {str(name)[:100]!r}"
+        )
     for key, kind, what in (
         ("description", str, "a text"), ("parameters", dict, "a JSON schema, an object"), ("strict", bool, "a boolean"),
     ):  # fmt: skip

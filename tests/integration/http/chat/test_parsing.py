@@ -37,6 +37,18 @@ def test_calls_are_found_in_the_form_that_is_named(serve, case: Case):
     assert [call["tool_index"] for call in found["calls"]] == list(range(len(found["calls"])))
 
 
+@pytest.mark.parametrize(
+    "case", {case.tools: case for case in WHOLE if any(name == "now" for name, _ in case.calls)}.values(),
+    ids=lambda case: case.tools,
+)  # fmt: skip
+def test_calls_by_a_long_name_are_found(serve, case: Case):
+    name = "now" + "_" * 125
+    tools = json.loads(json.dumps(TOOLS).replace('"now"', f'"{name}"'))
+    body = {"text": case.text.replace("now", name), "tools": tools, "tool_call_parser": case.tools}
+    found = parsed(serve(chat_template("hermes")), "parse_function_call", **body)
+    assert name in [call["name"] for call in found["calls"]]
+
+
 @pytest.mark.parametrize("case", [case for case in WHOLE if case.reasoning and not case.calls], ids=str)
 def test_reasoning_is_found_in_the_form_that_is_named(serve, case: Case):
     url = serve(chat_template("hermes"))

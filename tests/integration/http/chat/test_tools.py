@@ -39,12 +39,17 @@ def allowed(mode: str, *names: str) -> dict:
 
 @pytest.mark.parametrize("bad", [
     5, {}, {"type": "function"}, {"type": "web_search"}, {"type": "function", "function": {}}, a_tool(5), a_tool(""),
-    a_tool("a" * 65), a_tool('quo"te'), a_tool("line\n"), a_tool("blank "), a_tool("ünicode"), a_tool("a.b"),
+    a_tool("a" * 129), a_tool('quo"te'), a_tool("line\n"), a_tool("blank "), a_tool("ünicode"), a_tool("a.b"),
     a_tool(parameters=[]), a_tool(parameters="{}"), a_tool(description=5), a_tool(strict="yes"),
 ])  # fmt: skip
 def test_wrong_tools_are_refused_by_name(bad):
     with pytest.raises(BadField, match="tools"):
         read_tools(fields([bad]), limits())
+
+
+def test_a_name_may_be_as_long_as_anthropics():
+    found = read_tools(fields([a_tool("a" * 128)]), limits())
+    assert found is not None and list(found.schemas) == ["a" * 128]
 
 
 def test_names_that_occur_twice_and_too_many_or_too_long_tools_are_refused_with_the_setting():
