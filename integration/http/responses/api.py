@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,6 @@ from fastapi.responses import Response
 
 from ....rollout.completion import Completion, StreamChunk
 from ..conversations.store import Sessions
-from ..conversations.turns import messages_of
 from ..edge.bodies import describe
 from ..edge.errors import HttpError
 from ..generation.encoding import QUICK_COST
@@ -45,7 +45,11 @@ def first_message(sessions: Sessions, id: str, rid: str) -> dict[str, Any] | Non
             turn = sessions.find(id, "id").turns.get(rid)
         except HttpError:  # the beginning of the turn raises it
             return None
-    return None if turn is None else next(iter(messages_of(turn.path[0])), None)
+    messages = None if turn is None else turn.path[0].messages
+    if not messages:
+        return None
+    found: dict[str, Any] = json.loads(messages[0])
+    return found
 
 
 @dataclass(frozen=True)

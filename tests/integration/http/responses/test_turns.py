@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
 
+from lockstep.integration.http.conversations.messages import encoded
+from lockstep.integration.http.conversations.store import Sessions
+from lockstep.integration.http.conversations.turns import Turn
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.responses.api import first_message
 from lockstep.tests.integration.http.responses.conftest import Served, forced
 from lockstep.tests.integration.http.responses.test_answers import TOOLS
 from lockstep.tests.support.chat.answers import WHOLE
@@ -80,6 +86,21 @@ def test_an_answer_is_gone_on_from_by_its_id_with_what_is_new(served: Served, se
     assert "And now?" in new and "Help." not in new
     told = served.error(previous_response_id=first["id"], session_params={"id": session}, instructions="Other.")
     assert told["param"] == "instructions" and "tokens stand" in told["message"]
+
+
+def test_the_first_message_is_parsed_alone():
+    """The others may be long, and short requests are read on the event loop."""
+    sessions = Sessions(HttpConfig())
+    session = sessions.open()
+    first = encoded({"role": "system", "content": "Help."})
+    turn = Turn("a", None, 0, array("i"), 0, None, (), messages=(first, b"no JSON"))
+    session.turns["a"] = turn
+    session.turns["b"] = Turn("b", turn, 0, array("i"), 0, None, (), messages=(b"no JSON",))
+    session.turns["c"] = Turn("c", None, 0, array("i"), 0, None, ())
+    for rid in ("a", "b"):
+        assert first_message(sessions, session.id, rid) == {"role": "system", "content": "Help."}
+    assert first_message(sessions, session.id, "c") is first_message(sessions, session.id, "d") is None
+    assert first_message(sessions, "none", "a") is None
 
 
 def test_the_outputs_of_calls_are_new_input(served: Served, session):
