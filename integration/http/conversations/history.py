@@ -35,7 +35,8 @@ def divide(
     *,
     continues: bool = False,
 ) -> tuple[Turn | None, Messages]:
-    """Return the turn that a chat goes on from, and its new messages, of which there may be none behind an answer.
+    """Return the turn that a chat goes on from, and its new messages, of which there may be none behind an answer. A
+    branch with another shape than the turn's begins a conversation, with the messages of the turn before the new ones.
     find: returns the turns that may begin with the messages of these digests, see `Session.with_messages`. shape: see
     `shape_of`. continues: the last message goes on. Raises BadField."""
     if not given:
@@ -46,6 +47,8 @@ def divide(
         return base, given[_num_messages(base) :]
     _check_messages(base)
     if not is_whole:
+        if base is not None and params.branch and not _has_shape(base, shape):
+            return None, [*messages_of(base), *given]
         return base, given
     compared = _Compared(given)
     if base is not None and not compared.score(base) and compared.differs_at < len(given):
@@ -125,6 +128,12 @@ def _check_messages(base: Turn | None) -> None:
         raise BadField(
             "messages", f"the turn {base.rid!r} was made of token ids, which have no messages: send token ids again"
         )
+
+
+def _has_shape(turn: Turn, shape: bytes) -> bool:
+    """Return whether the conversation of a turn began with this shape."""
+    first = turn.path[0]
+    return chained(shape, map(json.loads, first.messages or ()))[-1] == first.digest
 
 
 def _num_messages(turn: Turn | None) -> int:

@@ -105,6 +105,7 @@ class NextTurn:
         for name in ("offset", "drop_previous_output"):
             if getattr(self.params, name):
                 raise BadField(f"{FIELD}.{name}", "is for prompts of token ids or a text; a chat has messages, and rid")
+        pictures = [*pictures_of(self._base), *pictures]  # the last are those of the new messages
         self._base, new = divide(self._base, given, self.params, self.session.with_messages, shape, continues=continues)
         if continues:
             check_cut(self._base, new)

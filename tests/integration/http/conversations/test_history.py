@@ -305,6 +305,16 @@ def test_a_branch_goes_on_from_turns_with_the_same_tools_and_settings_only():
     assert divide(None, given, params(branch=True), search, shapes[-1]) == (None, given)
 
 
+def test_new_messages_of_a_branch_with_another_shape_follow_those_of_their_turn():
+    shape, new = shape_of([], {"a": 1}), [user("ah")]
+    base = answered("b", answered("a", None, [user("hi")], assistant("yes"), shape), [user("so")], assistant("well"))
+    given = params(branch=True, messages="new")
+    assert divide(base, new, given, find(base), shape) == (base, new)
+    said = [user("hi"), assistant("yes"), user("so"), assistant("well"), *new]
+    assert divide(base, new, given, find(base), shape_of([], {})) == (None, said)
+    assert divide(base, new, params(messages="new"), find(base), b"") == (base, new), "without branch its tokens stand"
+
+
 def test_a_replaced_turn_is_no_branch():
     session = Session("a", 0, SessionOptions(), 100.0, 0.0)
     base = answered("a", None, [user("hi")], assistant("yes"))

@@ -104,6 +104,20 @@ def test_the_whole_conversation_goes_on_where_its_pictures_are_the_sessions(serv
     assert branched["session"]["parent_rid"] is None
 
 
+def test_new_messages_with_other_settings_begin_a_conversation_with_the_pictures_before_them(
+    served: Served, session: str
+):
+    opening, new = user(image_part(URLS[0]), text_part(" name")), user(text_part("and "), image_part(URLS[1]))
+    first = chat(served, {"id": session}, opening)
+    fields = {"chat_template_kwargs": {"other": True}}
+    other = chat(served, {"id": session, "branch": True, "messages": "new"}, new, **fields)
+    assert other["session"]["parent_rid"] is None
+    said = {"role": "assistant", "content": first["choices"][0]["message"]["content"]}
+    whole = chat(served, {"id": session, "branch": True, "messages": "all"}, opening, said, new, **fields)
+    assert other["choices"][0]["prompt_token_ids"] == whole["choices"][0]["prompt_token_ids"]
+    assert tokens_of(other) == tokens_of(whole), "the same pictures"
+
+
 def test_generate_goes_on_with_image_data(served: Served, processor: Any, session: str):
     params = {"max_new_tokens": 6, "sampling_seed": 3, "logit_bias": served.no_media}
     common = {"sampling_params": params, "return_logprob": True, "return_prompt_token_ids": True}

@@ -148,6 +148,24 @@ def test_clients_that_know_nothing_of_sessions_have_one_by_its_path(served: Serv
     assert other["session"]["parent_rid"] is None
 
 
+@pytest.mark.parametrize("changed", [{"tools": TOOLS}, {"reasoning": {"effort": "low"}}])
+def test_an_answer_goes_on_with_other_tools_in_a_conversation_that_shows_them(served: Served, session, changed):
+    path = f"/sessions/{session}/v1/responses"
+    first = served.ok("Weather?", path, instructions="Help.", return_token_ids=True)
+    ask = {"instructions": "Help.", "return_token_ids": True, **changed}
+    new = served.ok("And now?", path, previous_response_id=first["id"], **ask)
+    user = [{"role": "user", "content": text} for text in ("Weather?", "And now?", "Then?")]
+    assert new["session"]["parent_rid"] is None and new["session"]["template_differs_at"] is None
+    next_one = served.ok("Then?", path, previous_response_id=new["id"], **ask)
+    assert next_one["session"]["parent_rid"] == new["id"]
+    alike = served.ok([user[0], *first["output"], user[1], *new["output"], user[2]], path, **ask)
+    assert alike["session"]["parent_rid"] == new["id"]
+    whole = served.ok([user[0], *first["output"], user[1]], path, **ask)
+    assert new["prompt_token_ids"] == whole["prompt_token_ids"]
+    by_field = served.ok("And now?", previous_response_id=first["id"], session_params={"id": session}, **ask)
+    assert by_field["session"]["parent_rid"] == first["id"], "a session without branch goes on"
+
+
 def test_a_previous_answer_needs_a_session_that_has_it(served: Served, session):
     told = served.error(previous_response_id="resp_1")
     assert told["param"] == "previous_response_id" and "session_params" in told["message"]
