@@ -45,18 +45,20 @@ class Sessions:
         self.num_pinned: Callable[[Session], int] = lambda session: 0  # counts the blocks that are pinned for it
         self.is_draining = False  # no session is opened any more: the server will end
 
-    def open(self, id: str | None = None, options: SessionOptions | None = None) -> Session:
-        """Open a session. id: None: a new one. Raises BadField for an id that is open or not printable, Overloaded
-        where there are too many, Draining."""
+    def open(
+        self, id: str | None = None, options: SessionOptions | None = None, *, field: str = "session_id"
+    ) -> Session:
+        """Open a session. id: None: a new one. field: that names it. Raises BadField for an id that is open or not
+        printable, Overloaded where there are too many, Draining."""
         options = options or SessionOptions()
         with self.lock:
             self._expire()
             if self.is_draining:
                 raise Draining
             if id is not None and not id.isprintable():
-                raise BadField("session_id", "must be printable")
+                raise BadField(field, "must be printable")
             if id is not None and id in self._sessions:
-                raise BadField("session_id", f"a session {id!r} is open already")
+                raise BadField(field, f"a session {id!r} is open already")
             if len(self._sessions) >= (limit := self._config.max_sessions):
                 raise Overloaded(f"{limit} sessions are open, which is the limit (max_sessions)")
             self._check_bytes()
@@ -94,7 +96,7 @@ class Sessions:
         with self.lock:
             self._expire()
             if params.open and params.id not in self._sessions and params.id not in self._ended:
-                session = self.open(params.id)
+                session = self.open(params.id, field=f"{FIELD}.id")
                 session.needs_turn = True
             else:
                 session = self.find(params.id, f"{FIELD}.id")

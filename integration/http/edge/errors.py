@@ -49,7 +49,8 @@ logger = logging.getLogger(__name__)
 SERVER_ENDED = "the server ended"  # why open requests are aborted at the end of a drain
 # The paths of generation, for clients that look for it elsewhere.
 SERVED = (
-    "generation is served at /v1/chat/completions, /v1/responses, /v1/completions, /inference/v1/generate and /generate"
+    "generation is served at /v1/chat/completions, /v1/messages, /v1/responses, /v1/completions, "
+    "/inference/v1/generate and /generate"
 )
 _OPENAI_PREFIXES = ("/v1/", "/v2/", "/inference/")  # of paths with OpenAI's errors
 _OPENAI_PATHS = frozenset(
@@ -236,7 +237,7 @@ def error_response(path: str, error: Exception) -> JSONResponse:
     """Make the answer to a request for `path` that failed with `error`."""
     answer = as_http_error(error)
     forget_frames(error)
-    if path.startswith(_ANTHROPIC_PATH):
+    if _OF_SESSION.sub("", path).startswith(_ANTHROPIC_PATH):
         body = message_error_body(answer)
     else:
         body = error_body(answer, openai=has_openai_errors(path), has_kind=path not in _WITHOUT_KIND)

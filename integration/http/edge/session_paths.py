@@ -21,7 +21,7 @@ PATHS = frozenset(
     {"/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/v1/completions",
      "/v1/models", "/generate"}
 )  # fmt: skip
-_MODEL = "/v1/models/"
+_BELOW = ("/v1/models/", "/v1/messages/", "/v1/responses/")  # paths of models, and of parts that are not supported
 _KEY = "lockstep.session"  # of the scope: the id as it was sent
 
 
@@ -36,7 +36,7 @@ class SessionPaths:
             raw = scope["raw_path"]
             given, slash, rest = raw.removeprefix(PREFIX.encode()).partition(b"/")
             path = unquote_to_bytes(slash + rest).decode("utf-8", "replace")
-            if raw.startswith(PREFIX.encode()) and (path in PATHS or path.startswith(_MODEL)):
+            if raw.startswith(PREFIX.encode()) and (path in PATHS or path.startswith(_BELOW)):
                 scope = {**scope, "path": path, "raw_path": slash + rest, _KEY: given}
         await self._app(scope, receive, send)
 
@@ -54,7 +54,7 @@ def session_in(scope: Scope) -> str | None:
     if not 0 < len(id) <= MAX_ID or not id.isprintable() or id in (".", ".."):
         raise BadField(
             f"{FIELD}.id", f"the path must name it by 1 to {MAX_ID} printable characters, percent-encoded as UTF-8, "
-            f"which are neither . nor .., not {given[:100]!r}"
+            f"which are neither . nor .., not {given[:100].decode('ascii', 'replace')!r}"
         )  # fmt: skip
     return id
 

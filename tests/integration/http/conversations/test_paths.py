@@ -219,6 +219,7 @@ def test_an_id_that_no_session_has_is_refused_in_the_shape_of_its_path(served, g
         status, told = raw(served, "POST", f"/sessions/{given}{path}", body)
         assert status == 400 and told["error"]["param"] == "session_params.id" and len(str(told)) < 2000
         assert ("success" in told) == (path == "/generate")
+        assert not given or f"not '{given[:100]}'" in told["error"]["message"], "as it was sent"
 
 
 @pytest.mark.parametrize(
@@ -241,6 +242,21 @@ def test_a_wrong_path_behind_the_prefix_is_named(served, path, shape):
     status, told = raw(served, "POST", path)
     assert status == 404 and path.replace("%73", "s") in told["error"]["message"]
     assert ("success" in told) == (shape == "sglang")
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [("/v1/messages/batches", 501), ("/v1/messages/batches/b_1", 501), ("/v1/responses/resp_1", 501),
+     ("/v1/responses/resp_1/cancel", 501), ("/v1/messages/nothing", 404), ("/v1/messages.x", 404)],
+)  # fmt: skip
+def test_a_part_that_is_not_supported_says_so_behind_the_prefix_too(served, path, status):
+    found = [raw(served, "POST", prefix + path) for prefix in ("", "/sessions/a")]
+    assert [told for told, _ in found] == [status, status]
+    one, other = (told for _, told in found)
+    assert one.keys() == other.keys() and one["error"].keys() == other["error"].keys()
+    assert one["error"]["code"] == other["error"]["code"]
+    if status == 404:
+        assert "/v1/messages," in one["error"]["message"], "where generation is served"
 
 
 def test_keys_guard_the_paths_of_sessions_as_the_paths_without(serve):

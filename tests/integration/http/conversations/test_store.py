@@ -326,6 +326,12 @@ def test_an_id_that_is_open_cannot_be_opened_again_but_by_a_request(sessions):
     assert sessions.report()["num_opened"] == 1
 
 
+def test_an_id_that_cannot_be_opened_is_named_by_its_field(sessions):
+    assert refused(begin, sessions, "a\nb", "a", open=True).param == "session_params.id"
+    assert refused(sessions.open, "a\nb").param == "session_id"
+    assert sessions.report()["num_opened"] == 0
+
+
 def test_a_session_that_requests_opened_is_none_where_all_of_them_failed(sessions):
     for number in range(20):
         assert refused(begin, sessions, f"no turn {number}", "a", open=True, rid="b").param == "session_params.rid"
