@@ -107,7 +107,7 @@ def _called(call: Mapping[str, Any]) -> object:
     number in one form, and with U+FFFD for half of a surrogate pair, as some clients are told it."""
     function = call.get("function") or {}
     arguments = function.get("arguments")
-    text = _text_of(_plainly(json.dumps(arguments, ensure_ascii=False)))
+    text = _told(_plainly(json.dumps(arguments)))
     while (inner := _from_input(arguments)) is not None:
         arguments, text = inner
     return [function.get("name"), text]
@@ -122,14 +122,18 @@ def _from_input(arguments: object) -> tuple[object, str] | None:
         return None
     try:
         found = _plainly(given)
-        return found, _text_of(found)
+        return found, _told(found)
     except (ValueError, RecursionError):  # no JSON, or deeper than any that was read
         return None
 
 
+def _told(value: object) -> str:
+    """Return a text that is equal for equal values, and has U+FFFD for half of a surrogate pair."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
 def _plainly(text: str) -> object:
-    """Return the value of a JSON text, with its numbers and halves of surrogate pairs in one form."""
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return json.loads(text, parse_int=_number, parse_float=_number)
 
 

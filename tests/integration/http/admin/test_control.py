@@ -139,9 +139,9 @@ def test_the_last_pause_decides_whether_it_ends_by_itself(client, service):
 
 
 def test_a_pause_that_expires_in_the_middle_of_an_update_waits_for_its_end(client, caplog, until):
-    client.post("/pause_generation", json={"mode": "retract", "ttl": 0.1})
-    assert client.post("/begin_weight_update", json={}).status_code == 200
+    client.post("/pause_generation", json={"mode": "retract", "ttl": 2})
     first = pause_timer()
+    assert client.post("/begin_weight_update", json={}).status_code == 200
     until(lambda: pause_timer() not in (None, first))  # it has fired, and waits
     assert client.get("/state").json()["paused"] and not caplog.text
     assert client.post("/end_weight_update", json={}).status_code == 200

@@ -194,12 +194,11 @@ def test_an_event_that_repeats_a_long_output_is_made_in_the_thread():
     assert answer.cost([chunk]) > QUICK_COST
 
 
-def test_an_answer_of_many_prompts_asks_once_whether_it_has_texts(small_service, monkeypatch):
+def test_an_answer_of_many_prompts_asks_once_what_it_costs(small_service, monkeypatch):
     """It looks at every prompt: once for each answer was seconds of the event loop for thousands of them."""
-    looked, whether = [], GenerateReply.has_texts.fget
-    assert whether is not None
-    monkeypatch.setattr(GenerateReply, "has_texts", property(lambda reply: looked.append(1) or whether(reply)))
+    looked, cost = [], GenerateReply.cost
+    monkeypatch.setattr(GenerateReply, "cost", lambda reply, given: looked.append(len(given)) or cost(reply, given))
     body = {"input_ids": [[5, 6]] * 40, "sampling_params": {"max_new_tokens": 1}, "return_logprob": True}
     with serve_in_background(small_service, HttpConfig(port=0)) as server:
         answers = httpx.post(server.url + "/generate", json=body, timeout=30).raise_for_status().json()
-    assert len(answers) == 40 and len(looked) == 1
+    assert len(answers) == 40 and looked == [40]
