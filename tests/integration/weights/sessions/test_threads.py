@@ -192,4 +192,5 @@ def test_verbs_of_many_threads_neither_deadlock_nor_mix_versions(service, model)
     crowd.stop.set()
     wait_until(crowd.carry_on_once)
     assert all(soon(other) > 0 for other in others[:3]) and all(soon(other) >= 0 for other in others[3:])
-    assert service.engine.weight_digest == service.model_digest()
+    # None where the last session was taken back while another thread's update was under way: see `EngineHost.revert`.
+    assert service.engine.weight_digest in (None, service.model_digest())
