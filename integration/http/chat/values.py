@@ -41,15 +41,16 @@ def dumped(arguments: dict[str, Any]) -> str:
     """Return the JSON of arguments. Raises ValueError for numbers that JSON does not have, and deep nesting."""
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        return text if text.isascii() or _is_unicode(text) else json.dumps(arguments, allow_nan=False)
+        return text if text.isascii() or is_unicode(text) else json.dumps(arguments, allow_nan=False)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
 
-def _is_unicode(text: str) -> bool:
+def is_unicode(text: str) -> bool:
+    """Return whether a text can be encoded: half of a surrogate pair, which only an escape can write, cannot."""
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
+    except UnicodeEncodeError:
         return False
     return True
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..chat.values import is_unicode
 from ..conversations.messages import INPUT
 from ..edge.errors import BadField
 
@@ -89,15 +90,7 @@ def custom_input(arguments: str) -> str:
     except RecursionError:
         return arguments
     text = value.get(INPUT) if isinstance(value, dict) and len(value) == 1 else None
-    return text if isinstance(text, str) and _is_unicode(text) else arguments
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can write
-        return False
-    return True
+    return text if isinstance(text, str) and is_unicode(text) else arguments
 
 
 def custom_arguments(text: str) -> str:
