@@ -72,11 +72,13 @@ ROUTERS = (
 
 
 def create_app(
-    service: RolloutService, config: HttpConfig | None = None, kept_samples: rollouts.Rollouts | None = None
-) -> FastAPI:
+    service: RolloutService, config: HttpConfig | None = None, kept_samples: rollouts.Rollouts | None = None, *,
+    only_sessions: bool = False,
+) -> FastAPI:  # fmt: skip
     """Make the HTTP application of a service. The caller must run the engine's loop; `server` starts it.
 
     kept_samples: those of the run of the job that the engine belongs to, by step, as their page shows them.
+    only_sessions: it answers paths of sessions alone, which this process opens in `app.state.conversations`.
 
     Handlers find in `app.state`: service, config, reads and operations (they run blocking calls), updates (the gate),
     attendance (of clients of updates), flushes, conversations (their sessions), profiler, scrapes, traffic,
@@ -97,6 +99,7 @@ def create_app(
     app.state.traffic = Traffic()
     app.state.flushes = Flushes(service.engine, app.state.reads)
     app.state.conversations = Sessions(config)
+    app.state.conversations.is_opened_by_requests = not only_sessions
     SessionPins(service.engine, app.state.conversations, app.state.reads)
     app.state.is_closing = app.state.is_draining = app.state.is_asleep = False
     app.state.weight_way, app.state.weights_told, app.state.areal_tensors = Broadcasts(None), (), None
@@ -112,6 +115,6 @@ def create_app(
     app.add_middleware(AuthMiddleware, config=config)
     app.add_middleware(errors.EndingMiddleware)
     app.add_middleware(TrafficMiddleware, traffic=app.state.traffic)
-    app.add_middleware(SessionPaths)
+    app.add_middleware(SessionPaths, only=only_sessions)
     app.add_middleware(TurnsMiddleware)  # the outermost: hundreds that arrive at once take a turn before all else
     return app

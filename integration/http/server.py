@@ -140,15 +140,18 @@ class _Server(uvicorn.Server):
 class BackgroundServer:
     """A server in a thread of this process, which the process does not wait for."""
 
-    def __init__(self, service: RolloutService, config: HttpConfig, kept_samples: Rollouts | None = None) -> None:
-        """Bind the address. kept_samples: as `create_app` takes them.
+    def __init__(
+        self, service: RolloutService, config: HttpConfig, kept_samples: Rollouts | None = None, *,
+        only_sessions: bool = False,
+    ) -> None:  # fmt: skip
+        """Bind the address. kept_samples, only_sessions: as `create_app` takes them.
 
         Raises ValueError for an address without the admin key that it needs, OSError for an address that cannot be
         bound.
         """
         config.check_bind()
         self._service = service
-        self.app = create_app(service, config, kept_samples)
+        self.app = create_app(service, config, kept_samples, only_sessions=only_sessions)
         self._socket = listen(config)
         self.port: int = self._socket.getsockname()[1]
         self._is_listening = threading.Event()
@@ -201,15 +204,16 @@ class BackgroundServer:
 
 
 def serve_in_background(
-    service: RolloutService, config: HttpConfig | None = None, kept_samples: Rollouts | None = None
-) -> BackgroundServer:
+    service: RolloutService, config: HttpConfig | None = None, kept_samples: Rollouts | None = None, *,
+    only_sessions: bool = False,
+) -> BackgroundServer:  # fmt: skip
     """Serve a service of this process over HTTP. The server answers until it is closed, also while the engine is paused
-    and while the trainer trains. kept_samples: as `create_app` takes them. Raises ValueError and OSError as
-    `BackgroundServer`.
+    and while the trainer trains. kept_samples, only_sessions: as `create_app` takes them. Raises ValueError and OSError
+    as `BackgroundServer`.
 
     Example: `server = serve_in_background(service, HttpConfig(port=0)); print(server.url)`
     """
-    server = BackgroundServer(service, config or HttpConfig(), kept_samples)
+    server = BackgroundServer(service, config or HttpConfig(), kept_samples, only_sessions=only_sessions)
     server.start()
     return server
 

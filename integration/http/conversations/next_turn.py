@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from ....rollout.completion import Completion
 from ....rollout.media.images import Images
+from ....rollout.sampling_params import SamplingParams
 from ...chat_tail import Template
 from ..edge.errors import BadField
 from ..edge.session_paths import FIELD
@@ -16,6 +17,7 @@ from .history import ChatPrompt, chat_prompt, check_cut, divide
 from .messages import chained, encoded
 from .params import SessionParams
 from .pictures import num_pictures, with_digests
+from .sampling import prompt_digest
 from .session import Session
 from .turns import MESSAGE_BYTES, TOKEN_BYTES, TURN_BYTES, Turn, answer_start, longest_beginning, pictures_of, tokens_of
 
@@ -31,6 +33,9 @@ class Store(Protocol):
 
     def finish(self, next_turn: NextTurn) -> None:
         """Count the request no longer. Idempotent."""
+
+    def number(self, next_turn: NextTurn, digest: int) -> int:
+        """Return which of its session's requests with this prompt it is, see `Numbers`."""
 
 
 class NextTurn:
@@ -52,6 +57,7 @@ class NextTurn:
         self.kept: Turn | None = None  # the turn that it became
         self.num_begun = 0  # last tokens of the prompt that are of the answer, which goes on
         self.num_reserved = 0  # bytes, see `Store.reserve`
+        self.numbered: tuple[int, int] | None = None  # its prompt's digest, and its number, see `Store.number`
         self._base, self._store = base, store
         self._num_history = 0  # tokens of the history that the prompt begins with
         self._messages: tuple[bytes, ...] | None = None  # that the request adds
@@ -125,6 +131,21 @@ class NextTurn:
         self._digest = (start, *chained(start, new))[-1]
         return prompt.token_ids
 
+    def sampling(self, prompt: Sequence[int], asked: SamplingParams) -> SamplingParams:
+        """Return the settings of the request with those of its session. Raises BadField where the two do not go
+        together."""
+        own = self.session.options.sampling
+        if not own.values:
+            return asked
+        digest = number = 0
+        if own.seed is not None:
+            digest = prompt_digest(prompt)
+            number = self._store.number(self, digest)
+        try:
+            return own.params(asked, digest, number)
+        except ValueError as error:
+            raise BadField(FIELD, f"the session's settings do not go with the request's: {error}") from None
+
     def keep(
         self, completion: Completion, message: Mapping[str, Any] | None = None, extra_key: str = ""
     ) -> dict[str, object]:
@@ -143,9 +164,12 @@ class NextTurn:
             completion.weight_versions, extra_key, messages, digest, self._pictures, _outline_of(completion),
             array("f", completion.logprobs), None if reason is None else reason.type,
             None if drawn is None else drawn.params.temperature,
+            None if completion.forced is None else bytes(completion.forced),
         )  # fmt: skip
         is_kept = self._store.keep(self, turn)
         self.kept = turn if is_kept else None
+        if is_kept and (on_answer := self.session.options.on_answer) is not None:
+            on_answer(self.rid, completion)
         found: dict[str, object] = {
             "id": self.session.id,
             "rid": self.rid if is_kept else None,

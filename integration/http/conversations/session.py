@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
+from ....rollout.completion import Completion
 from ..edge.errors import BadField, HttpError
 from ..edge.session_paths import FIELD
 from .params import History, SessionParams
+from .sampling import Numbers, SessionSampling
 from .turns import Turn
 
 SESSION_BYTES = 2000  # of memory, about, of a session without turns
@@ -21,6 +23,9 @@ class SessionOptions:
     timeout_s: float | None = None  # None, or longer than `session_idle_s`: that setting
     history: History = "sampled"  # of a chat: which tokens win where the template has others
     pin: bool = False  # keep the KV of the last turn in the cache
+    sampling: SessionSampling = field(default_factory=SessionSampling)  # of all turns
+    on_answer: Callable[[str, Completion], None] | None = None  # called with the rid and the answer of each turn
+    may_forget: bool = True  # whether requests may `replace` turns
 
 
 class Session:
@@ -38,6 +43,7 @@ class Session:
         self.num_bytes = SESSION_BYTES + len(id)
         self.pinned: tuple[int, ...] = ()  # hashes of blocks that were pinned, see `pins`
         self.pin_owner = ""  # whose pins they are
+        self.numbers = Numbers()  # of requests with equal prompts
         self._by_digest: dict[bytes, list[Turn]] = {}  # each the oldest first
 
     @property
@@ -64,6 +70,8 @@ class Session:
             wrong = [name for name in ("replace", "drop_previous_output", "offset", "branch") if getattr(params, name)]
             if wrong:
                 raise BadField(f"{FIELD}.{wrong[0]}", "a streaming session only goes on from its last turn")
+        if params.replace and not self.options.may_forget:
+            raise BadField(f"{FIELD}.replace", "is not for the requests of this session, which keeps all turns")
         if params.rid is None:
             return None if params.replace else self.last
         if params.rid in self.open_rids:

@@ -43,6 +43,7 @@ class Sessions:
         self.on_turn: Callable[[Session, Turn], None] = lambda session, turn: None  # called after each turn
         self.on_closed: Callable[[Session], None] = lambda session: None  # not where it expired
         self.num_pinned: Callable[[Session], int] = lambda session: 0  # counts the blocks that are pinned for it
+        self.is_opened_by_requests = True  # whether `open` of a request opens one
         self.is_draining = False  # no session is opened any more: the server will end
 
     def open(
@@ -95,7 +96,8 @@ class Sessions:
         the sessions take too much memory."""
         with self.lock:
             self._expire()
-            if params.open and params.id not in self._sessions and params.id not in self._ended:
+            is_known = params.id in self._sessions or params.id in self._ended
+            if params.open and not is_known and self.is_opened_by_requests:
                 session = self.open(params.id, field=f"{FIELD}.id")
                 session.needs_turn = True
             else:
@@ -132,10 +134,22 @@ class Sessions:
             self._num_bytes += session.num_bytes - num_bytes
             return True
 
+    def number(self, next_turn: NextTurn, digest: int) -> int:
+        """Return which of its session's requests with this prompt it is, see `Numbers`."""
+        with self.lock:
+            if next_turn.has_ended:  # its client has left
+                return 0
+            number = next_turn.session.numbers.take(digest)
+            next_turn.numbered = (digest, number)
+            return number
+
     def finish(self, next_turn: NextTurn) -> None:
         """Count a request on a session no longer. A session that requests have opened ends where none was answered."""
         with self.lock:
             self._count_no_more(next_turn)
+            if next_turn.kept is None and next_turn.numbered is not None:
+                next_turn.session.numbers.give_back(*next_turn.numbered)
+                next_turn.numbered = None
             self._end_unused(next_turn.session)
         if next_turn.kept is not None:
             self.on_turn(next_turn.session, next_turn.kept)

@@ -48,6 +48,7 @@ class Turn:
     logprobs: array[float] = field(default_factory=lambda: array("f"), repr=False)  # of the output's tokens
     finish: str | None = None  # the type of its finish reason
     temperature: float | None = None  # that its output was sampled at, and its log-probabilities are of
+    forced: bytes | None = None  # of each of the output's tokens, whether a grammar left no choice; None: no grammar
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +61,7 @@ class Turn:
         messages = sum(MESSAGE_BYTES + len(message) for message in self.messages or ())
         texts = len(self.rid) + len(self.extra_key) + sum(picture.num_bytes for picture in self.pictures)
         tokens = TOKEN_BYTES * len(self.added) + (0 if self.images is None else IMAGE_TOKEN_BYTES * self.num_prompt)
-        tokens += LOGPROB_BYTES * len(self.logprobs)
+        tokens += LOGPROB_BYTES * len(self.logprobs) + len(self.forced or b"")
         return TURN_BYTES + texts + tokens + SPAN_BYTES * len(self.spans) + messages
 
     @property
@@ -128,7 +129,8 @@ def messages_of(turn: Turn | None) -> list[dict[str, Any]]:
 
 def spans_of(turn: Turn, *, has_logprobs: bool = False) -> list[dict[str, object]]:
     """List the runs of a conversation's tokens that were sampled, each with its turn and its weights' version.
-    has_logprobs: also with the log-probabilities, null where they are not finite."""
+    has_logprobs: also with the log-probabilities, null where they are not finite, and with `forced` where there was a
+    grammar."""
     limit, found = turn.num_tokens, []
     for one in reversed(turn.path):
         for span in reversed(one.spans):
@@ -142,6 +144,8 @@ def spans_of(turn: Turn, *, has_logprobs: bool = False) -> list[dict[str, object
             if has_logprobs:
                 kept = one.logprobs[start - one.num_prompt : end - one.num_prompt]
                 run["logprobs"] = [logprob if math.isfinite(logprob) else None for logprob in kept]
+                if one.forced is not None:
+                    run["forced"] = [bool(each) for each in one.forced[start - one.num_prompt : end - one.num_prompt]]
             found.append(run)
         limit = min(limit, one.num_kept)
     return found[::-1]

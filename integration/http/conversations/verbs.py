@@ -13,6 +13,7 @@ from pydantic import Field, StrictInt
 from ..edge.bodies import Body, Timeout, describe, fields_of, read_as
 from ..edge.errors import BadField
 from .params import MAX_NAME, History, Name
+from .sampling import NAMES, SessionSampling
 from .session import Session, SessionOptions
 from .store import Sessions
 from .turns import messages_of, spans_of, tokens_of
@@ -36,6 +37,10 @@ class OpenBody(Body):
         description="of a chat: the tokens of earlier turns as they stand, or as the template writes them now",
     )
     pin: bool = Field(False, description="keep the KV of the last turn in the cache, as far as pin_budget allows")
+    sampling_params: dict[str, Any] | None = Field(
+        None, description=f"settings of all turns, whatever their requests ask: {', '.join(NAMES)}; max_new_tokens is "
+        "the most that a turn may have, and each turn has a seed made of sampling_seed and its prompt"
+    )  # fmt: skip
 
 
 class CloseBody(Body):
@@ -48,7 +53,8 @@ class CloseBody(Body):
 async def open_session(request: Request) -> Response:
     """Open a session, which keeps the tokens of a conversation as they were sent and sampled. Answers its id."""
     body = await _read(request, OpenBody)
-    options = SessionOptions(body.streaming, body.timeout, body.history, body.pin)
+    sampling = SessionSampling.of(body.sampling_params or {}, "sampling_params")
+    options = SessionOptions(body.streaming, body.timeout, body.history, body.pin, sampling)
     return JSONResponse(_sessions(request).open(body.session_id, options).id)
 
 
@@ -87,6 +93,7 @@ def _report(sessions: Sessions, session: Session, rid: str | None, has_logprobs:
         turn = last if rid is None else session.turns[rid]
         found: dict[str, Any] = {
             "session_id": session.id, "streaming": options.streaming, "history": options.history, "pin": options.pin,
+            "sampling_params": dict(options.sampling.values),
             "num_pinned_blocks": num_pinned, "num_turns": len(session.turns), "num_bytes": session.num_bytes,
             "num_open_requests": len(session.open_rids), "seconds_left": sessions.seconds_left(session),
             "last_rid": None if last is None else last.rid, "leaves": session.leaves,

@@ -11,7 +11,7 @@ from urllib.parse import quote, unquote_to_bytes
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .errors import BadField
+from .errors import BadField, error_response, no_path
 
 PREFIX = "/sessions/"
 FIELD = "session_params"
@@ -28,16 +28,20 @@ _KEY = "lockstep.session"  # of the scope: the id as it was sent
 class SessionPaths:
     """Pass calls under the paths of sessions on without the prefix. Other paths stay as they are."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, *, only: bool = False) -> None:
+        """Wrap the application. only: there are no other paths, as for callers that know nothing but a session's id."""
+        self._app, self._only = app, only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(PREFIX):
+        if scope["type"] == "http" and (self._only or scope["path"].startswith(PREFIX)):
             raw = scope["raw_path"]
             given, slash, rest = raw.removeprefix(PREFIX.encode()).partition(b"/")
             path = unquote_to_bytes(slash + rest).decode("utf-8", "replace")
             if raw.startswith(PREFIX.encode()) and (path in PATHS or path.startswith(_BELOW)):
                 scope = {**scope, "path": path, "raw_path": slash + rest, _KEY: given}
+            elif self._only:
+                await error_response(scope["path"], no_path(scope["path"]))(scope, receive, send)
+                return
         await self._app(scope, receive, send)
 
 

@@ -24,7 +24,7 @@ from .encoding import chunk_cost, completion_cost, copy_cost
 from .going_on import Moving, read_moving
 from .meta import Wanted, meta_info, stream_meta
 from .seam import Seam
-from .session_turns import answer_turn, begin_turn
+from .session_turns import answer_turn, begin_turn, settled
 from .sse import DONE, GrowingList, GrowingText, Piece, dumps, event, event_of
 from .subscriptions import Hub, Subscription, hub_of
 
@@ -84,7 +84,7 @@ class GenerateReply:
 
     def asked(self) -> Asked:
         """See `Reply.asked`."""
-        return self.moving.asked(self.request.asked(self.engine, self.turn), self.engine)
+        return self.moving.asked(settled(self.request.asked(self.engine, self.turn), self.turn), self.engine)
 
     def cost(self, completions: Sequence[Completion]) -> int:
         """See `Reply.cost`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fastapi import Request
 from fastapi.responses import Response
 
@@ -10,6 +12,7 @@ from ..conversations.params import SessionParams
 from ..conversations.store import Sessions
 from ..edge.session_paths import session_in
 from .answers import Reply
+from .asked import Asked
 from .sse import EventStream
 from .subscriptions import Hub
 
@@ -20,6 +23,14 @@ def begin_turn(request: Request, params: SessionParams | None, rid: str) -> Next
     if params is None:
         return None
     return sessions.begin(params, rid, may_branch=session_in(request.scope) is not None)
+
+
+def settled(asked: Asked, turn: NextTurn | None) -> Asked:
+    """Return a request for the engine with the settings that its session has for all turns. Raises BadField."""
+    if turn is None:
+        return asked
+    pairs = zip(asked.prompts, asked.params, strict=True)
+    return replace(asked, params=[turn.sampling(prompt, params) for prompt, params in pairs])
 
 
 async def answer_turn(hub: Hub, request: Request, reply: Reply, turn: NextTurn | None) -> Response:

@@ -30,7 +30,7 @@ from ..generation.generate import refuse_ignored
 from ..generation.going_on import Moving, read_moving
 from ..generation.limits import RequestLimits
 from ..generation.seam import Seam
-from ..generation.session_turns import answer_turn, begin_turn
+from ..generation.session_turns import answer_turn, begin_turn, settled
 from ..generation.subscriptions import Subscription, hub_of
 from ..observe.model_info import refuse_unknown_model, served_name
 from .body import OpenAIRequest, read_chat, read_completion
@@ -123,7 +123,7 @@ class OpenAIReply:
         if (form := self.request.form) is not None:
             num_begun = 0 if self.turn is None else self.turn.num_begun
             self.beginnings.append(form.beginning(asked.prompts[0], self.request.begun, num_begun))
-        return self.moving.asked(asked, self.engine)
+        return self.moving.asked(settled(asked, self.turn), self.engine)
 
     def cost(self, completions: Sequence[Completion]) -> int:
         """See `Reply.cost`."""
