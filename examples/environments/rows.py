@@ -1,5 +1,6 @@
-r"""Rows for environments of other packages, as JSON lines.
+r"""Rows for environments of other packages, and for an agent, as JSON lines.
 
+python examples/environments/rows.py agent data/errands.jsonl
 python examples/environments/rows.py textarena data/games.jsonl
 python examples/environments/rows.py reasoning_gym data/tasks.jsonl --name basic_arithmetic
 PYTHONPATH=examples/environments \
@@ -17,7 +18,9 @@ from typing import Any
 
 def rows(package: str, name: str, num: int) -> Iterator[dict[str, Any]]:
     """Yield rows for the environment of a package."""
-    if package == "textarena":
+    if package == "agent":
+        yield from ({"prompt": f"Count from {first} to {first + 5}."} for first in range(num))
+    elif package == "textarena":
         yield from ({"prompt": f"game {seed}", "seed": seed} | ({"env": name} if name else {}) for seed in range(num))
     elif package == "reasoning_gym":
         import reasoning_gym
@@ -32,7 +35,7 @@ def rows(package: str, name: str, num: int) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("package", choices=("textarena", "reasoning_gym", "verifiers"))
+    parser.add_argument("package", choices=("agent", "textarena", "reasoning_gym", "verifiers"))
     parser.add_argument("file", type=Path)
     parser.add_argument("--name", default="", help="of the game, the dataset or the environment")
     parser.add_argument("--num", type=int, default=200, help="number of rows; of verifiers at most as many")

@@ -90,7 +90,8 @@ def _probed(config: JobConfig, job: GrpoJob) -> Probe:
         is_on_cpu = job.ranks.device.type == "cpu"
         at_once = 1 if is_on_cpu else max(config.run.num_ranks, 1)
         num_of_step = config.rollout.prompts_per_step * config.rollout.group_size / at_once
-        seconds, gap = _training_seconds(job, samples, num_of_step)
+        # An answer may be several samples: the conversations of an agent.
+        seconds, gap = _training_seconds(job, samples, num_of_step * len(samples) / len(done.answers))
         began = time.perf_counter()
         job.engine.sync("1")
         return Probe(
@@ -99,7 +100,7 @@ def _probed(config: JobConfig, job: GrpoJob) -> Probe:
             [shown(row) for row in job.rollouts.rows(done)[::group_size][:5]],
             num_tokens / done.waited_s,
             gap,
-            done.waited_s * num_of_step / len(samples),
+            done.waited_s * num_of_step / len(done.answers),
             seconds * config.train.epochs_per_step,
             time.perf_counter() - began,
             _memory(job.ranks.device),

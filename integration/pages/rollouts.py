@@ -86,13 +86,19 @@ def _sample(row: Mapping[str, Any], group: int, tokenizer: Tokenizer | None) -> 
 
 
 def _tokens(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-    """Return a sample's tokens, of an episode all of them, and whether each was sampled."""
+    """Return a sample's tokens, and whether each was sampled: of an episode all of them, with those of its further
+    conversations, prompts included."""
     if (ids := row.get("episode_ids")) is None:
         return list(row["token_ids"]), [True] * len(row["token_ids"])
-    sampled: list[bool] = []
-    for index, length in enumerate(row["runs"]):
-        sampled += [index % 2 == 0] * length
-    return list(ids), sampled
+    shown, sampled = list(ids), _flags(row["runs"])
+    for one in row.get("conversations", ()):
+        shown += [*one["prompt_ids"], *one["episode_ids"]]
+        sampled += [*[False] * len(one["prompt_ids"]), *_flags(one["runs"])]
+    return shown, sampled
+
+
+def _flags(runs: Sequence[int]) -> list[bool]:
+    return [index % 2 == 0 for index, length in enumerate(runs) for _ in range(length)]
 
 
 def token_texts(ids: Sequence[int], prompt_ids: Sequence[int], tokenizer: Tokenizer) -> list[str]:

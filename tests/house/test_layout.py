@@ -203,7 +203,8 @@ PLACES = {
     "integration.failures": "one_line",
     "integration.grpo.rewards": "grpo.settings grpo.tasks grpo.user_code",
     "integration.grpo.environments": (
-        "chat_tail grpo.rewards grpo.settings grpo.tasks grpo.user_code image_inputs service"
+        "chat_tail grpo.rewards grpo.settings grpo.tasks grpo.user_code http.conversations http.edge http.server "
+        "image_inputs service"
     ),
     "integration.grpo.settings": "",
     "integration.grpo.user_code": "",

@@ -42,25 +42,27 @@ class Answer:
 
     @property
     def images(self) -> tuple[Images, ...]:
-        """The images of its prompts; the last of them are all that are among its tokens."""
+        """The images of its prompts."""
         if self.episode is not None:
-            return self.episode.images
+            return self.episode.all_images
         drawn = self.completion.drawn_with
         return () if drawn is None or drawn.images is None else (drawn.images,)
 
-    def sample(self, advantage: float, num_older: int, *, counts: bool) -> Sample:
-        """Return it for the trainer. num_older: first tokens, which older weights have drawn."""
-        done, episode = self.completion, self.episode
-        images = self.images[-1] if self.images else None
-        if episode is None:
-            return Sample(
-                done.prompt_ids, done.token_ids, done.logprobs, advantage, num_older, counts, forced=done.forced,
-                images=images,
+    def samples(self, step: int, advantage: float, *, counts: bool) -> Iterator[Sample]:
+        """Yield it for the trainer of a step: a sample, or one of each conversation of an episode."""
+        if self.episode is None:
+            done, images = self.completion, self.images
+            yield Sample(
+                done.prompt_ids, done.token_ids, done.logprobs, advantage, _num_older(done.weight_versions, step),
+                counts, forced=done.forced, images=images[-1] if images else None,
             )  # fmt: skip
-        return Sample(
-            episode.prompt_ids, episode.token_ids, episode.logprobs, advantage, num_older, counts, episode.sampled,
-            episode.forced, images,
-        )  # fmt: skip
+            return
+        for one in self.episode.conversations:
+            images = one.images  # the last of them are all that are among its tokens
+            yield Sample(
+                one.prompt_ids, one.token_ids, one.logprobs, advantage, _num_older(one.weight_versions, step), counts,
+                one.sampled, one.forced, images[-1] if images else None,
+            )  # fmt: skip
 
 
 @dataclass
@@ -124,10 +126,8 @@ class Rollouts:
             into.problems += [problem] * len(answers)
             into.advantages += advantages
             for answer, advantage in zip(answers, advantages, strict=True):
-                spans = answer.completion.weight_versions
-                num_older = sum(span.end - span.start for span in spans if lag_of(span, step))
                 counts = train.truncated == "count" or not is_truncated(answer.completion)
-                yield answer.sample(advantage, num_older, counts=counts)
+                yield from answer.samples(step, advantage, counts=counts)
 
     def _generated(self, step: int, problems: Sequence[Problem], into: StepSamples) -> Iterator[list[Answer]]:
         """Yield the answers to each problem of a step as they come. Coming steps are begun as far as they may be."""
@@ -308,6 +308,11 @@ class Rollouts:
         generator = torch.Generator().manual_seed(derive_seed(self._config.run.seed, step, self._ranks.rank))
         permuted = iter([scores[index] for index in torch.randperm(len(scores), generator=generator).tolist()])
         return ([replace(answer, score=next(permuted)) for answer in answers] for answers in answered)
+
+
+def _num_older(spans: Sequence[WeightSpan], step: int) -> int:
+    """Return the number of tokens that older weights than a step's have drawn: the first ones."""
+    return sum(span.end - span.start for span in spans if lag_of(span, step))
 
 
 def lag_of(span: WeightSpan, step: int) -> int:

@@ -21,12 +21,14 @@ from ..tasks.problems import Problem
 from ..user_code import bound, imported, results_of
 from .chat import EpisodeChat
 from .episode import Episode
+from .served import AgentServer
 from .session import Session
 from .turns import Asked, Turns
 
 # Ready environments, which play those of other packages.
 _ADAPTERS = "lockstep.integration.grpo.environments.adapters"
 READY = {
+    "agent": f"{_ADAPTERS}.agent:run",
     "reasoning_gym": f"{_ADAPTERS}.reasoning_gym:solve",
     "textarena": f"{_ADAPTERS}.textarena:play",
     "verifiers": f"{_ADAPTERS}.verifiers:rollout",
@@ -86,6 +88,7 @@ class EpisodePlayer:
         self._location = config.environment
         self._environment = job_environment(config)
         self._weights = config.reward_weights
+        self._plays_ahead = config.rollout.ahead > 0
         self._service = service
         self._chat = EpisodeChat(config.data, tokenizer, PictureReader(config.model.path))
         self._begun: dict[EpisodeKey, list[Asked]] = {}  # turns of episodes that were begun before their step
@@ -111,22 +114,23 @@ class EpisodePlayer:
         return score_of({"reward": value}, self._weights, {"reward": least})
 
     async def _played(self, present: Play, coming: Sequence[Play]) -> list[list[Episode]]:
-        places = asyncio.Semaphore(0)
+        places, agents = asyncio.Semaphore(0), AgentServer(self._service)
         beginning = [
             asyncio.create_task(self._begin(problem, its, index, places))
             for play in coming
             for problem, its, index in play.episodes()
         ]
         try:
-            return await self._finished(present, places)
+            return await self._finished(present, places, agents)
         finally:
             for task in beginning:
                 task.cancel()
             # Their errors are those of older weights: they come again at their turn, or do not.
             await asyncio.gather(*beginning, return_exceptions=True)
+            await agents.close()
 
-    async def _finished(self, present: Play, places: asyncio.Semaphore) -> list[list[Episode]]:
-        played = iter(await results_of(self._episode(*episode, places) for episode in present.episodes()))
+    async def _finished(self, present: Play, places: asyncio.Semaphore, agents: AgentServer) -> list[list[Episode]]:
+        played = iter(await results_of(self._episode(*episode, places, agents) for episode in present.episodes()))
         return [list(islice(played, its.n)) for its in present.params]
 
     async def _begin(self, problem: Problem, params: SamplingParams, index: int, places: asyncio.Semaphore) -> None:
@@ -142,15 +146,16 @@ class EpisodePlayer:
     def _turns(self, problem: Problem, params: SamplingParams, index: int) -> Turns:
         return Turns(self._service.engine, self._begun.pop(_key(problem, params, index), ()))
 
-    def _session(self, turns: Turns, params: SamplingParams, index: int) -> Session:
+    def _session(self, turns: Turns, params: SamplingParams, index: int, agents: AgentServer | None = None) -> Session:
         assert params.sampling_seed is not None
-        seed = derive_seed(params.sampling_seed, index)
-        return Session(turns, self._chat, replace(params, n=1), seed, self._service.engine.max_model_len)
+        seed, room = derive_seed(params.sampling_seed, index), self._service.engine.max_model_len
+        agents = None if self._plays_ahead else agents  # what an agent does does not follow from tokens alone
+        return Session(turns, self._chat, replace(params, n=1), seed, room, agents)
 
     async def _episode(
-        self, problem: Problem, params: SamplingParams, index: int, places: asyncio.Semaphore
+        self, problem: Problem, params: SamplingParams, index: int, places: asyncio.Semaphore, agents: AgentServer
     ) -> Episode:
-        session = self._session(self._turns(problem, params, index), params, index)
+        session = self._session(self._turns(problem, params, index), params, index, agents)
         where = f"episode {index} of {problem.source or repr(problem.prompt)}"
         try:
             episode = await self._environment(problem.whole_row(), session)

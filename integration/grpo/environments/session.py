@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
 from ....kernels.sampling.draws import derive_seed
-from ....rollout.completion import Completion, FinishReason, WeightSpan
-from ....rollout.media.images import Images
+from ....rollout.completion import Completion
 from ....rollout.media.reader import IDS, ids_of, image_tensors
 from ....rollout.sampling_params import GRAMMARS, SamplingParams
 from ...chat_tail import UnclearEnd, added_tokens
 from ...image_inputs import joined
 from .chat import EpisodeChat
-from .episode import Episode, Turn
+from .episode import Conversation, Episode, Turn
+from .served import AgentServer, ServedModel
 
 New = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int]
 ImageTensors = dict[str, Tensor]  # of all images of a conversation, by the names of the encoder's parameters
@@ -44,9 +45,14 @@ class Session:
     """
 
     def __init__(
-        self, generate: Generate, chat: EpisodeChat, params: SamplingParams, seed: int, max_model_len: int
-    ) -> None:
-        """Begin without tokens. params: of every turn, where it sets nothing itself. seed: of this episode."""
+        self, generate: Generate, chat: EpisodeChat, params: SamplingParams, seed: int, max_model_len: int,
+        agents: AgentServer | None = None,
+    ) -> None:  # fmt: skip
+        """Begin without tokens. params: of every turn, where it sets nothing itself. seed: of this episode. agents: the
+        server of its agents; None: it may have none."""
+        self._agents = agents
+        self._num_served = 0
+        self._served: list[Conversation] = []  # of its agents
         self._generate, self._chat, self._params, self._seed = generate, chat, params, seed
         self._max_model_len = max_model_len
         self._messages: list[dict[str, Any]] = []
@@ -113,21 +119,41 @@ class Session:
         finally:
             self._is_asking = False
 
+    @asynccontextmanager
+    async def served(self) -> AsyncIterator[ServedModel]:
+        """Serve the model to an agent, which finds it by a base URL. What the agent has said to it by the end of the
+        block is of the episode, as conversations of their own. Example:
+
+            async with session.served() as policy:
+                answer = await my_agent(policy.openai_url, row["prompt"])
+            return session.episode(score(answer))
+
+        All turns have the job's temperature, filters and penalties, at most `rollout.max_new_tokens`, and seeds that
+        follow from the episode's and from their prompts, whatever the agent asks for. Raises ValueError where the job
+        has no server for agents.
+        """
+        if self._agents is None:
+            raise ValueError("agents need rollout.ahead=0: what they do does not follow from the model's tokens alone")
+        # The other turns' seeds are made of one number beside the episode's.
+        params = replace(self._params, sampling_seed=derive_seed(self._seed, 0, self._num_served))
+        self._num_served += 1
+        async with self._agents.session(params, self._chat.text, self._served) as model:
+            yield model
+
     def episode(self, reward: float | Mapping[str, float]) -> Episode:
         """Return the episode, which ends with the last answer. reward: a number, or components by name, of which
-        "success" says whether it is one. Raises ValueError before the first turn."""
-        if not self._turns:
+        "success" says whether it is one. Raises ValueError before the first turn, an agent's included."""
+        conversations = [*self._own_conversation(), *self._served]
+        if not conversations:
             raise ValueError("an episode needs one turn at least")
-        return Episode(
-            self._prompt_ids, tuple(self._token_ids), tuple(self._sampled),
-            tuple(one for turn in self._turns for one in turn.logprobs), self._spans(),
-            self._chat.text(self._token_ids), len(self._turns), self._end(),
-            sum(one.num_cached_tokens for one in self._completions),
-            sum(one.num_retractions for one in self._completions),
-            sum(one.num_accepted_tokens for one in self._completions), reward,
-            tuple(one.receipt for one in self._completions if one.receipt is not None), self._forced(),
-            self._images_of_turns(),
-        )  # fmt: skip
+        return Episode.of_conversations(conversations, reward)
+
+    def _own_conversation(self) -> list[Conversation]:
+        """Return the conversation of the turns that were asked here, if there is one."""
+        if not self._completions:
+            return []
+        text = self._chat.text(self._token_ids)
+        return [Conversation.of(self._prompt_ids, self._token_ids, self._sampled, text, self._completions)]
 
     def _added(self, new: New) -> tuple[list[int], list[dict[str, Any]] | None, ImageTensors]:
         """Return the tokens that come before the next answer, the messages that they are (None of token ids), and the
@@ -179,41 +205,10 @@ class Session:
         self._messages = [] if messages is None else [
             *self._messages, *messages, {"role": "assistant", "content": completion.text}
         ]  # fmt: skip
-        turn = Turn(
-            completion.text, completion.token_ids, completion.logprobs, completion.finish_reason,
-            completion.weight_versions,
-        )  # fmt: skip
+        turn = Turn.of(completion)
         self._turns.append(turn)
         self._completions.append(completion)
         return turn
-
-    def _spans(self) -> tuple[WeightSpan, ...]:
-        """Return the weight versions of the sampled tokens; neighbours of one version are joined."""
-        found: list[WeightSpan] = []
-        before = 0
-        for turn in self._turns:
-            for span in turn.weight_versions:
-                start, end = before + span.start, before + span.end
-                if found and (found[-1].version, found[-1].digest) == (span.version, span.digest):
-                    found[-1] = replace(found[-1], end=end)
-                else:
-                    found.append(WeightSpan(span.version, span.digest, start, end))
-            before += len(turn.token_ids)
-        return tuple(found)
-
-    def _forced(self) -> tuple[bool, ...] | None:
-        """Return whether a grammar left no choice of each sampled token; None where no turn had one."""
-        if all(one.forced is None for one in self._completions):
-            return None
-        return tuple(forced for one in self._completions for forced in one.forced or [False] * len(one.token_ids))
-
-    def _images_of_turns(self) -> tuple[Images, ...]:
-        """Return the images of the turns' prompts, in order, each that differs from those before once."""
-        drawn = [one.drawn_with.images for one in self._completions if one.drawn_with is not None]
-        return tuple({images.digest: images for images in drawn if images is not None}.values())
-
-    def _end(self) -> FinishReason | None:
-        return next((turn.finish_reason for turn in self._turns if turn.is_cut_off), self._turns[-1].finish_reason)
 
 
 def with_images(images: ImageTensors, more: ImageTensors) -> ImageTensors:

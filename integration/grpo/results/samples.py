@@ -42,7 +42,7 @@ def sample_row(
     reason = completion.finish_reason
     receipts: tuple[object, ...] = () if completion.receipt is None else (completion.receipt,)
     if episode is not None:
-        receipts = episode.receipts
+        receipts = episode.all_receipts
     return {
         "source": problem.source,
         "prompt": problem.prompt,

@@ -91,6 +91,6 @@ def test_tokens_that_a_grammar_forced_do_not_count_and_are_kept_in_the_files():
         "id", 0, (5, 6), (7, 8), "x", (-0.5, -0.25), WHOLE, 0, 0, "0", None, (WeightSpan("0", None, 0, 2),),
         forced=(True, False),
     )  # fmt: skip
-    assert Answer(done, Score(1.0)).sample(1.0, 0, counts=True).mask == [False, True]
-    assert Answer(done, Score(1.0)).sample(1.0, 0, counts=False).mask == [False, False]
+    assert [one.mask for one in Answer(done, Score(1.0)).samples(0, 1.0, counts=True)] == [[False, True]]
+    assert [one.mask for one in Answer(done, Score(1.0)).samples(0, 1.0, counts=False)] == [[False, False]]
     assert sample_row(Problem("a", "b"), done, Score(1.0), 0.5)["forced"] == (True, False)

@@ -81,6 +81,14 @@ def test_tokens_of_an_environment_are_shown_without_log_probabilities():
     assert second["forced"] == [1]
 
 
+def test_the_further_conversations_of_an_agent_are_shown_behind_with_their_prompts():
+    side = {"prompt_ids": [3, 4], "episode_ids": [8, 5, 9], "runs": [1, 1, 1], "num_turns": 2}
+    episode = row("a", 0, 1.0, [7, 8, 9], episode_ids=[7], runs=[1], num_turns=1, conversations=[side])
+    [sample] = data_of([episode])["samples"]
+    assert sample["ids"] == [7, 3, 4, 8, 5, 9]
+    assert sample["logprobs"] == [0.0, None, None, -0.25, None, -0.5]
+
+
 def test_the_file_holds_the_data_and_no_markup_of_a_sample():
     texts = [*NASTY]
     data = data_of([row(NASTY[0], 0, 1.0, list(range(len(texts))))], Letters(texts))

@@ -169,7 +169,7 @@ def test_rows_and_options_that_do_not_fit_are_named():
         played("reasoning_gym", entry(), [], attempts=0)
     with pytest.raises(ValueError, match="has no option attempt"):
         load_environment("reasoning_gym", {"attempt": 1})
-    with pytest.raises(ValueError, match="or the name of a ready one: reasoning_gym, textarena, verifiers"):
+    with pytest.raises(ValueError, match="or the name of a ready one: agent, reasoning_gym, textarena, verifiers"):
         load_environment("reasoning-gym")
 
 

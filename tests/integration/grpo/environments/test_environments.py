@@ -25,9 +25,6 @@ from lockstep.integration.grpo.tasks.problems import Problem
 from lockstep.integration.grpo.tasks.task import Task
 from lockstep.integration.grpo.training.trainer import GrpoTrainer
 from lockstep.integration.ranks import Ranks, process_group
-from lockstep.integration.service import RolloutService
-from lockstep.rollout.config import EngineConfig
-from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.rollout.engine.callers import trainer_logprobs
 from lockstep.tests.support.chat.tokenizer import VOCAB_SIZE, byte_tokenizer, chat_template
@@ -83,19 +80,6 @@ def config(tmp_path, name="talk", **options):
         train=TrainSettings(num_warmup_steps=0, microbatch_tokens=100),
         environment_options=options,
     )
-
-
-@pytest.fixture
-def service(make_model, restore_threads):
-    torch.set_num_threads(1)
-    engine = Engine(
-        make_model("qwen3", vocab_size=VOCAB_SIZE, max_position_embeddings=512),
-        EngineConfig(kv_cache="128 blocks", max_num_seqs=8), tokenizer=TOKENIZER,
-    )  # fmt: skip
-    service = RolloutService(engine)
-    service.commit_in_place("0", source=engine.model.trained_module.named_parameters())
-    yield service
-    engine.close()
 
 
 def one_forward(service, episode):
@@ -439,7 +423,7 @@ def test_turns_have_the_jobs_sampling_settings_where_they_set_none_themselves(se
         token for token, is_forced in zip(episode.as_completion(0).token_ids, episode.forced, strict=True) if is_forced
     ]
     assert len(episode.forced) == len(episode.logprobs) and TOKENIZER.decode(forced).startswith("cd")
-    noted = Answer(episode.as_completion(0), Score(1.0), episode).sample(1.0, 0, counts=True)
+    [noted] = Answer(episode.as_completion(0), Score(1.0), episode).samples(0, 1.0, counts=True)
     assert noted.mask == [not is_forced for is_forced in episode.forced]
 
 

@@ -72,7 +72,8 @@ class Talk:
 
 
 def sample_of(episode: Any) -> Sample:
-    return Answer(episode.as_completion(0), Score(1.0), episode).sample(1.0, 0, counts=True)
+    [found] = Answer(episode.as_completion(0), Score(1.0), episode).samples(0, 1.0, counts=True)
+    return found
 
 
 def shown(text: str, *pictures: Any) -> dict[str, Any]:
