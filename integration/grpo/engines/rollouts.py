@@ -57,12 +57,16 @@ class Answer:
                 counts, forced=done.forced, images=images[-1] if images else None,
             )  # fmt: skip
             return
+        parts = []
         for one in self.episode.conversations:
             images = one.images  # the last of them are all that are among its tokens
-            yield Sample(
+            parts.append(Sample(
                 one.prompt_ids, one.token_ids, one.logprobs, advantage, _num_older(one.weight_versions, step), counts,
                 one.sampled, one.forced, images[-1] if images else None,
-            )  # fmt: skip
+            ))  # fmt: skip
+        size = sum(part.size for part in parts)
+        first = next((part for part in parts if part.size), parts[0])
+        yield from (replace(part, answer_size=size, is_first=part is first) for part in parts)
 
 
 @dataclass

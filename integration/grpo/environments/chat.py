@@ -30,6 +30,7 @@ class EpisodeChat:
         self._pictures = pictures or PictureReader("")
         self._tokenizer = tokenizer
         self._end = len(tokenizer)
+        self.template_kwargs = data.chat_template_kwargs
         self._settings: dict[str, Any] = {**data.chat_template_kwargs, "tokenize": False}
         self._settings.setdefault("add_generation_prompt", True)
         self.special_ids = frozenset(tokenizer.all_special_ids)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ....rollout.completion import Completion
 from ....rollout.sampling_params import SamplingParams
 from ...service import RolloutService
+from .chat import EpisodeChat
 from .episode import Conversation, Turn
 
 if TYPE_CHECKING:  # FastAPI is an extra
@@ -61,11 +62,12 @@ class AgentServer:
 
     @asynccontextmanager
     async def session(
-        self, params: SamplingParams, text_of: Callable[[Sequence[int]], str], into: list[Conversation]
+        self, params: SamplingParams, chat: EpisodeChat, into: list[Conversation]
     ) -> AsyncIterator[ServedModel]:
         """Serve the model to one agent, and put its conversations into a list. params: of all turns, as far as a
-        session has them. Requests that are open at the end are aborted, and are no turns. Raises ValueError where the
-        server cannot be, or the params have what an agent's requests set themselves."""
+        session has them; chat: of the job, whose template has its variables. Requests that are open at the end are
+        aborted, and are no turns. Raises ValueError where the server cannot be, or the params have what an agent's
+        requests set themselves."""
         server = await self._started()
         from ...http.conversations.sampling import NAMES, SessionSampling
         from ...http.conversations.session import SessionOptions
@@ -78,8 +80,12 @@ class AgentServer:
         model = ServedModel("")
         sampling = SessionSampling({name: getattr(params, name) for name in NAMES})
         found = sessions.open(
-            None, SessionOptions(sampling=sampling, on_answer=model.completions.__setitem__, may_forget=False)
-        )
+            None,
+            SessionOptions(
+                sampling=sampling, chat_template_kwargs=chat.template_kwargs,
+                on_answer=model.completions.__setitem__, may_forget=False,
+            ),
+        )  # fmt: skip
         model.url = server.url + path_of(found.id, "")
         turns: list[HttpTurn] = []
         try:
@@ -91,7 +97,7 @@ class AgentServer:
                 sessions.close(found.id)
             if open_rids:
                 await asyncio.to_thread(self._abort, open_rids)
-        into += conversations_of(turns, model.completions, text_of)
+        into += conversations_of(turns, model.completions, chat.text)
 
     async def close(self) -> None:
         """End the server, if it runs."""

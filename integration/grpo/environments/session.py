@@ -137,7 +137,7 @@ class Session:
         # The other turns' seeds are made of one number beside the episode's.
         params = replace(self._params, sampling_seed=derive_seed(self._seed, 0, self._num_served))
         self._num_served += 1
-        async with self._agents.session(params, self._chat.text, self._served) as model:
+        async with self._agents.session(params, self._chat, self._served) as model:
             yield model
 
     def episode(self, reward: float | Mapping[str, float]) -> Episode:

@@ -38,7 +38,8 @@ def group_advantages(rewards: Tensor, scale_by_std: bool = True, epsilon: float 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss to differentiate and, detached, numbers to log. The shares are summed over ranks and micro-batches."""
+    """The loss to differentiate and, detached, numbers to log, of tokens whatever the loss averages. The shares are
+    summed over ranks and micro-batches."""
 
     loss: Tensor  # scalar; this rank's share of the token mean over the whole batch, KL included
     clip_fraction: float  # this rank's share of the fraction of tokens whose gradient is zero by the clip
@@ -58,6 +59,8 @@ def policy_loss(
     *,
     name: str = "token_mean",
     lengths: Sequence[int] = (),
+    sizes: Sequence[int] = (),
+    num_counted: int | None = None,
 ) -> PolicyLoss:
     """Compute a policy loss, by default the clipped one per token, and the KL to a reference, with the same weights.
 
@@ -66,7 +69,9 @@ def policy_loss(
     num_tokens: what the sum is divided by: the number of tokens that count, over all ranks and micro-batches, so that
     every token has the same weight for any division into micro-batches; of other losses, see `surrogates.amount`. DDP
     averages gradients over ranks: back-propagate `loss` times the number of ranks. name: one of `SURROGATES`; lengths:
-    number of tokens of each sequence, of all losses but "token_mean", "dapo", "dr_grpo" and "cispo", for one row [M].
+    number of tokens of each sequence, of all losses but "token_mean", "dapo", "dr_grpo" and "cispo", for one row [M];
+    sizes: see `token_weights`. num_counted: what the numbers to log are divided by, the number of tokens that count
+    over all ranks and micro-batches; None: num_tokens.
 
     Raises ValueError for shapes that differ, a non-positive num_tokens, or a KL coefficient without a
     reference.
@@ -80,22 +85,21 @@ def policy_loss(
     # Masked before the product, because 0 * inf is NaN, and its gradient too.
     advantages = torch.where(mask, advantages.detach(), 0.0)
     terms = surrogate.terms(logprobs, log_ratio, advantages, mask, lengths, clip_low, clip_high)
-    weights = token_weights(surrogate.divisor, mask, lengths)
+    weights = token_weights(surrogate.divisor, mask, lengths, sizes)
 
     def weighted_sum(values: Tensor) -> Tensor:
         return values.sum() if weights is None else (values * weights).sum()
 
     loss = -weighted_sum(terms.objective) / num_tokens
-    kl = loss.new_zeros(())
+    mean_kl, counted = 0.0, num_tokens if num_counted is None else num_counted
     if reference_logprobs is not None:
-        reference_log_ratio = torch.where(mask, reference_logprobs.detach() - logprobs, 0.0)
-        kl = weighted_sum(kl_k3(reference_log_ratio)) / num_tokens
+        kl = kl_k3(torch.where(mask, reference_logprobs.detach() - logprobs, 0.0))
+        mean_kl = kl.detach().sum().item() / counted
         # A product with a coefficient of 0 would turn an infinite estimate into NaN.
         if kl_coefficient:
-            loss = loss + kl_coefficient * kl
-    with torch.no_grad():
-        clip_fraction = float(weighted_sum(terms.is_clipped.float())) / num_tokens
-    return PolicyLoss(loss=loss, clip_fraction=clip_fraction, kl=kl.item())
+            loss = loss + kl_coefficient * (weighted_sum(kl) / num_tokens)
+    clip_fraction = (terms.is_clipped & mask).sum().item() / counted
+    return PolicyLoss(loss=loss, clip_fraction=clip_fraction, kl=mean_kl)
 
 
 def importance_weights(

@@ -30,6 +30,13 @@ class Sample:
     forced: tuple[bool, ...] | None = None  # of each sampled token: whether a grammar left no choice of it, so that it
     # does not count either; None: none was
     images: Images | None = None  # among its tokens
+    answer_size: int | None = None  # of a part of an answer: tokens of the whole that count; None: it is the whole
+    is_first: bool = True  # among the parts with tokens that count, so that the answer counts as one
+
+    @property
+    def size(self) -> int:
+        """Number of tokens that count, of the answer whose part it is."""
+        return sum(self.mask) if self.answer_size is None else self.answer_size
 
     @property
     def mask(self) -> list[bool]:
@@ -65,6 +72,8 @@ class PackedBatch:
     is_older: Tensor  # bool [M]: drawn by older weights than the trainer's
     mask: Tensor  # bool [M]: counts in the loss
     lengths: tuple[int, ...]  # number of sampled tokens of each sequence
+    sizes: tuple[int, ...] = ()  # of each sequence: tokens of its answer that count, see `Sample.size`
+    num_answers: int = 0  # that have their first part here
     of_images: Mapping[str, object] = field(default_factory=dict)  # further keywords of the forward, where it has some
 
     @property
@@ -121,6 +130,8 @@ def pack(samples: Sequence[Sample], device: torch.device, module: PreTrainedMode
         is_older=torch.tensor([i < s.num_older for s in samples for i in range(len(s.logprobs))], device=device),
         mask=torch.tensor([counts for s in samples for counts in s.mask], device=device),
         lengths=tuple(len(s.logprobs) for s in samples),
+        sizes=tuple(s.size for s in samples),
+        num_answers=sum(s.is_first and any(s.mask) for s in samples),
         of_images=_of_images(samples, device, module),
     )
 

@@ -19,7 +19,7 @@ class Terms(NamedTuple):
     """The objective of each token, and whether the clip has taken its gradient."""
 
     objective: Tensor  # float [M], to be maximised
-    is_clipped: Tensor  # bool [M]
+    is_clipped: Tensor  # bool [M]; of "cispo", which takes none, whether its weight is at the bound
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,9 @@ def weighted_terms(
 
     Source: MiniMax, "MiniMax-M1", 2025, eq. 4 and 5 (CISPO, arXiv 2506.13585). Arguments as for `clipped_terms`.
     """
-    weights = log_ratio.detach().exp().clamp(max=1.0 + clip_high)
-    return Terms(weights * advantages * torch.where(mask, logprobs, 0.0), torch.zeros_like(mask))
+    ratio = log_ratio.detach().exp()
+    weights = ratio.clamp(max=1.0 + clip_high)
+    return Terms(weights * advantages * torch.where(mask, logprobs, 0.0), ratio > weights)
 
 
 # token_mean: the clipped surrogate, averaged over the step's tokens. grpo: Shao et al., "DeepSeekMath", 2024, eq. 3
@@ -104,19 +105,20 @@ SURROGATES = {
 }
 
 
-def token_weights(divisor: Divisor, mask: Tensor, lengths: Sequence[int]) -> Tensor | None:
-    """Return the weight of each token in the sum, float32 [M]: 1 / tokens of its sequence that count, if samples are
-    averaged; None: all weigh 1."""
+def token_weights(divisor: Divisor, mask: Tensor, lengths: Sequence[int], sizes: Sequence[int] = ()) -> Tensor | None:
+    """Return the weight of each token in the sum, float32 [M]: 1 / tokens of its answer that count, if samples are
+    averaged; None: all weigh 1. sizes: that number for each sequence, where some are parts of an answer; empty: each is
+    an answer."""
     if divisor != "samples":
         return None
-    counts = [max(int(part.sum()), 1) for part in mask.split(list(lengths))]
+    counts = [max(size, 1) for size in sizes] or [max(int(part.sum()), 1) for part in mask.split(list(lengths))]
     repeats = torch.tensor(lengths, device=mask.device)
     return (1.0 / torch.tensor(counts, dtype=torch.float32, device=mask.device)).repeat_interleave(repeats)
 
 
-def amount(divisor: Divisor, mask: Tensor, lengths: Sequence[int], max_new_tokens: int) -> int:
-    """Return what a batch adds to the divisor of the sum. Samples without a token that counts add nothing."""
+def amount(divisor: Divisor, mask: Tensor, num_answers: int, max_new_tokens: int) -> int:
+    """Return what a batch adds to the divisor of the sum. num_answers: of its sequences; those without a token that
+    counts are none."""
     if divisor == "tokens":
         return int(mask.sum())
-    num_samples = sum(bool(part.any()) for part in mask.split(list(lengths)))
-    return num_samples if divisor == "samples" else num_samples * max_new_tokens
+    return num_answers if divisor == "samples" else num_answers * max_new_tokens

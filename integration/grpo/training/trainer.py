@@ -43,8 +43,8 @@ class TrainStats:
     logprob_gap: float  # largest |engine - trainer| over the step's tokens that these weights have drawn, before the
     # first optimizer step
     loss: float
-    kl: float
-    clip_fraction: float
+    kl: float  # mean over the tokens that count, whatever the loss averages
+    clip_fraction: float  # of those tokens
     grad_norm: float
     num_without_gradient: int = 0  # samples that had a forward, for the gap, and no backward pass
     num_unmeasured: int = 0  # samples that had no forward either: their gap was not measured
@@ -76,6 +76,7 @@ class _StepBatches:
 
     learning: list[_Batch] = field(default_factory=list)
     amount: int = 0  # what this rank's samples add to the divisor of the sum
+    num_counted: int = 0  # their tokens that count
     num_without_gradient: int = 0
     num_unmeasured: int = 0
 
@@ -168,11 +169,12 @@ class GrpoTrainer:
             with self._announce_step():
                 norm = self.backend.step(scale)
         total = self._ranks.total
+        of_a_token = _NORMALISER / max(total(made.num_counted), 1)
         return TrainStats(
             logprob_gap=gap,
             loss=total(sum(item.loss.item() for item in losses)) * scale,
-            kl=total(sum(item.kl for item in losses)) * scale,
-            clip_fraction=total(sum(item.clip_fraction for item in losses)) * scale,
+            kl=total(sum(item.kl for item in losses)) * of_a_token,
+            clip_fraction=total(sum(item.clip_fraction for item in losses)) * of_a_token,
             grad_norm=norm,
             num_without_gradient=int(total(made.num_without_gradient)),
             num_unmeasured=int(total(made.num_unmeasured)),
@@ -198,7 +200,8 @@ class GrpoTrainer:
         divisor = SURROGATES[self._settings.loss].divisor
         for part in self._divided(samples):
             packed = pack(part.samples, self._ranks.device, self._hosted.module)
-            into.amount += amount(divisor, packed.mask, packed.lengths, self._max_new_tokens)
+            into.num_counted += int(packed.mask.sum())
+            into.amount += amount(divisor, packed.mask, packed.num_answers, self._max_new_tokens)
             if not part.learns and self._settings.skip_forward:
                 into.num_unmeasured += len(part.samples)
                 continue
@@ -297,6 +300,8 @@ class GrpoTrainer:
             settings.kl_coefficient,
             name=settings.loss,
             lengths=packed.lengths,
+            sizes=packed.sizes,
+            num_counted=_NORMALISER,
         )
 
     def _reference_logprobs(self, batch: PackedBatch) -> Tensor | None:

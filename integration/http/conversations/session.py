@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ....rollout.completion import Completion
 from ..edge.errors import BadField, HttpError
@@ -24,8 +26,15 @@ class SessionOptions:
     history: History = "sampled"  # of a chat: which tokens win where the template has others
     pin: bool = False  # keep the KV of the last turn in the cache
     sampling: SessionSampling = field(default_factory=SessionSampling)  # of all turns
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # of chats whose requests do not set them
     on_answer: Callable[[str, Completion], None] | None = None  # called with the rid and the answer of each turn
     may_forget: bool = True  # whether requests may `replace` turns
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that they take, in bytes, about."""
+        given = [dict(self.sampling.values), dict(self.chat_template_kwargs)]
+        return len(json.dumps(given)) if any(given) else 0
 
 
 class Session:
@@ -40,7 +49,7 @@ class Session:
         self.open_rids: set[str] = set()  # of requests that have not ended
         self.has_ended = False
         self.needs_turn = False  # it ends with its last open request, if it has no turn by then
-        self.num_bytes = SESSION_BYTES + len(id)
+        self.num_bytes = SESSION_BYTES + len(id) + options.num_bytes
         self.pinned: tuple[int, ...] = ()  # hashes of blocks that were pinned, see `pins`
         self.pin_owner = ""  # whose pins they are
         self.numbers = Numbers()  # of requests with equal prompts

@@ -19,7 +19,7 @@ from ..edge.errors import BadField, Draining, HttpError
 from ..edge.session_paths import FIELD
 from .next_turn import NextTurn
 from .params import SessionParams
-from .session import SESSION_BYTES, Session, SessionOptions
+from .session import Session, SessionOptions
 from .turns import Turn
 
 _MIN_DEADLINES = 64
@@ -62,13 +62,13 @@ class Sessions:
                 raise BadField(field, f"a session {id!r} is open already")
             if len(self._sessions) >= (limit := self._config.max_sessions):
                 raise Overloaded(f"{limit} sessions are open, which is the limit (max_sessions)")
-            self._check_bytes()
+            self._check_bytes(options.num_bytes + 1)
             id = id or uuid.uuid4().hex
             timeout_s = min(options.timeout_s or self._config.session_idle_s, self._config.session_idle_s)
             session = Session(id, self.num_opened, options, timeout_s, self._clock())
             self._sessions[id] = session
             self._ended.pop(id, None)
-            self._num_bytes += SESSION_BYTES + len(id)
+            self._num_bytes += session.num_bytes
             self.num_opened += 1
             self._note_deadline(session)
             return session

@@ -41,6 +41,9 @@ class OpenBody(Body):
         None, description=f"settings of all turns, whatever their requests ask: {', '.join(NAMES)}; max_new_tokens is "
         "the most that a turn may have, and each turn has a seed made of sampling_seed and its prompt"
     )  # fmt: skip
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="variables of the chat template where a request does not set them"
+    )
 
 
 class CloseBody(Body):
@@ -54,7 +57,8 @@ async def open_session(request: Request) -> Response:
     """Open a session, which keeps the tokens of a conversation as they were sent and sampled. Answers its id."""
     body = await _read(request, OpenBody)
     sampling = SessionSampling.of(body.sampling_params or {}, "sampling_params")
-    options = SessionOptions(body.streaming, body.timeout, body.history, body.pin, sampling)
+    variables = body.chat_template_kwargs or {}
+    options = SessionOptions(body.streaming, body.timeout, body.history, body.pin, sampling, variables)
     return JSONResponse(_sessions(request).open(body.session_id, options).id)
 
 
@@ -93,7 +97,7 @@ def _report(sessions: Sessions, session: Session, rid: str | None, has_logprobs:
         turn = last if rid is None else session.turns[rid]
         found: dict[str, Any] = {
             "session_id": session.id, "streaming": options.streaming, "history": options.history, "pin": options.pin,
-            "sampling_params": dict(options.sampling.values),
+            "sampling_params": dict(options.sampling.values), "chat_template_kwargs": options.chat_template_kwargs,
             "num_pinned_blocks": num_pinned, "num_turns": len(session.turns), "num_bytes": session.num_bytes,
             "num_open_requests": len(session.open_rids), "seconds_left": sessions.seconds_left(session),
             "last_rid": None if last is None else last.rid, "leaves": session.leaves,

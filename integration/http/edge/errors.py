@@ -87,6 +87,9 @@ _TITLES = {
 }
 
 
+TOO_LONG = "context_length_exceeded"  # OpenAI's code of a prompt for which the context has no room
+
+
 class HttpError(Exception):
     """An error with its HTTP status. Its message is sent to the client."""
 
@@ -120,13 +123,13 @@ class BadField(HttpError):
 class TooLong(BadField):
     """The error of a prompt that the context has no room for."""
 
-    def __init__(self, param: str, num_tokens: str, room: int, *, why: str = "") -> None:
-        """Name the prompt's field. num_tokens: of the prompt, in words. room: the most tokens that it may have. why:
-        in other words."""
-        super().__init__(
-            param, why or f"Input length ({num_tokens} tokens) exceeds the maximum allowed length ({room} tokens)"
-        )
-        self.num_tokens, self.room = num_tokens, room
+    def __init__(self, param: str, num_tokens: str, room: int, context: int, *, why: str = "") -> None:
+        """Name the prompt's field. num_tokens: of the prompt, in words. room: the most tokens that it may have.
+        context: tokens of the model's. why: in other words, for what comes first."""
+        said = why or f"Input length ({num_tokens} tokens) exceeds the maximum allowed length ({room} tokens)"
+        # Agents look for these words of OpenAI's, and shorten their history.
+        super().__init__(param, f"{said}. This model's maximum context length is {context} tokens")
+        self.num_tokens, self.room, self.code = num_tokens, room, TOO_LONG
 
 
 class Busy(HttpError):

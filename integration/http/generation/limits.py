@@ -122,10 +122,11 @@ class RequestLimits:
                 self.characters(len(prompt), field)
             elif len(prompt) > room:
                 # A token that is generated needs room too. Whether one is asked for is read later, see `Tokenising`.
-                raise BadField(
-                    field, f"Input length ({len(prompt)} tokens) exceeds the maximum allowed length "
+                why = (
+                    f"Input length ({len(prompt)} tokens) exceeds the maximum allowed length "
                     f"({room - 1} tokens; {room} where none are generated)"
-                )  # fmt: skip
+                )
+                raise TooLong(field, str(len(prompt)), room, room, why=why)
 
     def characters(self, num_chars: int, field: str) -> None:
         """Check that a text of this length may fit into the context."""
@@ -135,7 +136,7 @@ class RequestLimits:
                 f"Input length ({num_chars} characters) exceeds the maximum allowed length "
                 f"({self.max_chars} characters are as many as {room} of the longest tokens have)"
             )
-            raise TooLong(field, f"more than {room}", room, why=why)
+            raise TooLong(field, f"more than {room}", room, room, why=why)
 
     def top(self, num_top: int, field: str) -> None:
         """Check the number of likeliest tokens at each position."""

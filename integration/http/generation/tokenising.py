@@ -100,13 +100,13 @@ class Tokenising:
             self._refuse_long(text, field, room)
             ids = self._tokens(text)
         if len(ids) > room:
-            raise TooLong(field, str(len(ids)), room)
+            raise TooLong(field, str(len(ids)), room, room)
         return ids
 
     def fits(self, num_tokens: int, field: str, params: SamplingParams) -> None:
         """Check that a prompt of so many tokens has room in the context. Raises BadField."""
         if num_tokens > (room := self._room(params)):
-            raise TooLong(field, str(num_tokens), room)
+            raise TooLong(field, str(num_tokens), room, self._engine.max_model_len)
 
     def refuse_long(self, text: str, field: str, params: SamplingParams) -> None:
         """Refuse a text that is far longer than the context, before it is tokenised elsewhere. Raises BadField."""
@@ -148,7 +148,7 @@ class Tokenising:
         for at in range(0, len(text), PIECE_CHARS):
             num_tokens += len(self._tokens(text[at : at + PIECE_CHARS]))
             if num_tokens > 2 * room:
-                raise TooLong(field, f"more than {room}", room)
+                raise TooLong(field, f"more than {room}", room, self._engine.max_model_len)
 
     def _tokens(self, text: str, *, adds_special: bool = False) -> list[int]:
         tokenizer = self._engine.tokenizer

@@ -17,7 +17,7 @@ from ....rollout.engine import Engine
 from ....rollout.giving_way import others_compute
 from ....rollout.media.reader import IDS, encoder_names, why_no_images
 from ..edge.config import HttpConfig
-from ..edge.errors import BadField
+from ..edge.errors import BadField, TooLong
 from .kept import KeptPrompts, Made
 from .pictures import SentPicture, check_pixels, pixels_of, sent_bytes, sent_picture
 
@@ -146,9 +146,8 @@ class ImageIntake:
         def check(sizes: list[tuple[int, int]]) -> None:
             num = processor.num_tokens(sizes)
             if num is not None and num > 2 * room:  # an image that is turned upright may have some more, or fewer
-                raise BadField(
-                    field, f"Input length ({num} tokens of images) exceeds the maximum allowed length ({room})"
-                )
+                why = f"Input length ({num} tokens of images) exceeds the maximum allowed length ({room} tokens)"
+                raise TooLong(field, str(num), room, room, why=why)
 
         return self._made(key, field, lambda: make(pixels_of(pictures, self._config, check)))
 

@@ -76,10 +76,14 @@ class ChatPrompt:
             _refuse_spelled(self.messages, processor.placeholder)
             own = processor.chat_template
 
-        def render(told: Messages) -> str:
-            return apply_template(self.engine, told, self.body, self.tools, own)
+        # What a request sets comes before what its session was opened with.
+        kwargs = {**turn.session.options.chat_template_kwargs, **(self.body.chat_template_kwargs or {})}
+        body = self.body.model_copy(update={"chat_template_kwargs": kwargs}) if kwargs else self.body
 
-        shape = shape_of(self.tools, settings_of(self.body))
+        def render(told: Messages) -> str:
+            return apply_template(self.engine, told, body, self.tools, own)
+
+        shape = shape_of(self.tools, settings_of(body))
         return session_prompt(
             turn, self.messages, self.pictures, render, self.limits, params, shape,
             continues=self.body.continue_final_message,

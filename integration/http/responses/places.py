@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..edge.errors import HttpError, TooLong
+from ..edge.errors import HttpError
 
 _NAMES = {
     "messages": "input",
@@ -12,7 +12,6 @@ _NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
 }
-_TOO_LONG = "context_length_exceeded"  # OpenAI's code, which its clients look for
 _IN_TEXTS = ("response_format",)  # names that messages about other fields hold
 
 
@@ -50,9 +49,8 @@ class Places:
             message = place + message[len(error.param) :]
         for name in _IN_TEXTS:
             message = message.replace(name, self.names.get(name, name))
-        code = error.code or (_TOO_LONG if isinstance(error, TooLong) else None)
         return HttpError(
-            error.status, message, param=place, code=code, headers=error.headers, extra=error.extra,
+            error.status, message, param=place, code=error.code, headers=error.headers, extra=error.extra,
             kind=error.kind,
         )  # fmt: skip
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "environments"))
 
@@ -40,6 +41,24 @@ class Rewritten(vf.MultiTurnEnv):
         return []
 
 
+class Calling(vf.ToolEnv):
+    """An environment whose first answer must be a call, which a random model would hardly make."""
+
+    async def get_model_response(self, state, *args, **more):
+        choice = "auto" if state["trajectory"] else "required"
+        return await super().get_model_response(state, *args, **{**more, "sampling_args": {"tool_choice": choice}})
+
+
+def lookup(word: Literal["ab", "ac"]) -> str:
+    """Look a word up."""
+    return f"nothing of {word}"
+
+
+def content(completion) -> float:
+    """Reward everything alike."""
+    return 1.0
+
+
 def main() -> None:
     torch.set_num_threads(1)
     tokenizer = byte_tokenizer(chat_template("hermes"))
@@ -49,7 +68,7 @@ def main() -> None:
         service = RolloutService(engine)
         service.commit_in_place("0", source=model.named_parameters())
         play(service, tokenizer)
-        refuse(service, tokenizer)
+        play_others(service, tokenizer)
     finally:
         engine.close()
     print("verifiers environments: done")
@@ -78,24 +97,41 @@ def play(service, tokenizer) -> None:
         assert episode.text.count("Now say it in fewer words.") == 2
 
 
-def refuse(service, tokenizer) -> None:
-    """Refuse an environment that changes what was said before, and tools."""
+def play_one(service, tokenizer, environment, row, **params):
+    """Play one episode of an environment."""
     from lockstep.integration.grpo.environments.adapters import verifiers as adapter
 
+    adapter._environment = lambda name, its_args: environment
+    problem, params = (
+        Problem("", "", "row 1", row),
+        SamplingParams(**{"n": 1, "sampling_seed": 0, "max_new_tokens": 100, **params}),
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        [[episode]] = player(service, tokenizer, folder, env="x").play([problem], [params])
+    for one in episode.conversations:
+        logprobs = trainer_logprobs(service.engine, [*one.prompt_ids, *one.token_ids])[len(one.prompt_ids) - 1 :]
+        drawn = [logprob for logprob, is_drawn in zip(logprobs, one.sampled, strict=True) if is_drawn]
+        assert drawn == list(one.logprobs)
+    return episode
+
+
+def play_others(service, tokenizer) -> None:
+    """Play an environment that changes what was said before, one with tools, and one whose talk outgrows the
+    context."""
     rows = Dataset.from_list([{"prompt": [{"role": "user", "content": "hello"}], "answer": ""}])
+    rewritten = Rewritten(max_turns=2, dataset=rows, rubric=vf.Rubric(funcs=[content]))
+    episode = play_one(service, tokenizer, rewritten, rows[0], max_new_tokens=4)
+    assert [one.num_turns for one in episode.conversations] == [1, 1], "each a conversation of its own"
 
-    def tool(text: str) -> str:
-        """Return a text."""
-        return text
+    tools = Calling(tools=[lookup], dataset=rows, rubric=vf.Rubric(funcs=[content]), max_turns=3)
+    episode = play_one(service, tokenizer, tools, {**rows[0], "prompt": [{"role": "user", "content": "look it up"}]})
+    assert episode.num_turns >= 2 and not episode.others and "nothing of a" in episode.text
+    assert episode.forced is not None and any(episode.forced) and not all(episode.forced)
 
-    for environment, words in [
-        (Rewritten(max_turns=2, dataset=rows, rubric=vf.Rubric()), "has changed what was said before"),
-        (vf.ToolEnv(tools=[tool], dataset=rows, rubric=vf.Rubric()), "use tools"),
-    ]:
-        adapter._environment = lambda name, its_args, environment=environment: environment
-        problem, params = Problem("", "", "row 1", rows[0]), SamplingParams(n=1, max_new_tokens=4, sampling_seed=0)
-        with tempfile.TemporaryDirectory() as folder, pytest.raises(ValueError, match=words):
-            player(service, tokenizer, folder, env="x").play([problem], [params])
+    long = [{"role": "user", "content": "x" * 600}]
+    single = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[content]))
+    with pytest.raises(ValueError, match="an episode needs one turn"):
+        play_one(service, tokenizer, single, {"prompt": long, "answer": ""}, max_new_tokens=4)
 
 
 if __name__ == "__main__":

@@ -62,9 +62,13 @@ class Waits(TorchDispatchMode):
 
 def test_a_loss_waits_for_the_device_only_for_its_two_numbers():
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    with Waits() as waits:
-        policy_loss(logprobs, logprobs.detach() - 0.1, torch.ones(2), ones_mask(logprobs), num_tokens=2)
-    assert waits.num == 2
+    behaviour = logprobs.detach() - 0.1
+    for reference, num in ((None, 1), (behaviour, 2)):
+        with Waits() as waits:
+            policy_loss(
+                logprobs, behaviour, torch.ones(2), ones_mask(logprobs), num_tokens=2, reference_logprobs=reference
+            )
+        assert waits.num == num
 
 
 def test_the_clip_cuts_the_gradient_only_where_the_ratio_went_the_advantages_way():

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from lockstep.integration.grpo.backends.ddp import DdpBackend
 from lockstep.integration.grpo.settings.training import CLIP_BOUNDS, TrainSettings
-from lockstep.integration.grpo.training.loss import policy_loss
-from lockstep.integration.grpo.training.packing import Sample
+from lockstep.integration.grpo.training.loss import kl_k3, policy_loss
+from lockstep.integration.grpo.training.packing import Sample, pack
 from lockstep.integration.grpo.training.surrogates import SURROGATES, amount
 from lockstep.integration.grpo.training.trainer import GrpoTrainer
 from lockstep.integration.ranks import Ranks, process_group
@@ -26,16 +26,21 @@ ADVANTAGES = torch.tensor([2.0, -1.0, -1.0, -1.0])
 RANKS = Ranks(0, 1, torch.device("cpu"))
 
 
+def num_answers(mask):
+    return sum(bool(part.any()) for part in mask.split(list(LENGTHS)))
+
+
 def loss_of(name, ratios, *, mask=(True,) * 4, bounds=None, kl=None):
     """Return the loss of two samples of one and three tokens, and its gradient in their log-probabilities."""
     behaviour = torch.tensor([-1.0, -2.0, -0.5, -0.25])
     logprobs = (behaviour + torch.tensor(ratios).log()).requires_grad_()
     its_mask = torch.tensor(mask)
-    divisor = amount(SURROGATES[name].divisor, its_mask, LENGTHS, max_new_tokens=5)
+    divisor = amount(SURROGATES[name].divisor, its_mask, num_answers(its_mask), max_new_tokens=5)
     low, high = bounds or CLIP_BOUNDS[name]
     more = {} if kl is None else {"reference_logprobs": behaviour + math.log(2), "kl_coefficient": kl}
     result = policy_loss(
-        logprobs, behaviour, ADVANTAGES, its_mask, divisor, low, high, name=name, lengths=LENGTHS, **more
+        logprobs, behaviour, ADVANTAGES, its_mask, divisor, low, high, name=name, lengths=LENGTHS,
+        num_counted=int(its_mask.sum()), **more,
     )  # fmt: skip
     result.loss.backward()
     return result, logprobs
@@ -58,19 +63,19 @@ def test_every_loss_has_bounds_and_is_reinforce_where_trainer_and_engine_agree()
 
 
 @pytest.mark.parametrize(
-    ("name", "loss", "clip_fraction"),
+    ("name", "loss"),
     [
         # objectives: min(2 * 1.5, 2 * 1.2) = 2.4; min(-0.5, -0.8), -1.1, -1.0
-        ("token_mean", -(2.4 - 0.8 - 1.1 - 1.0) / 4, 2 / 4),
-        ("dapo", -(2.56 - 0.8 - 1.1 - 1.0) / 4, 2 / 4),
-        ("grpo", -(2.4 + (-0.8 - 1.1 - 1.0) / 3) / 2, (1 + 1 / 3) / 2),
-        ("dr_grpo", -(2.4 - 0.8 - 1.1 - 1.0) / 10, 2 / 10),
+        ("token_mean", -(2.4 - 0.8 - 1.1 - 1.0) / 4),
+        ("dapo", -(2.56 - 0.8 - 1.1 - 1.0) / 4),
+        ("grpo", -(2.4 + (-0.8 - 1.1 - 1.0) / 3) / 2),
+        ("dr_grpo", -(2.4 - 0.8 - 1.1 - 1.0) / 10),
     ],
 )
-def test_the_clipped_losses_are_those_computed_by_hand(name, loss, clip_fraction):
+def test_the_clipped_losses_are_those_computed_by_hand(name, loss):
     result, logprobs = loss_of(name, [1.5, 0.5, 1.1, 1.0])
     assert result.loss.item() == pytest.approx(loss)
-    assert result.clip_fraction == pytest.approx(clip_fraction)
+    assert result.clip_fraction == pytest.approx(2 / 4), "of all tokens, whatever the loss averages"
     assert logprobs.grad[0] == 0 and logprobs.grad[1] == 0 and logprobs.grad[2] != 0
 
 
@@ -85,7 +90,8 @@ def test_gspo_clips_whole_samples_by_the_geometric_mean_of_their_ratios():
 
 
 def test_cispo_gives_every_token_a_gradient_and_bounds_its_weight():
-    _, logprobs = loss_of("cispo", [8.0, 0.5, 1.1, 1.0])
+    result, logprobs = loss_of("cispo", [8.0, 0.5, 1.1, 1.0])
+    assert result.clip_fraction == 1 / 4
     torch.testing.assert_close(logprobs.grad, -torch.tensor([5.0, 0.5, 1.1, 1.0]) * ADVANTAGES / 4)
 
 
@@ -102,7 +108,37 @@ def test_what_is_masked_changes_nothing(name):
 
 def test_amounts_are_of_what_counts():
     mask = torch.tensor([False, True, False, True])
-    assert [amount(SURROGATES[name].divisor, mask, LENGTHS, 5) for name in ("dapo", "grpo", "dr_grpo")] == [2, 1, 5]
+    found = [amount(SURROGATES[name].divisor, mask, num_answers(mask), 5) for name in ("dapo", "grpo", "dr_grpo")]
+    assert found == [2, 1, 5]
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_the_kl_that_is_told_is_the_mean_over_tokens(name):
+    result, _ = loss_of(name, [1.0] * 4, kl=0.1)
+    assert result.kl == pytest.approx(kl_k3(torch.tensor([math.log(2)])).item())
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_an_answer_in_parts_counts_once(name):
+    """An agent's conversations are samples of their own, and together they weigh as one sample of all their tokens."""
+    mask = (True, False, True, True)
+    whole = [Sample((1,), (2, 3, 4, 5), (-1.0,) * 4, 2.0, forced=tuple(not one for one in mask))]
+    parts = [
+        Sample((1,), (2, 3), (-1.0,) * 2, 2.0, forced=(False, True), answer_size=3),
+        Sample((1,), (4, 5), (-1.0,) * 2, 2.0, forced=(False, False), answer_size=3, is_first=False),
+    ]
+    other = Sample((1,), (6,), (-1.0,), -1.0)
+    gradients = []
+    for samples in ([*whole, other], [*parts, other]):
+        batch = pack(samples, torch.device("cpu"))
+        logprobs = batch.logprobs.clone().requires_grad_()
+        divisor = amount(SURROGATES[name].divisor, batch.mask, batch.num_answers, max_new_tokens=5)
+        policy_loss(
+            logprobs, batch.logprobs, batch.advantages, batch.mask, divisor, name=name, lengths=batch.lengths,
+            sizes=batch.sizes,
+        ).loss.backward()  # fmt: skip
+        gradients.append(logprobs.grad)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
 
 
 @pytest.fixture

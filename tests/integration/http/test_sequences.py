@@ -291,9 +291,10 @@ def test_miles_disaggregated(workers, trainer, mode, until):
     before = workers[0].version()
     trainer.step()
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(worker.post, "/generate", LONG) for worker in workers]
-        until(lambda: all(w.client.get("/v1/loads").json()["loads"][0]["num_running_reqs"] for w in workers))
-        for worker in workers:
+        asked = []
+        for worker in workers:  # one after the other: each is paused as soon as it runs
+            asked.append(pool.submit(worker.post, "/generate", LONG))
+            until(lambda worker=worker: worker.client.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
             worker.post("/pause_generation", {"mode": mode})
             if mode != "in_place":
                 worker.flush()

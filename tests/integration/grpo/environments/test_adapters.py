@@ -8,12 +8,10 @@ import json
 import random
 import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 import reasoning_gym
 
-from lockstep.integration.grpo.environments.adapters.verifiers import plain
 from lockstep.integration.grpo.environments.chat import EpisodeChat
 from lockstep.integration.grpo.environments.player import load_environment
 from lockstep.integration.grpo.environments.session import Session
@@ -177,18 +175,3 @@ def test_a_package_that_is_not_there_is_named_with_its_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "verifiers", None)
     with pytest.raises(ValueError, match=r"pip install 'lockstep\[verifiers\]'"):
         played("verifiers", {"prompt": []}, [], env="x")
-
-
-def test_messages_of_verifiers_are_taken_with_their_text_alone():
-    message = SimpleNamespace(
-        model_dump=lambda exclude_none: {"role": "user", "content": [{"type": "text", "text": "a"}]}
-    )
-    assert plain(message) == {"role": "user", "content": "a"}
-    assert plain({"role": "system", "content": "b"}) == {"role": "system", "content": "b"}
-    for wrong, words in [
-        ({"role": "tool", "content": "x"}, "use tools"),
-        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "use tools"),
-        ({"role": "user", "content": [{"type": "image_url"}]}, "messages of text"),
-    ]:
-        with pytest.raises(ValueError, match=words):
-            plain(wrong)

@@ -110,6 +110,8 @@ def test_the_conversations_of_an_agent_are_samples_whose_logprobs_are_the_traine
             assert [(span.start, span.end) for span in done.weight_versions] == [(0, len(done.token_ids))]
             samples = list(Answer(done, Score(1.0), one).samples(0, 0.5, counts=True))
             assert [len(sample.logprobs) for sample in samples] == [len(part.logprobs) for part in one.conversations]
+            assert {sample.size for sample in samples} == {len(done.token_ids)} and samples[0].is_first
+            assert not any(sample.is_first for sample in samples[1:]), "the episode counts as one sample"
             assert one.kept()["conversations"][1]["runs"] == one.others[1].runs
     assert len({one.token_ids for group in episodes for one in group}) == 4, "episodes of a row differ"
 

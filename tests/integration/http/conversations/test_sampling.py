@@ -85,6 +85,20 @@ def test_tokens_that_a_grammar_forced_are_marked(served):
     assert "forced" not in info(served, plain, logprobs=True)["sampled"][0]
 
 
+def test_the_template_has_the_sessions_variables_where_a_request_sets_none(served, monkeypatch):
+    tokenizer = served.service.engine.tokenizer
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ name }}:" + tokenizer.chat_template)
+    id = served.open(chat_template_kwargs={"name": "owner"})
+    assert info(served, id)["chat_template_kwargs"] == {"name": "owner"}
+    assert tokenizer.decode(chat(served, id, HELLO)["prompt_token_ids"]).startswith("owner:")
+    own = chat(served, id, HELLO, chat_template_kwargs={"name": "own"})
+    assert tokenizer.decode(own["prompt_token_ids"]).startswith("own:")
+    assert served.post("/open_session", chat_template_kwargs=5).status_code == 400
+    large = served.open(chat_template_kwargs={"name": "x" * 100_000})
+    assert info(served, large)["num_bytes"] > 100_000
+    served.ok("/close_session", session_id=large)
+
+
 @pytest.mark.parametrize(
     ("given", "why"),
     [
