@@ -123,6 +123,17 @@ class Completion:
         return len(self.token_ids)
 
     @property
+    def why_unfinished(self) -> str | None:
+        """Why the engine has ended it before it ended by itself or had its largest number of tokens; None: it did not.
+        It is no whole sample then."""
+        reason = self.finish_reason
+        if reason is None:
+            return "it has no end"
+        if reason.type in ("stop", "length") and reason.message is None and self.token_ids:
+            return None
+        return reason.message or f"it ended by {reason.type} after {len(self.token_ids)} tokens"
+
+    @property
     def num_draft_steps(self) -> int:
         """The number of steps that ran rows of a draft."""
         return sum(counts.num_steps for counts in self.drafts)

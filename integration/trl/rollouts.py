@@ -243,9 +243,6 @@ class LockstepRollouts:
 def _refuse_unfinished(completions: list[Completion]) -> None:
     """Raise RuntimeError naming samples that the engine could not draw."""
     for completion in completions:
-        reason = completion.finish_reason
-        if reason is None or reason.type not in ("stop", "length") or not completion.token_ids:
-            why = "" if reason is None else f"{reason.type}: {reason.message}"
-            raise RuntimeError(
-                f"the engine did not finish a sample of a prompt of {completion.num_prompt_tokens} tokens ({why})"
-            )
+        if (why := completion.why_unfinished) is not None:
+            num = completion.num_prompt_tokens
+            raise RuntimeError(f"the engine did not finish a sample of a prompt of {num} tokens: {why}")

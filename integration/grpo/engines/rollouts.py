@@ -14,6 +14,7 @@ from ....rollout.ahead.rollouts import AheadCounts
 from ....rollout.completion import Completion, WeightSpan
 from ....rollout.media.images import Images
 from ....rollout.sampling_params import SamplingParams
+from ...failures import RESUME, EngineFailed
 from ...ranks import Ranks
 from ..environments.episode import Episode
 from ..environments.player import EpisodePlayer, Play
@@ -303,6 +304,8 @@ class Rollouts:
         return replace(params, logit_bias={**(params.logit_bias or {}), **self._banned}) if self._banned else params
 
     def _scored(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Answer]:
+        for pair in zip(problems, completions, strict=True):
+            _refuse_unfinished(*pair)
         scores = self._reward(problems, completions)
         return [Answer(*pair) for pair in zip(completions, scores, strict=True)]
 
@@ -312,6 +315,18 @@ class Rollouts:
         generator = torch.Generator().manual_seed(derive_seed(self._config.run.seed, step, self._ranks.rank))
         permuted = iter([scores[index] for index in torch.randperm(len(scores), generator=generator).tolist()])
         return ([replace(answer, score=next(permuted)) for answer in answers] for answers in answered)
+
+
+def _refuse_unfinished(problem: Problem, completion: Completion) -> None:
+    """Raise for an answer that is no whole sample, from which nothing may be learned: ValueError where the engine's KV
+    cache had no room for it, EngineFailed where it was aborted. Both name the row."""
+    if (why := completion.why_unfinished) is None:
+        return
+    where = f"sample {completion.index} of {problem.source or repr(problem.prompt[:100])}"
+    reason = completion.finish_reason
+    if reason is not None and reason.type in ("ignored", "length"):
+        raise ValueError(f"{where}: {why}: raise engine.kv_cache, or lower rollout.max_new_tokens")
+    raise EngineFailed(f"{where} was not finished: {why}; {RESUME}")
 
 
 def _num_older(spans: Sequence[WeightSpan], step: int) -> int:

@@ -44,7 +44,7 @@ class Turns:
     ) -> Completion:
         """Return the answer of the present weights. params: with a seed, of one sample. images: the tensors of the
         prompt's. A play that is cancelled keeps
-        the tokens so far. Raises RuntimeError if the engine gave none, as it does for a request that it aborts."""
+        the tokens so far. Raises RuntimeError if the engine did not finish it, as one that was aborted."""
         asked = Asked(tuple(prompt_ids), images_digest(images) if images else "")
         prompt = {IDS: prompt_ids, **images} if images else prompt_ids
         options = RequestOptions(renewal=self._renewal(asked, params))
@@ -55,9 +55,10 @@ class Turns:
                 del asked.token_ids[-chunk.num_taken_back :]
             asked.token_ids.extend(chunk.token_ids)
             completion = chunk.completion
-        if completion is None or not completion.token_ids:
-            reason = None if completion is None else completion.finish_reason
-            raise RuntimeError(f"a turn ended before its first token: {None if reason is None else reason.message}")
+        if completion is None:
+            raise RuntimeError("a turn ended without an answer")
+        if (why := completion.why_unfinished) is not None:
+            raise RuntimeError(f"a turn was not finished: {why}")
         return completion
 
     def _renewal(self, asked: Asked, params: SamplingParams) -> Renewal | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
+import pytest
 import torch
 
+from lockstep.integration.failures import EngineFailed
 from lockstep.integration.grpo.engines.rollouts import Answer, Rollouts, StepSamples
 from lockstep.integration.grpo.results.samples import sample_row
 from lockstep.integration.grpo.rewards.score import Score
@@ -28,8 +32,8 @@ class FixedEngine:
 
     service = None
 
-    def __init__(self):
-        self.asked = {}
+    def __init__(self, ends=ENDS):
+        self.asked, self._ends = {}, ends
 
     def begin(self, step, asked):
         self.asked[step] = asked
@@ -41,7 +45,7 @@ class FixedEngine:
                     "id", at, (5, 6), (7, 8), "x" * length, (-0.5, -0.25), end, 0, 0, "0", None,
                     (WeightSpan("0", None, 0, 2),),
                 )
-                for at, (end, length) in enumerate(zip(ENDS, LENGTHS, strict=True))
+                for at, (end, length) in enumerate(zip(self._ends, LENGTHS, strict=True))
             ]  # fmt: skip
 
 
@@ -50,7 +54,7 @@ def length(prompt, completion, answer):
     return len(completion)
 
 
-def sampled(tmp_path, **train):
+def sampled(tmp_path, ends=ENDS, **train):
     """Return the samples of one step of one prompt, and what the job notes of them."""
     config = JobConfig(
         RunSettings("x", str(tmp_path)),
@@ -59,7 +63,7 @@ def sampled(tmp_path, **train):
     )
     problems = [Problem("a", "b")]
     task = Task(lambda step, num: problems[:num], problems, problems)
-    noted, engine = StepSamples(), FixedEngine()
+    noted, engine = StepSamples(), FixedEngine(ends)
     rollouts = Rollouts(config, RANKS, engine, task, Scorer([f"{__name__}:length"]))
     return list(rollouts.samples(0, noted)), noted, engine
 
@@ -84,6 +88,22 @@ def test_the_penalty_of_samples_that_were_cut_off_is_in_advantages_and_not_in_re
     assert [one.advantage for one in samples] == noted.advantages == [0.0, 0.0, -4.0, 4.0]
     assert [score.total for score in noted.scores] == [4.0, 6.0, 2.0, 8.0]
     assert all(one.counts for one in samples)
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "why"),
+    [
+        (FinishReason("abort", message="by an administrator"), EngineFailed,
+         "sample 1 of 'a' was not finished: by an administrator; start the same job with --resume"),
+        (FinishReason("abort"), EngineFailed, "ended by abort after 2 tokens"),
+        (FinishReason("ignored", message="it needs 9 blocks and there are 8"), ValueError,
+         "sample 1 of 'a': it needs 9 blocks and there are 8: raise engine.kv_cache"),
+        (FinishReason("length", length=2, message="the cache is full"), ValueError, "the cache is full: raise engine"),
+    ],
+)  # fmt: skip
+def test_nothing_is_learned_from_answers_that_the_engine_did_not_finish(tmp_path, end, error, why):
+    with pytest.raises(error, match=re.escape(why)):
+        sampled(tmp_path, ends=(WHOLE, end, CUT, WHOLE))
 
 
 def test_tokens_that_a_grammar_forced_do_not_count_and_are_kept_in_the_files():
