@@ -61,6 +61,7 @@ def policy_loss(
     lengths: Sequence[int] = (),
     sizes: Sequence[int] = (),
     num_counted: int | None = None,
+    kl_weights: Tensor | None = None,
 ) -> PolicyLoss:
     """Compute a policy loss, by default the clipped one per token, and the KL to a reference, with the same weights.
 
@@ -71,7 +72,8 @@ def policy_loss(
     averages gradients over ranks: back-propagate `loss` times the number of ranks. name: one of `SURROGATES`; lengths:
     number of tokens of each sequence, of all losses but "token_mean", "dapo", "dr_grpo" and "cispo", for one row [M];
     sizes: see `token_weights`. num_counted: what the numbers to log are divided by, the number of tokens that count
-    over all ranks and micro-batches; None: num_tokens.
+    over all ranks and micro-batches; None: num_tokens. kl_weights: same shape, without gradient, at least 0: of each
+    token's estimate, where another policy has drawn it (`importance_weights`); None: all 1.
 
     Raises ValueError for shapes that differ, a non-positive num_tokens, or a KL coefficient without a
     reference.
@@ -93,7 +95,10 @@ def policy_loss(
     loss = -weighted_sum(terms.objective) / num_tokens
     mean_kl, counted = 0.0, num_tokens if num_counted is None else num_counted
     if reference_logprobs is not None:
-        kl = kl_k3(torch.where(mask, reference_logprobs.detach() - logprobs, 0.0))
+        # Masked before the product, as above.
+        kept = mask if kl_weights is None else mask & (kl_weights > 0)
+        kl = kl_k3(torch.where(kept, reference_logprobs.detach() - logprobs, 0.0))
+        kl = kl if kl_weights is None else kl * kl_weights
         mean_kl = kl.detach().sum().item() / counted
         # A product with a coefficient of 0 would turn an infinite estimate into NaN.
         if kl_coefficient:

@@ -302,6 +302,7 @@ class GrpoTrainer:
             lengths=packed.lengths,
             sizes=packed.sizes,
             num_counted=_NORMALISER,
+            kl_weights=weights,
         )
 
     def _reference_logprobs(self, batch: PackedBatch) -> Tensor | None:

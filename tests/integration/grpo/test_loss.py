@@ -85,6 +85,21 @@ def test_the_clip_cuts_the_gradient_only_where_the_ratio_went_the_advantages_way
     assert result.clip_fraction == pytest.approx(2 / 5)
 
 
+def test_the_kl_of_tokens_that_others_drew_counts_with_their_weights():
+    logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    reference, weights = torch.tensor([-0.5, -1.0, -float("inf")]), torch.tensor([2.0, 0.5, 0.0])
+    result = policy_loss(
+        logprobs, logprobs.detach(), torch.zeros(3), ones_mask(logprobs), 3, reference_logprobs=reference,
+        kl_coefficient=0.1, kl_weights=weights,
+    )  # fmt: skip
+    estimates = [math.expm1(0.5) - 0.5, math.expm1(1.0) - 1.0]
+    assert result.kl == pytest.approx((2 * estimates[0] + 0.5 * estimates[1]) / 3)
+    result.loss.backward()
+    # of exp(r - l) - (r - l) - 1: -exp(r - l) + 1
+    expected = [0.1 * 2 * (1 - math.exp(0.5)) / 3, 0.1 * 0.5 * (1 - math.exp(1.0)) / 3, 0.0]
+    torch.testing.assert_close(logprobs.grad, torch.tensor(expected))
+
+
 def test_kl_adds_its_estimate_and_its_gradient():
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
     reference = torch.tensor([-1.0 + math.log(2.0), -2.0])
