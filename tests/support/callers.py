@@ -63,6 +63,35 @@ def held_between_steps(engine: Engine) -> Iterator[None]:
     soon(holder)
 
 
+@contextmanager
+def held_steps(engine: Engine) -> Iterator[threading.Semaphore]:
+    """Let an engine run a step for each release of the semaphore that is yielded, and any number after the block, so
+    that a request cannot end before what a test does meanwhile."""
+    allowed, is_over, gate = threading.Semaphore(0), threading.Event(), engine.driver._gate
+    step = gate.step
+
+    def held(most: int = 1) -> None:
+        while not is_over.is_set():
+            if allowed.acquire(timeout=0.01):
+                most = 1
+                break
+        step(most)
+
+    gate.step = held
+    try:
+        yield allowed
+    finally:
+        is_over.set()
+        gate.step = step
+
+
+def while_it_steps(allowed: threading.Semaphore, call: Callable, *args: object, **options: object) -> object:
+    """Call a function while an engine runs a step now and then, see `held_steps`; return what it returns."""
+    called = submit(call, *args, **options)
+    wait_until(lambda: called.done() or allowed.release())
+    return soon(called)
+
+
 def has_ended(pid: int) -> bool:
     """Return whether a process has ended, also where its parent has not asked for that."""
     try:

@@ -24,7 +24,7 @@ from lockstep.integration.http.responses.tools import ToolNames
 from lockstep.integration.http.responses.writer import ResponseWriter
 from lockstep.tests.integration.http.responses.conftest import PATIENCE, Served, forced, without_ids
 from lockstep.tests.integration.http.responses.test_answers import INCLUDE, TOOLS
-from lockstep.tests.support.callers import soon, submit
+from lockstep.tests.support.callers import held_steps, soon, submit, while_it_steps
 from lockstep.tests.support.chat.answers import BROKEN, WHOLE, Case
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -145,10 +145,14 @@ def test_a_stream_that_is_cut_ends_incomplete(served: Served):
 
 def test_an_answer_that_is_aborted_is_incomplete_for_no_reason_that_openai_names(served: Served):
     body = {"input": "Weather?", "stream": True, "rid": "long", "ignore_eos": True, "max_output_tokens": 4000}
-    with served.http.stream("POST", "/v1/responses", json=body) as answer:
+    with (
+        held_steps(served.service.engine) as allowed,
+        served.http.stream("POST", "/v1/responses", json=body) as answer,
+    ):
         lines = answer.iter_lines()
+        allowed.release(50)
         assert any("output_text.delta" in line for line in lines)
-        served.http.post("/abort_request", json={"rid": "long"}).raise_for_status()
+        while_it_steps(allowed, served.http.post, "/abort_request", json={"rid": "long"}).raise_for_status()
         *_, last = [line for line in lines if line]
     response = EVENT.validate_python(json.loads(last.removeprefix("data: ")), strict=True).response
     assert (response.status, response.incomplete_details.reason) == ("incomplete", None)

@@ -17,6 +17,7 @@ from lockstep.integration.http.vllm import control
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.tests.support.callers import held_steps, soon, submit
 
 SHORT = {"token_ids": [5, 17, 9], "sampling_params": {"max_tokens": 8, "seed": 3, "ignore_eos": True}}
 PATIENCE = 60
@@ -67,9 +68,13 @@ def test_each_mode_of_a_pause_does_what_its_name_says(clients, service, until, m
     admin, user = clients
     alone = answer(user)
     answers: list[dict] = []
-    running = begin(user, answers, max_tokens=None)
-    until(lambda: service.engine.num_running == 1)
-    reply = admin.post(f"/pause?mode={mode}&clear_cache=false", content=b"not read").json()
+    with held_steps(service.engine) as allowed:
+        running = begin(user, answers, max_tokens=None)
+        allowed.release(5)
+        until(lambda: service.engine.num_running == 1)
+        pausing = submit(admin.post, f"/pause?mode={mode}&clear_cache=false", content=b"not read")
+        until(lambda: service.engine.is_paused or allowed.release())
+    reply = soon(pausing).json()
     engine_mode = "abort" if mode == "abort" else "retract"
     assert reply == {"status": "paused", "mode": mode, "engine_mode": engine_mode}
     assert user.get("/is_paused").json() == {"is_paused": True}
