@@ -57,6 +57,7 @@ from .settings.config import JobConfig
 from .tasks.arithmetic import ArithmeticSpec
 from .tasks.task import build_task
 from .tasks.warm_start import WarmStartProgress, WarmStartSpec, warm_start
+from .training.loss import RatioNumbers
 from .training.trainer import GrpoTrainer, make_backend
 
 if TYPE_CHECKING:  # FastAPI is an extra
@@ -236,6 +237,7 @@ class GrpoJob:
             "kl": stats.kl,
             "clip_fraction": stats.clip_fraction,
             "grad_norm": stats.grad_norm,
+            "learning_rate": stats.learning_rate,
             "samples_without_backward": stats.num_without_gradient + stats.num_unmeasured,
             "samples_unmeasured": stats.num_unmeasured,  # those that logprob_gap is not of
             "sync_bytes": int(self.ranks.total(num_bytes)),
@@ -246,6 +248,7 @@ class GrpoJob:
             "rollout_s": rollout_s,
             "train_s": trained - started - done.waited_s,
             "sync_s": synced - trained,
+            **ratio_metrics(stats.ratios),
             **self._statistics(step, done),
             **self.rollouts.redrawn(done),
             **self.rollouts.lag(step, done),
@@ -355,6 +358,18 @@ class GrpoJob:
                 shutil.rmtree(old)
             else:
                 partial.rename(folder)
+
+
+def ratio_metrics(ratios: RatioNumbers) -> dict[str, object]:
+    """Return how far the trainer's weights are from those that drew its tokens; {} where those are its own."""
+    if not ratios.num:
+        return {}
+    return {
+        "ratio_mean": ratios.total / ratios.num,
+        "ratio_max": ratios.most,
+        "ratio_bounded": ratios.num_bounded / ratios.num,
+        "ratio_dropped": ratios.num_dropped / ratios.num,
+    }
 
 
 def _report_warm_start(progress: WarmStartProgress) -> None:

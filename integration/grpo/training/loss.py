@@ -6,6 +6,7 @@ Dimension letters: P prompts, G samples of one prompt. Sampled tokens have any l
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -130,10 +131,38 @@ def importance_weights(
     log_ratio = torch.where(is_older, logprobs.detach() - behaviour_logprobs, 0.0)
     weights = log_ratio.exp().clamp(max=bound)
     if sequence_bound:
-        sums = torch.stack([part.sum() for part in log_ratio.split(list(lengths))])
-        counts = torch.tensor(lengths, device=weights.device)
-        weights = torch.where((sums.abs() > math.log(sequence_bound)).repeat_interleave(counts), 0.0, weights)
+        weights = torch.where(_is_beyond(log_ratio, lengths, sequence_bound), 0.0, weights)
     return weights
+
+
+def _is_beyond(log_ratio: Tensor, lengths: Sequence[int], bound: float) -> Tensor:
+    """Return whether the product of the ratios of each token's sequence is beyond a bound, bool [M]."""
+    sums = torch.stack([part.sum() for part in log_ratio.split(list(lengths))])
+    return (sums.abs() > math.log(bound)).repeat_interleave(torch.tensor(lengths, device=log_ratio.device))
+
+
+class RatioNumbers(NamedTuple):
+    """The ratios p / p_behaviour of tokens that older weights have drawn, in numbers that add up, but for the most."""
+
+    num: float = 0.0  # tokens
+    total: float = 0.0  # of their ratios, before they are bounded
+    num_bounded: float = 0.0  # tokens whose weight is at `importance_bound`
+    num_dropped: float = 0.0  # tokens of sequences beyond `sequence_bound`
+    most: float = 0.0  # the largest ratio
+
+
+def ratio_numbers(
+    logprobs: Tensor, behaviour_logprobs: Tensor, is_older: Tensor, lengths: Sequence[int], bound: float,
+    sequence_bound: float = 0.0,
+) -> RatioNumbers:  # fmt: skip
+    """Return the numbers of a batch with at least one token of older weights. Arguments as for `importance_weights`."""
+    log_ratio = torch.where(is_older, logprobs.detach() - behaviour_logprobs, 0.0)
+    ratio = log_ratio.double().exp()[is_older]
+    dropped = _is_beyond(log_ratio, lengths, sequence_bound)[is_older] if sequence_bound else is_older.new_zeros(1)
+    if not ratio.numel():
+        return RatioNumbers()
+    found = (ratio.sum(), (ratio > bound).sum(), dropped.sum(), ratio.max())
+    return RatioNumbers(float(ratio.numel()), *torch.stack([one.double() for one in found]).tolist())
 
 
 def kl_k3(reference_log_ratio: Tensor) -> Tensor:

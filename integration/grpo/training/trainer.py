@@ -26,7 +26,7 @@ from ..settings.config import JobConfig
 from ..settings.training import TrainSettings
 from . import checkpointing
 from .activations import measure
-from .loss import PolicyLoss, importance_weights, policy_loss
+from .loss import PolicyLoss, RatioNumbers, importance_weights, policy_loss, ratio_numbers
 from .microbatches import Microbatch, even_microbatches, microbatches, rows_of
 from .packing import PackedBatch, Sample, pack
 from .surrogates import SURROGATES, amount
@@ -46,6 +46,8 @@ class TrainStats:
     kl: float  # mean over the tokens that count, whatever the loss averages
     clip_fraction: float  # of those tokens
     grad_norm: float
+    learning_rate: float
+    ratios: RatioNumbers  # of tokens of older weights, before the first optimizer step
     num_without_gradient: int = 0  # samples that had a forward, for the gap, and no backward pass
     num_unmeasured: int = 0  # samples that had no forward either: their gap was not measured
 
@@ -68,6 +70,7 @@ class _Batch:
     is_last: bool
     reference: Tensor | None
     proximal: Tensor | None = None  # its log-probabilities before the first optimizer step; the first pass sets it
+    ratios: RatioNumbers = field(default_factory=RatioNumbers)  # likewise
 
 
 @dataclass
@@ -148,7 +151,8 @@ class GrpoTrainer:
         over other groups of rows, and differ by rounding.
         """
         settings = self._settings
-        self.backend.set_learning_rate(learning_rate(settings, step, self._num_steps))
+        rate = learning_rate(settings, step, self._num_steps)
+        self.backend.set_learning_rate(rate)
         self._hosted.trained_module.train()
         made = _StepBatches()
         passing: Iterable[_Batch] = self._made(samples, made)
@@ -176,6 +180,8 @@ class GrpoTrainer:
             kl=total(sum(item.kl for item in losses)) * of_a_token,
             clip_fraction=total(sum(item.clip_fraction for item in losses)) * of_a_token,
             grad_norm=norm,
+            learning_rate=rate,
+            ratios=self._ratios(made.learning),
             num_without_gradient=int(total(made.num_without_gradient)),
             num_unmeasured=int(total(made.num_unmeasured)),
         )
@@ -183,6 +189,15 @@ class GrpoTrainer:
     def _divisor(self, made: _StepBatches) -> int:
         """Return what the sum over all tokens of the step is divided by; 1 where no token of any rank counts."""
         return max(int(self._ranks.total(made.amount)), 1)
+
+    def _ratios(self, batches: Sequence[_Batch]) -> RatioNumbers:
+        """Return the numbers of the ratios of all ranks' batches."""
+        own, total = [batch.ratios for batch in batches], self._ranks.total
+        return RatioNumbers(
+            total(sum(one.num for one in own)), total(sum(one.total for one in own)),
+            total(sum(one.num_bounded for one in own)), total(sum(one.num_dropped for one in own)),
+            self._ranks.largest(max((one.most for one in own), default=0.0)),
+        )  # fmt: skip
 
     def _divided(self, samples: Iterable[Sample]) -> Iterator[Microbatch]:
         """Divide samples into micro-batches, as the settings say."""
@@ -283,12 +298,14 @@ class GrpoTrainer:
         """Compute the log-probabilities of a batch's tokens, and its share of the loss."""
         packed, settings = batch.packed, self._settings
         logprobs = self._logprobs(packed)
+        bounds = settings.importance_bound, settings.sequence_bound
         if batch.proximal is None:
             batch.proximal = logprobs.detach()
-        weights = importance_weights(
-            batch.proximal, packed.logprobs, packed.has_ratio, packed.lengths,
-            settings.importance_bound, settings.sequence_bound,
-        )  # fmt: skip
+            if any(sample.num_older for sample in batch.samples):
+                batch.ratios = ratio_numbers(
+                    batch.proximal, packed.logprobs, packed.has_ratio, packed.lengths, *bounds
+                )  # fmt: skip
+        weights = importance_weights(batch.proximal, packed.logprobs, packed.has_ratio, packed.lengths, *bounds)
         return logprobs, policy_loss(
             logprobs,
             torch.where(packed.is_older, batch.proximal, packed.logprobs),

@@ -135,6 +135,11 @@ def test_keep_and_drop_train_on_tokens_of_older_weights_and_say_so(tmp_path):
     assert all(line["verified_tokens"] == 0 for lines in logs.values() for line in lines)
     for name in ("keep", "capped", "drop"):  # of tokens that the present weights have drawn
         assert all(line["logprob_gap"] == 0.0 for line in logs[name]), name
+    older = [line for lines in logs.values() for line in lines if line["lag_max"]]
+    for line in older:
+        assert 0.5 < line["ratio_mean"] < 2 and line["ratio_max"] >= line["ratio_mean"], line
+        assert 0 <= line["ratio_bounded"] <= 1 and 0 <= line["ratio_dropped"] <= 1
+    assert older and all(("ratio_mean" in line) == (line["lag_max"] > 0) for lines in logs.values() for line in lines)
 
 
 @pytest.mark.slow

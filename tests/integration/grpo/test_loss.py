@@ -4,7 +4,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.integration.grpo.training.loss import group_advantages, importance_weights, kl_k3, policy_loss
+from lockstep.integration.grpo.training.loss import (
+    RatioNumbers,
+    group_advantages,
+    importance_weights,
+    kl_k3,
+    policy_loss,
+    ratio_numbers,
+)
 
 
 def ones_mask(tensor):
@@ -83,6 +90,19 @@ def test_the_clip_cuts_the_gradient_only_where_the_ratio_went_the_advantages_way
     assert result.loss.item() == pytest.approx(-(1.3 - 1.5 + 0.5 - 0.8 + 2.2) / 5)
     torch.testing.assert_close(logprobs.grad, torch.tensor([0.0, 1.5, -0.5, 0.0, -2.2]) / 5)
     assert result.clip_fraction == pytest.approx(2 / 5)
+
+
+def test_the_ratios_of_tokens_that_others_drew_are_told_in_numbers():
+    behaviour = torch.tensor([-1.0, -1.0, -1.0, -1.0, -1.0])
+    logprobs = behaviour + torch.tensor([3.0, 0.5, 1.5, 2.0, 8.0]).log()
+    older = torch.tensor([True, True, False, True, False])
+    found = ratio_numbers(logprobs, behaviour, older, (2, 2, 1), 1.9)
+    assert found == pytest.approx(RatioNumbers(3, 5.5, 2, 0, 3.0))
+    found = ratio_numbers(logprobs, behaviour, older, (2, 2, 1), 1.9, 1.6)
+    assert found.num_dropped == 1, "of the second sequence; the product of the first is 1.5"
+    weights = importance_weights(logprobs, behaviour, older, (2, 2, 1), 1.9, 1.6)
+    torch.testing.assert_close(weights, torch.tensor([1.9, 0.5, 0.0, 0.0, 1.0]))
+    assert ratio_numbers(logprobs, behaviour, ~older & older, (2, 2, 1), 1.9) == RatioNumbers()
 
 
 def test_the_kl_of_tokens_that_others_drew_counts_with_their_weights():
