@@ -269,16 +269,17 @@ class RolloutService(MemoryVerbs, LoraVerbs, PauseVerbs, OfOneProcess):
 
     def name_weights(self) -> str | None:
         """Return the digest of the present weights, which is computed where none was: receipts need one. None where the
-        weights are released, or have changed meanwhile."""
-        engine, epoch = self.engine, self.engine.epoch
-        if engine.weight_digest is None and self.finish_digest() is None:
+        weights are released or undefined, or an update or a trainer writes them."""
+        if self.engine.weight_digest is not None:
+            return self.engine.weight_digest
+        if self.sessions.state()["state"] == "open":  # requests do not wait here for an update under way
+            return None
+        if self.finish_digest() is None:
             try:
-                digest = self.model_digest()
-            except MemoryReleased:
+                self.present_digest(anew=False)
+            except (MemoryReleased, SessionError, PeerFailed):
                 return None
-            if engine.epoch == epoch:
-                engine.weights.set_weight_digest(digest)
-        return engine.weight_digest
+        return self.engine.weight_digest
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -92,8 +92,8 @@ class LoadsWeights(Protocol):
 
     engine: Engine
 
-    def model_digest(self) -> str:
-        """Compute the digest of the weights as they are now."""
+    def present_digest(self) -> str:
+        """Compute the digest of the weights as they are now, and set it where they had none."""
         ...
 
     def update_weights_from_disk(self, model_path: str | Path, *, weight_version: str | None = None) -> object:

@@ -13,8 +13,8 @@ class HasWeights(Protocol):
 
     engine: Engine
 
-    def model_digest(self) -> str:
-        """Compute the digest of the weights as they are now."""
+    def present_digest(self) -> str:
+        """Compute the digest of the weights as they are now, and set it where they had none."""
         ...
 
 
@@ -23,12 +23,10 @@ class PresentWeights:
 
     def __init__(self, service: HasWeights) -> None:
         """Compute the digest. An engine whose weights had none has it afterwards; raises ValueError where the weights
-        are not those that were committed."""
-        engine = service.engine
-        self._digest, committed = service.model_digest(), engine.weight_digest
-        if committed is None:
-            engine.weights.set_weight_digest(self._digest)
-        elif committed != self._digest:
+        are not those that were committed, SessionError where they are being written."""
+        self._digest = service.present_digest()
+        committed = service.engine.weight_digest
+        if committed is not None and committed != self._digest:
             raise ValueError(
                 f"the weights have digest {self._digest}, but {committed} was committed: they were written since"
             )

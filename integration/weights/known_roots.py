@@ -12,9 +12,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ...rollout.engine import Engine
 from ...rollout.errors import MemoryReleased
-from ...weight_sync.errors import DigestMismatch
+from ...weight_sync.errors import DigestMismatch, SessionError
 from .published_parts import PublishedParts
 from .rank_weights import ReplicaWeights
+
+_RELEASED = "the weights are released: they have no digest"
 
 
 class KnownRoots:
@@ -68,8 +70,35 @@ class KnownRoots:
         where there are none."""
         with self._digesting:
             if not self._engine.model.holds_weights:
-                raise MemoryReleased("the weights are released: they have no digest")
+                raise MemoryReleased(_RELEASED)
             return self._weights.model_digest(self._missing(()))
+
+    def check_published(self) -> None:
+        """Raise MemoryReleased or SessionError where the present bytes are not those of the version that was committed
+        last: they are released, undefined, or being written."""
+        if not self._engine.model.holds_weights:
+            raise MemoryReleased(_RELEASED)
+        if self.undefined:
+            raise SessionError(f"{len(self.undefined)} weights hold nothing: they have no digest")
+        if (why := self._engine.refusal) is not None:
+            raise SessionError(f"the weights have no digest now: {why}")
+
+    def present_digest(self, *, anew: bool) -> str:
+        """Compute the digest of the present weights, and set it where they had none. anew: also where all ranks have
+        it. The caller has called `check_published` and opens no session meanwhile. Raises SessionError where they are
+        written meanwhile."""
+        engine, began = self._engine, (self._engine.epoch, self.num_forgotten)
+        has_digest = self._weights.on_every_rank(engine.weight_digest is not None)
+        if has_digest and not anew:
+            return str(engine.weight_digest)
+
+        def still() -> bool:
+            return (engine.epoch, self.num_forgotten) == began and engine.refusal is None
+
+        digest = self.model_digest()
+        if engine.weight_digest is None and not engine.weights.set_weight_digest(digest, still=still):
+            raise SessionError("the weights were written while their digest was computed")
+        return digest
 
     def release(self, *, asks_digest: bool) -> tuple[str | None, int]:
         """Free the weights' memory while no digest is computed. Returns the digest of the weights that it held, None if

@@ -219,6 +219,14 @@ class WeightSessions:
         """Compute the digest of the weights as they are now, over all ranks. Changes nothing."""
         return self._roots.model_digest()
 
+    def present_digest(self, *, anew: bool) -> str:
+        """Compute the digest of the present weights, over all ranks, and set it where they had none; see
+        `WeightVerbs.present_digest`."""
+        roots = self._roots
+        return self._manager.between_sessions(
+            "present_digest", roots.check_published, lambda: roots.present_digest(anew=anew)
+        )
+
     def look(self) -> tuple[str | None, list[str]]:
         """Compare the weights as they are now with the published ones; see `KnownRoots.look`."""
         return self._roots.look()

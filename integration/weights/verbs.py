@@ -301,6 +301,17 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
         ranks. Changes nothing. Raises MemoryReleased where there are none."""
         return self.sessions.model_digest()
 
+    @on_all_ranks
+    def present_digest(self, anew: bool = True) -> str:
+        """Compute the digest of the present weights as `model_digest` does, and set it where they had none. anew: also
+        where they have one already.
+
+        Raises SessionError, and sets nothing, where the bytes are not those of the version that was committed last: a
+        session is open, a trainer writes them, or their values are undefined. Raises MemoryReleased where there are
+        none.
+        """
+        return self.sessions.present_digest(anew=anew)
+
     # -- helpers ----------------------------------------------------------------------------------------------------
 
     def _update(self, source: str, receive: Receive, options: UpdateOptions, folder: str | None = None) -> UpdateRecord:

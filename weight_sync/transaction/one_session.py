@@ -21,7 +21,7 @@ from .records import SessionRecord, WeightSession
 from .rolling_back import take_back, tell_of_rollback
 from .transaction import Coverage, Undo, WeightTransaction
 
-_COLLECTIVE = ("begin", "update", "verify", "commit", "rollback", "revert")  # methods in which all ranks vote
+_COLLECTIVE = ("begin", "update", "verify", "commit", "rollback", "revert", "read")  # methods in which all ranks vote
 
 
 class OneSession:

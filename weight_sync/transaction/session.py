@@ -266,6 +266,22 @@ class SessionManager(OneSession):
             self._history.release_undo()
             return action()
 
+    def between_sessions(
+        self, what: str, check: Callable[[], None], action: Callable[[], T], timeout_s: float | None = None
+    ) -> T:
+        """Run an action that reads the published weights, while no session can be opened. Undo data of the last commit
+        is kept. Raises SessionError where a session is open, and the error of `check`, on any rank: then the action
+        runs on none."""
+        with self._locked("read", timeout_s):
+
+            def check_all() -> None:
+                if self._session is not None:
+                    raise SessionError(f"{what}: a weight-update session is open")
+                check()
+
+            self._ready("read", check_all)
+            return action()
+
     @property
     def is_explicit(self) -> bool:
         """Whether an explicitly begun session is open. Does not wait for the lock."""
