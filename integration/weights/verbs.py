@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from ...rollout.engine import Engine
 from ...rollout.loop.commands import OnCommit
 from ...weight_sync.delta.apply import Check
 from ...weight_sync.delta.pull import PullRecord, pull_weights
+from ...weight_sync.group.joining import check_places
 from ...weight_sync.group.registry import GroupRegistry
 from ...weight_sync.group.rendezvous import Rendezvous
 from ...weight_sync.manifest import NamedTensors, specs_from_lists
@@ -74,17 +76,19 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
         Where several ranks hold the model each joins, as `rank_offset` plus its local rank, and the engine runs no step
         meanwhile.
         """
-        device = self.engine.model.device if backend == "nccl" else None
-        # Other frameworks send the port also as text.
-        rendezvous = Rendezvous(
-            master_address, int(master_port), rank_offset + self.replica.local_rank, world_size, group_name,
-            backend, self.config.wait_s(timeout_s), device, secret=group_secret,  # type: ignore[arg-type]
-        )  # fmt: skip
-        self.replica.peers.together(
-            "init_weights_update_group",
-            lambda: self.groups.init(rendezvous),
-            lambda: self.groups.destroy(group_name),
-        )
+        check_places(rank_offset, self.replica.peers.num_ranks, world_size)
+
+        def join() -> None:
+            device = self.engine.model.device if backend == "nccl" else None
+            # Other frameworks send the port also as text.
+            rendezvous = Rendezvous(
+                master_address, int(master_port), rank_offset + self.replica.local_rank, world_size, group_name,
+                backend, self.config.wait_s(timeout_s), device, secret=group_secret,  # type: ignore[arg-type]
+            )  # fmt: skip
+            self.groups.init(rendezvous)
+
+        leave = partial(self.groups.destroy, group_name)
+        self.replica.peers.together("init_weights_update_group", join, leave)
 
     @on_all_ranks
     def destroy_weights_update_group(self, group_name: str = GROUP_NAME) -> None:

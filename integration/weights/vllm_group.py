@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...rollout.engine import Engine
 from ...weight_sync.group.communicator import Communicators, NcclCommunicators, unique_id_of
+from ...weight_sync.group.joining import check_places
 from ...weight_sync.group.registry import GroupRegistry
 from ...weight_sync.group.vllm_protocol import GROUP_NAME
 from ...weight_sync.group.vllm_rendezvous import VllmRendezvous
@@ -48,11 +49,7 @@ class VllmGroupVerbs:
         communicators = self.communicators
         if communicators is None:
             raise ValueError("vLLM's trainers use NCCL, which needs a model on a GPU: this one is on the CPU")
-        if rank_offset < 1:
-            raise ValueError(f"rank_offset must be at least 1, since rank 0 is the trainer; it is {rank_offset}")
-        # Of all ranks, so that none of them joins where another one cannot.
-        if rank_offset + (num_ranks := self.engine.ranks.mesh.num_ranks) > world_size:
-            raise ValueError(f"world_size {world_size} has no place for {num_ranks} ranks from rank {rank_offset} on")
+        check_places(rank_offset, self.replica.peers.num_ranks, world_size)
         if master_address is not None and not self.config.allow_pickle:
             raise ValueError(
                 "the trainer's store has its NCCL id as a pickle, and pickles are turned off (allow_pickle=False): "

@@ -31,6 +31,15 @@ def check_arguments(rank: int, world_size: int, others: Mapping[str, bool]) -> N
         raise ValueError("; ".join(wrong))
 
 
+def check_places(rank_offset: int, num_ranks: int, world_size: int) -> None:
+    """Check the places of all ranks of an engine, so that none joins where another one cannot. Raises ValueError."""
+    if rank_offset < 1:
+        raise ValueError(f"rank_offset must be at least 1, since rank 0 is the sender; it is {rank_offset}")
+    if rank_offset + num_ranks > world_size:
+        listed = f"{num_ranks} ranks" if num_ranks > 1 else "a rank"
+        raise ValueError(f"world_size {world_size} has no place for {listed} from rank {rank_offset} on")
+
+
 class Joining(ABC):
     """A rank that joins a group. `join` blocks: call it in a thread without other work; `cancel` ends it.
     `GroupRegistry` keeps groups by name. A subclass knows how the ranks find each other (`_meet`).

@@ -40,11 +40,19 @@ def test_all_ranks_join_and_receive_their_parts(make_model: Callable[..., PreTra
             ended = service.engine.follow()
             service.close()
             return ended
+
+        def join_group(rank_offset: int, world_size: int, **options: object) -> None:
+            service.init_weights_update_group(
+                rank_offset=rank_offset, world_size=world_size, group_name="other", backend="gloo", **options
+            )
+
         said = []
-        try:  # of a group that has no place for the second rank
-            service.join_vllm_trainer(1, 2, master_address=HOST, master_port=1, timeout_s=3.0)
-        except ValueError as error:
-            said.append(str(error))
+        for join in (service.join_vllm_trainer, join_group):
+            for rank_offset in (1, 0):  # there is no place for the second rank, and rank 0 is the sender
+                try:
+                    join(rank_offset, 2, master_address=HOST, master_port=1, timeout_s=3.0)
+                except ValueError as error:
+                    said.append(str(error))
         trainer = VllmTrainer(3)
         joining = submit(trainer.join)
         service.join_vllm_trainer(1, 3, master_address=HOST, master_port=trainer.port)
@@ -59,5 +67,8 @@ def test_all_ranks_join_and_receive_their_parts(make_model: Callable[..., PreTra
         return found
 
     found, _ = run_world(2, rank)
-    refused = "world_size 2 has no place for 2 ranks from rank 1 on"
-    assert found == ([refused], model_digest(newer), "1", {})
+    refused = [
+        "world_size 2 has no place for 2 ranks from rank 1 on",
+        "rank_offset must be at least 1, since rank 0 is the sender; it is 0",
+    ]
+    assert found == (2 * refused, model_digest(newer), "1", {})
