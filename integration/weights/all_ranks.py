@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ...rollout.engine import Engine
@@ -21,6 +22,7 @@ from ...weight_sync.transaction.peers import PeerFailed, Peers
 from ..plain_values import plain
 
 _NUM_WAITS = 4  # longest number of waits in one verb, for other ranks or its sender, each with its own deadline
+_LONGEST_S = threading.TIMEOUT_MAX / (2 * _NUM_WAITS)  # that a rank can wait for another
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -29,16 +31,16 @@ class Replica:
     """The ranks of one engine. A single rank runs each verb directly."""
 
     def __init__(self, engine: Engine, timeout_s: float) -> None:
-        """Connect to the engine's ranks. timeout_s: how long ranks wait for each other while they may be receiving."""
+        """Connect to the engine's ranks. timeout_s: how long ranks wait for each other while they may be receiving, in
+        calls that have no time of their own."""
         self._engine, self._ranks = engine, engine.ranks
-        self._timeout_s = max(timeout_s, engine.ranks.timeout_s)
+        self._timeout_s = timeout_s
         mesh = engine.ranks.mesh
-        exchange = functools.partial(engine.ranks.gather_json, timeout_s=self._timeout_s)
-        self.peers = Peers(mesh.local_rank, mesh.num_ranks, exchange)
+        self.peers = Peers(mesh.local_rank, mesh.num_ranks, self._exchange)
         self.how_it_stands: Callable[[], dict[str, object]] = dict  # returns the state of this rank for the other ranks
         self._said: dict[str, object] = {}
         # .in_verb: this thread runs a verb for all ranks; .results: the results of a verb that it ran on all ranks;
-        # .is_outside: its verbs are called on this rank alone
+        # .is_outside: its verbs are called on this rank alone; .timeout_s: the time of the call that it runs, if any
         self._here = threading.local()
 
     @property
@@ -48,6 +50,25 @@ class Replica:
     @property
     def local_rank(self) -> int:
         return self.peers.rank
+
+    @contextmanager
+    def waiting(self, timeout_s: object) -> Iterator[None]:
+        """Let the ranks wait for each other in the block as long as a call with this `timeout_s` may take on one of
+        them. None: the call has no time of its own, but perhaps the call around it."""
+        before = getattr(self._here, "timeout_s", None)
+        self._here.timeout_s = before if timeout_s is None else timeout_s
+        try:
+            yield
+        finally:
+            self._here.timeout_s = before
+
+    def _wait_s(self, timeout_s: object) -> float:
+        """Return how long ranks wait for each other in a call of this time: a moment longer than the slowest needs."""
+        given = timeout_s if isinstance(timeout_s, int | float) and timeout_s > self._timeout_s else self._timeout_s
+        return min(max(given + self._ranks.timeout_s / 4, self._ranks.timeout_s), _LONGEST_S)
+
+    def _exchange(self, value: object) -> list[Any]:
+        return self._ranks.gather_json(value, timeout_s=self._wait_s(getattr(self._here, "timeout_s", None)))
 
     @property
     def asks_followers(self) -> bool:
@@ -116,9 +137,8 @@ class Replica:
         here = self._here
         here.error = here.value = None
         values = {name: plain(value) for name, value in arguments.items()}
-        found = self._engine.between_steps(
-            verb, lambda: self._ranks.run_everywhere(verb, values, _NUM_WAITS * self._timeout_s)
-        )
+        longest_s = _NUM_WAITS * self._wait_s(arguments.get("timeout_s"))
+        found = self._engine.between_steps(verb, lambda: self._ranks.run_everywhere(verb, values, longest_s))
         here.results = getattr(here, "results", None) or [result.as_dict() for result in found]
         failures = {result.rank: f"{result.error}: {result.message}" for result in found if not result.success}
         if here.error is not None:
@@ -151,14 +171,16 @@ class OfAReplica(Protocol):
 def on_all_ranks(
     method: Callable[Concatenate[Any, P], T],
 ) -> Callable[Concatenate[Any, P], T]:
-    """Mark a verb that the controller also runs on its followers. Its arguments must then be JSON values."""
+    """Mark a verb that the controller also runs on its followers. Its arguments must then be JSON values. Its
+    `timeout_s`, where it has one, is also the ranks' time for each other (`Replica.waiting`)."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
     def run(self: OfAReplica, *args: P.args, **kwargs: P.kwargs) -> T:
         if not self.replica.asks_followers:
             try:
-                return method(self, *args, **kwargs)
+                with self.replica.waiting(kwargs.get("timeout_s")):
+                    return method(self, *args, **kwargs)
             finally:
                 self.replica.stands()
         arguments = signature.bind(self, *args, **kwargs).arguments

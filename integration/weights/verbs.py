@@ -218,7 +218,8 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
             client=client,
         )
         try:
-            return self._update("this process", receive, options)
+            with self.replica.waiting(timeout_s):
+                return self._update("this process", receive, options)
         finally:
             self.replica.stands()
 
