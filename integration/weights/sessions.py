@@ -196,10 +196,11 @@ class WeightSessions:
         """The moment at which the open explicit session began, of time.monotonic; None: there is none."""
         return self._manager.opened_at
 
-    def name_version(self, version: str) -> None:
-        """Set the version of the open session, or else of the current weights."""
+    def name_version(self, version: str, client: str | None = None) -> None:
+        """Set the version of the open session, or else of the current weights. Raises SessionError where the session is
+        not this client's."""
         if self.state()["state"] == "open":
-            self._manager.name_version(version)
+            self._manager.name_version(version, client=client)
         else:
             self._engine.weights.relabel_weights(version)
 

@@ -283,13 +283,21 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
         return self.engine.weight_version
 
     @on_all_ranks
-    def update_weight_version(self, new_version: str, abort_all_requests: bool = True) -> None:
+    def update_weight_version(
+        self, new_version: str, abort_all_requests: bool = True, *, client: str | None = None
+    ) -> None:
         """Set the version of the open session's weights, or else of the current weights. Aborts all requests unless
-        told not to. Raises ValueError for a version that is none; then no request was aborted."""
+        told not to. Raises ValueError for a version that is none, SessionError where another client's session is open;
+        then no request was aborted."""
         check_required_version(new_version)
-        if abort_all_requests and self.engine.is_controller:
-            self.engine.abort_request(abort_all=True, message="the weight version changed")
-        self.replica.peers.together("update_weight_version", lambda: self.sessions.name_version(new_version))
+
+        def set_version() -> None:
+            self.sessions.check_client(client)
+            if abort_all_requests and self.engine.is_controller:
+                self.engine.abort_request(abort_all=True, message="the weight version changed")
+            self.sessions.name_version(new_version, client)
+
+        self.replica.peers.together("update_weight_version", set_version)
 
     @on_all_ranks
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[object]:

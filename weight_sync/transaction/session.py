@@ -16,7 +16,6 @@ from typing import TypeVar
 from ..errors import DigestMismatch, Poisoned, SessionError
 from .host import SessionHost
 from .one_session import OneSession
-from .owners import NONE_OPEN
 from .peers import Peers
 from .receiving import REPAIR_IN_A_SESSION, REPAIR_NOW, Receive, Receiving, not_as
 from .records import SessionRecord, UpdateRecord
@@ -159,13 +158,10 @@ class SessionManager(OneSession):
                     self._roll_back(session, str(mismatch))
                 raise mismatch
 
-    def name_version(self, version: str, timeout_s: float | None = None) -> None:
-        """Set the version under which the open session will commit. Raises SessionError where no session is open."""
+    def name_version(self, version: str, timeout_s: float | None = None, client: str | None = None) -> None:
+        """Set the version under which the open session will commit. Raises SessionError where this client has none."""
         with self._locked("name_version", timeout_s):
-            session = self._session
-            if session is None:
-                raise SessionError(self._history.lost or NONE_OPEN)
-            session.version = version
+            self._require_session(client).version = version
 
     def commit(
         self,

@@ -344,3 +344,30 @@ def test_a_client_that_died_leaves_nothing_open(service, model, newer):
     with pytest.raises(SessionError, match="silent for"):
         service.update_weights_from_named_tensors(named(newer))
     assert standing(service) == before
+
+
+def test_the_version_of_a_clients_session_is_its_own(service, newer):
+    service.begin_weight_update(weight_version="17", client="push A")
+    service.update_weights_from_named_tensors(named(newer), client="push A")
+    service.engine.add(PROMPT, PARAMS)
+    for client in (None, "push B"):
+        with pytest.raises(SessionError, match="the open weight-update session is that of push A"):
+            service.update_weight_version("99", client=client)
+    assert service.engine.state()["num_waiting"] == 1  # no request was aborted for it
+    assert service.end_weight_update(client="push A").version == "17"
+    service.begin_weight_update(weight_version="18", abort_all_requests=True, client="push B")
+    service.update_weights_from_named_tensors(named(newer), client="push B")
+    service.update_weight_version("19", client="push B")
+    assert service.end_weight_update(client="push B").version == "19"
+
+
+def test_a_session_without_a_client_is_named_by_any_caller_without_one(service, newer):
+    """As trainers of SGLang do right before the end."""
+    service.begin_weight_update()
+    service.update_weights_from_named_tensors(named(newer), weight_version="4")
+    with pytest.raises(SessionError, match="of a client without a name"):
+        service.update_weight_version("5", abort_all_requests=False, client="push A")
+    service.update_weight_version("6", abort_all_requests=False)
+    assert service.end_weight_update().version == "6"
+    service.update_weight_version("7")
+    assert service.get_weight_version() == "7"
