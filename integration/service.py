@@ -318,14 +318,20 @@ class RolloutService(MemoryVerbs, LoraVerbs, PauseVerbs, OfOneProcess):
         }
 
     def close(self) -> None:
-        """Leave every group, roll back an open session, and close the engine. Does nothing in a forked child."""
+        """Leave every group, roll back an open session, and close the engine. Does nothing in a forked child.
+
+        Raises SessionBusy where an update runs too long; the engine is closed all the same. A second call, after the
+        update, rolls it back.
+        """
         if self.engine.driver.process.is_forked:
             return
         self.pause_lease.cancel()
         self.groups.close()
         self._receiver.close()
-        self.sessions.close()
-        self.engine.close()
+        try:
+            self.sessions.close()
+        finally:
+            self.engine.close()
 
     def _give_up_session(self) -> None:
         """Roll back an explicit session whose lease has expired, after a running update, which renews it. In a job

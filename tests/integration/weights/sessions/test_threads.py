@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 
@@ -10,8 +11,11 @@ import torch
 from torch import nn
 
 from lockstep.integration.service import RolloutService
+from lockstep.integration.service_config import ServiceConfig
 from lockstep.integration.weights.options import UpdateOptions
-from lockstep.rollout.errors import NotIdle, SamplingRefused
+from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import EngineStopped, NotIdle, SamplingRefused
 from lockstep.tests.integration.weights.sessions.callers import (
     EMBED,
     PARAMS,
@@ -26,7 +30,7 @@ from lockstep.tests.integration.weights.sessions.callers import (
     standing,
 )
 from lockstep.tests.support.callers import soon, submit, wait_until
-from lockstep.weight_sync.errors import SessionError
+from lockstep.weight_sync.errors import SessionBusy, SessionError
 from lockstep.weight_sync.layout.sink import Sink
 from lockstep.weight_sync.manifest import TensorSpec
 
@@ -82,6 +86,25 @@ def test_an_update_that_cannot_be_committed_yet_makes_requests_wait_for_its_rest
     pieces.second_half()
     service.continue_generation()
     assert soon(waiting)[0].weight_version == "5"
+
+
+def test_a_service_that_an_update_keeps_busy_still_closes_its_engine(model, newer):
+    engine = Engine(copy.deepcopy(model), EngineConfig(kv_cache="32 blocks", max_num_seqs=4))
+    service = RolloutService(engine, ServiceConfig(weight_timeout_s=0.05))
+    engine.start()
+    slow = Slow(named(newer))
+    updating = submit(service.update_weights_from_named_tensors, slow, timeout_s=PATIENCE)
+    assert slow.under_way.wait(PATIENCE)
+    with pytest.raises(SessionBusy, match="update from this process"):
+        service.close()
+    assert not engine.is_started
+    with pytest.raises(EngineStopped):
+        engine.generate([PROMPT], PARAMS)
+    slow.go_on.set()
+    soon(updating)
+    service.close()  # and takes back the update
+    assert service.state()["weight_update"]["state"] == "rolled_back"
+    assert service.model_digest() == digest_of(model)
 
 
 class _Pieces:
