@@ -8,6 +8,7 @@ from collections.abc import Callable
 from ..deadline import Deadline
 
 LEASE_THREAD = "weight-update-lease"
+_PAUSE_S = 5.0  # longest time between two tries to end what the lease was for
 
 
 class Lease:
@@ -28,8 +29,9 @@ class Lease:
         return self._deadline.left_s
 
     def call_at_end(self, end: Callable[[], None]) -> None:
-        """Call `end` in a thread of its own when the time has passed, unless `cancel` comes first. Where it was renewed
-        before `end` looked at `is_over`, `end` is called again after the new time."""
+        """Call `end` in a thread of its own when the time has passed, and again and again until `cancel` comes: after
+        the new time, where it was renewed before `end` looked at `is_over`, and else after a pause, since other ranks
+        may not have come for it."""
         threading.Thread(target=self._watch, args=(end,), daemon=True, name=LEASE_THREAD).start()
 
     def renew(self) -> None:
@@ -37,12 +39,12 @@ class Lease:
         self._deadline = Deadline.after(self.seconds)
 
     def cancel(self) -> None:
-        """End the thread without a call of `end`. Does nothing once `end` was called."""
+        """End the thread without another call of `end`."""
         self._is_cancelled.set()
 
     def _watch(self, end: Callable[[], None]) -> None:
-        while not self._is_cancelled.wait(self.left_s):
+        pause_s = 0.0
+        while not self._is_cancelled.wait(max(self.left_s, pause_s)):
             if self.is_over:
                 end()
-                if self.is_over:
-                    return
+                pause_s = min(self.seconds, _PAUSE_S)

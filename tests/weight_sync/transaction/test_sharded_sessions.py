@@ -172,3 +172,20 @@ def test_ranks_at_different_calls_find_out(replica):
     assert "rank 1: it is at update, rank 0 at commit" in str(results[0])
     replica.on_all(lambda rank: rank.manager.rollback())
     assert replica.values == [0.0] * NUM_RANKS
+
+
+def test_the_end_of_a_lease_for_which_the_other_ranks_did_not_come_is_tried_again(replica):
+    tried, threads = threading.Semaphore(0), []
+
+    def on_lease_over() -> None:
+        threads.append(threading.current_thread())
+        tried.release()
+
+    replica.ranks[0].on_lease_over = on_lease_over
+    succeed(replica.on_all(lambda rank: rank.manager.begin("7", lease_s=PATIENCE if rank.rank else 0.01)))
+    assert tried.acquire(timeout=PATIENCE) and tried.acquire(timeout=PATIENCE)
+    assert replica.states == {"open"}
+    succeed(replica.on_all(lambda rank: rank.manager.rollback(only_expired=True)))
+    assert replica.states == {"rolled_back"}
+    threads[0].join(PATIENCE)  # it ends with the session
+    assert not threads[0].is_alive() and len(set(threads)) == 1
