@@ -161,6 +161,11 @@ class Replica:
         """Return every rank's JSON value, by local rank. A collective."""
         return [value] if self.is_alone else list(self.peers.exchange(value))
 
+    def gather_made(self, what: str, make: Callable[[], object]) -> list[Any]:
+        """Return the JSON value that each rank makes, by local rank. A collective. Raises as `Peers.gather`, where one
+        of them fails to make it."""
+        return list(self.peers.gather(what, make))
+
 
 class OfAReplica(Protocol):
     """An object whose verbs run on all ranks."""

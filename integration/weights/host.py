@@ -222,7 +222,8 @@ class EngineHost(SessionHost):
 
     def _written_beside(self) -> set[str]:
         """Return the names of tensors that others have written on any rank while the session was open. A collective."""
-        found = self._replica.gather(self._engine.weights.written_beside(self._written_alone()))
+        look = self._engine.weights.written_beside
+        found = self._replica.gather_made("written beside", lambda: look(self._written_alone()))
         return {name for names in found for name in names}
 
     # -- the engine -------------------------------------------------------------------------------------------------

@@ -118,9 +118,14 @@ class ReplicaWeights:
         if self._replica.is_alone:
             roots = tensor_roots(here.items())
             return {name: root.hex() for name, root in roots.items()}, roots
-        own = local_digests(here, {name: parts[name].shard for name in here})
+        own: dict[str, object] = {}
+
+        def make() -> Mapping[str, object]:
+            own.update(local_digests(here, {name: parts[name].shard for name in here}))
+            return own
+
         specs = [TensorSpec(name, part.dtype, part.shard.full_shape) for name, part in parts.items()]
-        return own, merged_roots(specs, self._replica.gather(own))
+        return own, merged_roots(specs, self._replica.gather_made("digests", make))
 
     def on_every_rank(self, holds: bool) -> bool:
         """Return whether a condition holds on all ranks. A collective."""

@@ -27,6 +27,7 @@ class Tally:
     expired: bool = False  # on some rank the session's lease has expired
     names: frozenset[str] = frozenset()  # all names that the ranks sent
     poison: Mapping[int, str] = field(default_factory=dict)  # why the weights of a rank are poisoned, by rank
+    values: Sequence[object] = ()  # by rank
 
     def raise_if_any(self, own: BaseException | None) -> None:
         """Raise this rank's own error, or PeerFailed where another rank has a problem."""
@@ -59,6 +60,7 @@ class Peers:
     def __init__(self, rank: int = 0, num_ranks: int = 1, exchange: Exchange = lambda value: [value]) -> None:
         self.rank, self.num_ranks, self._exchange = rank, num_ranks, exchange
         self.are_apart = False  # a collective has failed here: what the other ranks do next is not known
+        self._agreed: BaseException | None = None  # the last error that every rank has learned of, until the next vote
 
     def exchange(self, value: object) -> Sequence[object]:
         """Send this rank's JSON value and return the values of all ranks, in their order. A collective."""
@@ -67,11 +69,12 @@ class Peers:
 
     @contextmanager
     def apart_if_it_fails(self) -> Iterator[None]:
-        """Note an exception inside of a collective, which the other ranks do not learn of, or find otherwise."""
+        """Note an exception inside of a collective, which the other ranks do not learn of, or find otherwise. Those of
+        `gather` are known to all of them."""
         try:
             yield
-        except BaseException:
-            self.are_apart = True
+        except BaseException as error:
+            self.are_apart = self.are_apart or error is not self._agreed
             raise
 
     @property
@@ -97,6 +100,25 @@ class Peers:
             raise
         return made[0]
 
+    def gather(self, what: str, make: Callable[[], object]) -> Sequence[object]:
+        """Return the JSON value that each rank makes, by rank. A collective.
+
+        Where one of them fails to make it all ranks stay together: raises the exception of `make`, else PeerFailed,
+        else the exchange's exception.
+        """
+        if self.is_alone:
+            return [make()]
+        made: list[object] = []
+        with self.apart_if_it_fails():
+            error = error_of(lambda: made.append(make()))
+        tally = self.vote(what, error, value=made[0] if made else None)
+        try:
+            tally.raise_if_any(error)
+        except Exception as agreed:
+            self._agreed = agreed
+            raise
+        return tally.values
+
     def vote(
         self,
         what: str,
@@ -106,15 +128,17 @@ class Peers:
         expired: bool = False,
         names: Iterable[str] = (),
         poison: str | None = None,
+        value: object = None,
     ) -> Tally:
         """Send this rank's result to the others and return the combined results. A collective.
 
         `what` must be the same on all ranks: where the ranks are at different points, every rank has a problem. Changes
         nothing.
         """
+        self._agreed = None
         said = None if problem is None else f"{type(problem).__name__}: {problem}"
         ballot = {"what": what, "problem": said, "wrote": wrote, "expired": expired, "names": sorted(names)}
-        ballot |= {"poison": poison}
+        ballot |= {"poison": poison, "value": value}
         ballots: Sequence[Mapping[str, object]] = [ballot] if self.is_alone else self.exchange(ballot)  # type: ignore[assignment]
         problems = {rank: str(b["problem"]) for rank, b in enumerate(ballots) if b["problem"] is not None}
         places = [b["what"] for b in ballots]
@@ -127,4 +151,5 @@ class Peers:
             any(b["expired"] for b in ballots),
             frozenset(name for b in ballots for name in b["names"]),  # type: ignore[attr-defined]
             {rank: str(b["poison"]) for rank, b in enumerate(ballots) if b["poison"] is not None},
+            [b["value"] for b in ballots],
         )

@@ -18,6 +18,7 @@ from lockstep.integration.push.local_target import LocalTarget
 from lockstep.integration.push.pusher import WeightPusher
 from lockstep.integration.service import RolloutService
 from lockstep.integration.service_config import ServiceConfig
+from lockstep.integration.weights import rank_weights
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import RankFailure, SamplingRefused
@@ -25,7 +26,7 @@ from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.forked_ranks import run_survivors
 from lockstep.weight_sync.digests.model_digest import model_digest, tensor_roots
 from lockstep.weight_sync.digests.shard_digest import local_digests
-from lockstep.weight_sync.errors import DigestMismatch
+from lockstep.weight_sync.errors import DigestMismatch, WeightSyncError
 from lockstep.weight_sync.transports.same_host import TensorTransport
 
 MakeModel = Callable[..., PreTrainedModel]
@@ -181,3 +182,47 @@ def test_a_replica_of_which_one_stage_is_partly_written_samples_nothing_on_any_r
         return state, healed.digest == completion.weight_digest == model_digest(new)
 
     assert run_world(2, rank) == [("poisoned", True)] * 2
+
+
+def test_digests_that_fail_on_one_rank_fail_on_all_and_leave_the_ranks_together(
+    make_model: MakeModel, run_world: RunWorld
+) -> None:
+    model = make_model("qwen3")
+    new = [(name, tensor.detach() * 1.5) for name, tensor in copy.deepcopy(model).named_parameters()]
+    proof = {name: root.hex() for name, root in tensor_roots(new).items()}
+
+    def rank(rank: int) -> object:
+        service, digest = make_service(model, 2, 1), rank_weights.local_digests
+        before, failures = bits(service), []
+
+        def fail(*args: object) -> dict[str, object]:
+            rank_weights.local_digests = digest
+            raise MemoryError("no memory to digest with")
+
+        def failing(call: Callable[[], object]) -> None:
+            if rank == 1:
+                rank_weights.local_digests = fail
+            try:
+                call()
+            except (MemoryError, WeightSyncError) as error:
+                failures.append(f"{type(error).__name__}: {error}")
+
+        failing(service.model_digest)
+        service.begin_weight_update(weight_version="7")
+        service.update_weights_from_named_tensors(new)
+        failing(lambda: service.verify_weight_update(proof))
+        state = service.state()["weight_update"]["state"]
+        service.begin_weight_update(weight_version="7")
+        service.update_weights_from_named_tensors(new)
+        failing(service.end_weight_update)  # no digest was asked for yet
+        kept = bits(service) == before, state, service.engine.weight_version, service.replica.peers.are_apart
+        service.begin_weight_update(weight_version="8")
+        service.update_weights_from_named_tensors(new, verify=proof)
+        digest_now = service.end_weight_update().digest
+        service.close()
+        return failures, kept, digest_now == model_digest(new)
+
+    first, second = run_world(2, rank)
+    assert second[0] == ["MemoryError: no memory to digest with"] * 3
+    assert first[0] == ["PeerFailed: rank 1: MemoryError: no memory to digest with"] * 3
+    assert first[1:] == second[1:] == ((True, "rolled_back", "default", False), True)
