@@ -114,9 +114,17 @@ class LoraVerbs:
         self, adapter: tuple[str, str] | None, content: AdapterFolder | AdapterLayers, options: UpdateOptions
     ) -> AdapterReport:
         """Hold the sampling, change the layers, and publish. Whatever fails, the former layers are put back."""
-        weights = self.engine.weights
         if self.sessions.state()["state"] == "open":
             raise SessionError("a weight-update session is open: end it or give it up before an adapter is changed")
+        # No session begins before the end: it would write tensors that the change may take out again.
+        commit = self.sessions.change_adapter(lambda: self._put_in(content, options), options.timeout_s)
+        self._adapter = adapter
+        self.engine.model.adapter_name = None if adapter is None else adapter[0]
+        self.replica.stands()
+        return AdapterReport(self.loaded_adapters, commit)
+
+    def _put_in(self, content: AdapterFolder | AdapterLayers, options: UpdateOptions) -> Commit:
+        weights = self.engine.weights
         if not self.engine.model.holds_weights:
             raise MemoryReleased('the weights are released: resume_memory_occupation(["weights"]) first')
         if self.engine.refusal is not None:
@@ -129,14 +137,10 @@ class LoraVerbs:
         try:
             former = weights.replace_adapter(content)
             try:
-                commit = self.sessions.commit_adapter(version, options.in_flight)
+                return self.sessions.commit_adapter(version, options.in_flight)
             except BaseException:
                 weights.replace_adapter(former)
                 self.sessions.renamed()
                 raise
         finally:
             weights.allow_sampling(_LOADING)
-        self._adapter = adapter
-        self.engine.model.adapter_name = None if adapter is None else adapter[0]
-        self.replica.stands()
-        return AdapterReport(self.loaded_adapters, commit)

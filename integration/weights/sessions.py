@@ -263,11 +263,16 @@ class WeightSessions:
         self._replica.peers.together("commit_in_place", lambda: None)  # no rank publishes before all can
         return self._host.commit_in_place(version, value, bytes_copied, in_flight, retracts=retracts)
 
+    def change_adapter(self, change: Callable[[], T], timeout_s: float | None = None) -> T:
+        """Run a change of the engine's adapter that ends with `commit_adapter`, or puts the former one back. Until its
+        end no session can be opened. Raises SessionError while one is open."""
+        return self._manager.without_session("an adapter is changed", change, timeout_s, undo_goes_first=False)
+
     def commit_adapter(self, version: str, in_flight: OnCommit | None = None) -> Commit:
-        """Publish the weights after the engine's adapter was changed. Digests of base tensors are kept that no update
-        has written since. Raises SessionError while a session is open."""
+        """Publish the weights after the engine's adapter was changed, in `change_adapter`. Digests of base tensors are
+        kept that no update has written since."""
         self.renamed()
-        self.let_write("an adapter")
+        self._host.forget_bytes()
         self._roots.owes_digest = False
         digest = self._roots.complete(trusts_marks=True)
         self._roots.keep_published()

@@ -253,14 +253,19 @@ class SessionManager(OneSession):
         """Note that generation is paused for another update; see `SessionHistory.forget_abort`. Does not wait."""
         self._history.forget_abort()
 
-    def without_session(self, who: str, action: Callable[[], T], timeout_s: float | None = None) -> T:
+    def without_session(
+        self, who: str, action: Callable[[], T], timeout_s: float | None = None, *, undo_goes_first: bool = True
+    ) -> T:
         """Run an action that writes or frees the weights, while no session can be opened. Undo data of the last commit
-        is freed first. Raises SessionError where a session is open."""
+        is freed first; else where the action has ended well. Raises SessionError where a session is open."""
         with self._locked(who, timeout_s):
             if self._session is not None:
                 raise SessionError(f"{who}: a weight-update session is open: end it or give it up first")
+            if undo_goes_first:
+                self._history.release_undo()
+            value = action()
             self._history.release_undo()
-            return action()
+            return value
 
     def between_sessions(
         self, what: str, check: Callable[[], None], action: Callable[[], T], timeout_s: float | None = None

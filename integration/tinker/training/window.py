@@ -68,7 +68,8 @@ class AdapterWindow:
         _check_names(tensors, self._parameters)
         for name, parameter in self._parameters.items():
             parameter.data.copy_(tensors[name])
-        commit = service.sessions.commit_adapter(version)
+        sessions = service.sessions
+        commit = sessions.change_adapter(lambda: sessions.commit_adapter(version))
         service.engine.weights.allow_sampling(_SWITCHING)
         assert commit.digest is not None
         self._published = version

@@ -14,6 +14,8 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.optional_packages import needs_peft_of_transformers
+from lockstep.tests.support.callers import soon, submit
+from lockstep.weight_sync.errors import SessionBusy, SessionError
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
 
@@ -111,3 +113,34 @@ def test_a_refused_folder_says_what_it_lacks(served, make_model, tmp_path):
     with pytest.raises(ValueError, match="init_lora_weights"):
         service.load_lora_adapter("a", str(folder))
     assert logprobs(service) == before
+
+
+def test_no_update_begins_while_an_adapter_is_changed(served, make_model, tmp_path):
+    service = served("llama")
+    before, digest = logprobs(service), service.model_digest()
+    folder = saved_adapter(make_model("llama"), tmp_path / "adapter", target_modules=["q_proj"])
+    service.update_weights_from_named_tensors(list(service.engine.weights.resident_tensors()), weight_version="1")
+    service.commit_implicit_update()
+    replace, refused = service.engine.weights.replace_adapter, []
+
+    def begin() -> None:
+        with pytest.raises(SessionBusy, match="an adapter is changed"):
+            service.begin_weight_update(coverage="partial", lease_s=0.01)
+        refused.append(True)
+
+    def replace_while_another_begins(content: object) -> object:
+        former = replace(content)
+        soon(submit(begin))
+        return former
+
+    service.engine.weights.replace_adapter = replace_while_another_begins
+    (folder / "adapter_model.safetensors").rename(tmp_path / "kept")
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors"):
+        service.load_lora_adapter("a", str(folder))
+    (tmp_path / "kept").rename(folder / "adapter_model.safetensors")
+    assert service.revert_weight_update() == "default"  # a load that failed leaves the undo data
+    assert service.load_lora_adapter("a", str(folder)).commit.digest == service.model_digest() != digest
+    service.unload_lora_adapter("a")
+    assert refused == [True, True] and logprobs(service) == before and service.model_digest() == digest
+    with pytest.raises(SessionError, match="no commit"):
+        service.revert_weight_update()
