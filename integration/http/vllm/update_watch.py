@@ -7,13 +7,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ....rollout.errors import LockstepError
-from ....weight_sync.errors import SessionError, WeightSyncError
+from ....rollout.errors import DeadlineExceeded, LockstepError
+from ....weight_sync.errors import SessionBusy, SessionError, WeightSyncError
 from ...service import RolloutService
 from ..admin.operations import UpdateGate
 from ..edge.errors import Busy
 
 logger = logging.getLogger(__name__)
+
+_PAUSE_S = 5.0  # longest time between two strikes of which the first one was in vain
 
 
 class UpdateWatch:
@@ -65,11 +67,19 @@ class UpdateWatch:
             self._service.lose_weight_update(why)
 
     def _start(self) -> None:
+        self._start_in(0 if self._why_lost else self._idle_s)
+
+    def _start_in(self, seconds: float) -> None:
         if not self.is_open:
             return
-        self._timer = threading.Timer(0 if self._why_lost else self._idle_s, self._expire)
-        self._timer.daemon, self._timer.name = True, "lockstep-update-watch"
-        self._timer.start()
+        self._timer = timer = threading.Timer(seconds, self._expire)
+        timer.daemon, timer.name = True, "lockstep-update-watch"
+        timer.start()
+
+    def _strike_again(self) -> None:
+        """Start the clock again after a strike in vain, in its thread. A call that came meanwhile has set another."""
+        if threading.current_thread() is self._timer:
+            self._start_in(min(self._idle_s, _PAUSE_S))
 
     def _stop(self) -> None:
         if self._timer is not None:
@@ -85,7 +95,10 @@ class UpdateWatch:
                 if self.is_open:
                     logger.warning("an update is taken back: %s", why)
                 self.take_back(why)
-        except Busy:
-            return  # a call came, and starts the clock again
+        except Busy:  # a call came, which starts the clock again, or one that is none of the update
+            self._strike_again()
+        except (DeadlineExceeded, SessionBusy) as error:
+            logger.warning("an update whose client is gone is still to be taken back: %s", error)
+            self._strike_again()
         except (LockstepError, WeightSyncError, ValueError) as error:
             logger.error("an update whose client is gone could not be taken back: %s", error)
