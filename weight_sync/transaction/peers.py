@@ -137,8 +137,8 @@ class Peers:
         """
         self._agreed = None
         said = None if problem is None else f"{type(problem).__name__}: {problem}"
-        ballot = {"what": what, "problem": said, "wrote": wrote, "expired": expired, "names": sorted(names)}
-        ballot |= {"poison": poison, "value": value}
+        ballot: dict[str, object] = {"what": what, "problem": said, "wrote": wrote, "expired": expired}
+        ballot |= {"names": sorted(names), "poison": poison, "value": value}
         ballots: Sequence[Mapping[str, object]] = [ballot] if self.is_alone else self.exchange(ballot)  # type: ignore[assignment]
         problems = {rank: str(b["problem"]) for rank, b in enumerate(ballots) if b["problem"] is not None}
         places = [b["what"] for b in ballots]

@@ -389,6 +389,31 @@ def test_a_lease_that_ends_while_a_rank_reads_is_renewed_by_its_update_and_ends_
     assert run_world(2, rank) == ["rolled back", "closed"]
 
 
+def test_weights_are_named_on_all_ranks_together_and_on_none_in_a_session(
+    make_model: MakeModel, run_world: RunWorld
+) -> None:
+    model = make_model("qwen2")
+
+    def rank(rank: int) -> object:
+        service = make_service(copy.deepcopy(model), 2, 1)
+        if rank == 1:
+            ended = service.engine.follow()
+            service.close()
+            return ended, service.engine.weight_digest
+        service.begin_weight_update(coverage="partial")
+        in_session = service.name_weights(), error_of(service.present_digest)
+        service.abort_weight_update()
+        named = service.name_weights()
+        digests = [one["weight_digest"] for one in service.state()["ranks"]]
+        service.close()
+        return in_session, named, digests
+
+    (in_session, named, digests), (ended, of_follower) = run_world(2, rank)
+    assert in_session == (None, "SessionError: present_digest: a weight-update session is open")
+    assert named == of_follower == model_digest(model.named_parameters()) and digests == [named, named]
+    assert ended == "closed"
+
+
 def lease_thread() -> threading.Thread:
     (thread,) = [thread for thread in threading.enumerate() if thread.name == LEASE_THREAD]
     return thread
