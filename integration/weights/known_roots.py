@@ -84,19 +84,19 @@ class KnownRoots:
             raise SessionError(f"the weights have no digest now: {why}")
 
     def present_digest(self, *, anew: bool) -> str:
-        """Compute the digest of the present weights, and set it where they had none. anew: also where all ranks have
-        it. The caller has called `check_published` and opens no session meanwhile. Raises SessionError where they are
-        written meanwhile."""
+        """Compute the digest of the present weights, and set it where they had none on the first rank, which answers
+        requests. anew: also compute where they had one. The caller has called `check_published` and opens no session
+        meanwhile. Raises SessionError where they are written meanwhile."""
         engine, began = self._engine, (self._engine.epoch, self.num_forgotten)
-        has_digest = self._weights.on_every_rank(engine.weight_digest is not None)
-        if has_digest and not anew:
-            return str(engine.weight_digest)
+        known = self._weights.of_first_rank(engine.weight_digest)
+        if known is not None and not anew:
+            return str(known)
 
         def still() -> bool:
             return (engine.epoch, self.num_forgotten) == began and engine.refusal is None
 
         digest = self.model_digest()
-        if engine.weight_digest is None and not engine.weights.set_weight_digest(digest, still=still):
+        if known is None and not engine.weights.set_weight_digest(digest, still=still):
             raise SessionError("the weights were written while their digest was computed")
         return digest
 

@@ -127,9 +127,9 @@ class ReplicaWeights:
         specs = [TensorSpec(name, part.dtype, part.shard.full_shape) for name, part in parts.items()]
         return own, merged_roots(specs, self._replica.gather_made("digests", make))
 
-    def on_every_rank(self, holds: bool) -> bool:
-        """Return whether a condition holds on all ranks. A collective."""
-        return all(self._replica.gather(holds))
+    def of_first_rank(self, value: object) -> object:
+        """Return the JSON value of the replica's first rank. A collective."""
+        return self._replica.gather(value)[0]
 
     def model_digest(self, roots: Mapping[str, bytes]) -> str:
         """Return the model digest over tensor roots. It covers the state of adapters too: switched off or scaled, the

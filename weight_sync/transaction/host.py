@@ -43,4 +43,5 @@ class SessionHost(Protocol):
 
     def on_lease_over(self) -> None:
         """Roll back, on all ranks, a session of several ranks whose lease has expired. Runs in a thread of its own,
-        without the manager's lock. Where this does nothing, the manager's next call finds the expired session."""
+        without the manager's lock, and again after a pause while the session is open. Where this does nothing, the
+        manager's next call finds the expired session."""
