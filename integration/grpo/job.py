@@ -53,6 +53,7 @@ from .results.statistics import REWARD, step_statistics
 from .results.wandb_log import WandbLog
 from .results.weights_kept import WeightsKept
 from .rewards.scorer import make_scorer
+from .rewards.user_calls import UserCalls
 from .settings.config import JobConfig
 from .tasks.arithmetic import ArithmeticSpec
 from .tasks.task import build_task
@@ -86,8 +87,9 @@ class GrpoJob:
         self.backend = make_backend(config, ranks)
         # The engine comes before the trainer, which may shard the module that the engine hosts or copies.
         self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
+        self._calls = UserCalls()
         self.rollouts = Rollouts(
-            config, ranks, self.engine, self.task, make_scorer(config), self._player(),
+            config, ranks, self.engine, self.task, make_scorer(config, self._calls), self._player(),
             banned=banned_tokens(self.engine.hosted.module),
         )  # fmt: skip
         self.evaluation = Evaluation(config, ranks, self.task.heldout, self.rollouts.answers)
@@ -135,7 +137,9 @@ class GrpoJob:
     def _player(self) -> EpisodePlayer | None:
         """Return the player of the job's episodes, where it has an environment."""
         service = self.engine.service
-        return EpisodePlayer(self.config, service, self.tokenizer) if self.config.environment and service else None
+        if not self.config.environment or service is None:
+            return None
+        return EpisodePlayer(self.config, service, self.tokenizer, self._calls)
 
     def _refuse_other_weights(self, checkpoint: Path) -> None:
         """Raise ValueError if the weights are not those that the run had at the checkpoint: its file is damaged, or, as
@@ -211,9 +215,10 @@ class GrpoJob:
         return server
 
     def close(self) -> None:
-        """Close the servers, engines and sockets of the job."""
+        """Close the servers, engines and sockets of the job, and the loop of its rewards and environments."""
         if self._http is not None:
             self._http.close()
+        self._calls.close()
         self.engine.close()
 
     def run_step(self, step: int) -> dict[str, object]:

@@ -15,6 +15,7 @@ from ....kernels.sampling.draws import derive_seed
 from ....rollout.sampling_params import SamplingParams
 from ...service import RolloutService
 from ..rewards.score import Score, checked_value, score_of
+from ..rewards.user_calls import UserCalls
 from ..settings.config import JobConfig
 from ..tasks.picture_reader import PictureReader
 from ..tasks.problems import Problem
@@ -82,9 +83,13 @@ class Play:
 class EpisodePlayer:
     """Plays the episodes of a job with its environment."""
 
-    def __init__(self, config: JobConfig, service: RolloutService, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Load the environment. Raises ValueError as `load_environment`, and for one that cannot be played ahead where
-        `rollout.ahead` asks for it."""
+    def __init__(
+        self, config: JobConfig, service: RolloutService, tokenizer: PreTrainedTokenizerBase,
+        calls: UserCalls | None = None,
+    ) -> None:  # fmt: skip
+        """Load the environment. calls: whose loop it plays in; None: one of this player's own. Raises ValueError as
+        `load_environment`, and for one that cannot be played ahead where `rollout.ahead` asks for it."""
+        self._calls = calls or UserCalls()
         self._location = config.environment
         self._environment = job_environment(config)
         self._weights = config.reward_weights
@@ -104,7 +109,7 @@ class EpisodePlayer:
         so that this changes no token. An error of the environment ends the others; it gets a note with the row.
         """
         with self._service.rollout(release_kv=True):
-            return asyncio.run(self._played(Play(problems, params), coming))
+            return self._calls.run(self._played(Play(problems, params), coming))
 
     def score(self, problem: Problem, episode: Episode) -> Score:
         """Return the score of an episode. Raises ValueError, naming the row, for a reward that is no finite number and

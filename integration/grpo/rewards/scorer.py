@@ -16,6 +16,7 @@ from ..tasks.problems import Problem
 from ..user_code import results_of
 from .loading import RewardFunction, load_reward
 from .score import Score, Value, checked_value, described, score_of
+from .user_calls import UserCalls
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +33,9 @@ class SampleInfo:
     index: int  # number of the sample among those of its prompt
 
 
-def make_scorer(config: JobConfig) -> Scorer:
-    """Load the rewards of a job. Raises ValueError as `Scorer`."""
-    return Scorer(config.rewards, config.reward_weights, config.reward_options)
+def make_scorer(config: JobConfig, calls: UserCalls | None = None) -> Scorer:
+    """Load the rewards of a job. calls: see `Scorer`, which raises ValueError."""
+    return Scorer(config.rewards, config.reward_weights, config.reward_options, calls)
 
 
 class Scorer:
@@ -45,21 +46,24 @@ class Scorer:
         locations: Sequence[str],
         weights: Mapping[str, float] | None = None,
         options: Mapping[str, Mapping[str, object]] | None = None,
+        calls: UserCalls | None = None,
     ) -> None:
         """Load the reward functions; see `load_reward`.
 
         weights: of rewards and of components, by name; 1.0 where nothing is said. A reward's name is its function's.
-        options: of rewards, by name. Raises ValueError for a location that cannot be loaded, two rewards of one name,
-        and options or weights of a reward that is not there.
+        options: of rewards, by name. calls: whose loop async rewards run in; None: one of this scorer's own. Raises
+        ValueError for a location that cannot be loaded, two rewards of one name, and options or weights of a reward
+        that is not there.
         """
         self._weights = dict(weights or {})
+        calls = calls or UserCalls()
         self._rewards: dict[str, _Form] = {}
         left = dict(options or {})
         for location in locations:
             name = location.rpartition(":")[2].rpartition(".")[2]
             if name in self._rewards:
                 raise ValueError(f"two rewards are called {name!r}: {location!r} and {self._rewards[name].location!r}")
-            self._rewards[name] = _Form(location, load_reward(location, left.pop(name, None)))
+            self._rewards[name] = _Form(location, load_reward(location, left.pop(name, None)), calls)
         if left:
             raise ValueError(f"reward_options are of {' and '.join(left)}, but the rewards are {self.names}")
         if bad := {name: weight for name, weight in self._weights.items() if not math.isfinite(weight)}:
@@ -102,8 +106,8 @@ class Scorer:
 class _Form:
     """One reward function, called as its signature wants it."""
 
-    def __init__(self, location: str, function: RewardFunction) -> None:
-        self.location, self._function = location, function
+    def __init__(self, location: str, function: RewardFunction, calls: UserCalls) -> None:
+        self.location, self._function, self._calls = location, function, calls
         self.success_at: float | None = getattr(function, "success_at", None)
         called = function if inspect.isroutine(function) or hasattr(function, "func") else type(function).__call__
         self._is_async = inspect.iscoroutinefunction(getattr(called, "func", called))
@@ -140,7 +144,7 @@ class _Form:
             )
             rows, texts = [problem.whole_row() for problem in problems], [one.text for one in completions]
             found = self._function(rows, texts, **info)
-            values = asyncio.run(_awaited(found)) if self._is_async else found
+            values = self._calls.run(_awaited(found)) if self._is_async else found
             if not isinstance(values, Sequence) or len(values) != len(completions):
                 raise ValueError(
                     f"reward {self.location!r} must return {len(completions)} values, one for each completion, "
@@ -148,7 +152,7 @@ class _Form:
                 )
             return values
         if self._is_async:
-            return asyncio.run(self._concurrently(problems, completions))
+            return self._calls.run(self._concurrently(problems, completions))
         return [self._called(*pair) for pair in zip(problems, completions, strict=True)]
 
     def _called(self, problem: Problem, completion: Completion) -> Any:

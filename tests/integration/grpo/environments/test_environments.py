@@ -17,6 +17,7 @@ from lockstep.integration.grpo.environments.session import NoRoom
 from lockstep.integration.grpo.environments.turns import Turns
 from lockstep.integration.grpo.rewards.score import Score
 from lockstep.integration.grpo.rewards.scorer import Scorer
+from lockstep.integration.grpo.rewards.user_calls import UserCalls
 from lockstep.integration.grpo.settings.config import JobConfig
 from lockstep.integration.grpo.settings.sampling import RolloutSettings
 from lockstep.integration.grpo.settings.sections import DataSettings, RunSettings
@@ -58,6 +59,16 @@ async def fails(row, session):
         raise KeyError("no such thing")
     while True:
         await session.turn("again")
+
+
+LOOPS = set()
+
+
+async def notes_its_loop(row, session):
+    """Keep the event loop, as a client of a service would."""
+    LOOPS.add(asyncio.get_running_loop())
+    await session.turn("hello")
+    return session.episode(1.0)
 
 
 async def gives_a_number(row, session):
@@ -199,6 +210,16 @@ def test_turns_of_token_ids_stand_as_they_are(service, tmp_path):
         one.sampled[start + 2 :]
     )
     assert len(one.sampled) - start - 2 <= 3
+
+
+def test_all_plays_of_a_job_are_in_one_event_loop(service, tmp_path):
+    calls = UserCalls()
+    player = EpisodePlayer(config(tmp_path, "notes_its_loop"), service, TOKENIZER, calls)
+    for _ in range(2):
+        player.play(PROBLEMS[:1], PARAMS[:1])
+    [loop] = LOOPS
+    calls.close()
+    assert loop.is_closed()
 
 
 def test_an_error_of_an_environment_ends_the_others_and_names_the_row(service, tmp_path):
