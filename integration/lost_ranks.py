@@ -19,6 +19,7 @@ from ..rollout.ranks.channel import RankChannel
 from ..rollout.ranks.remote_errors import is_of_a_group
 from ..weight_sync.same_host.segment import unlink_own_segments
 from ..weight_sync.transaction.peers import PeerFailed
+from .one_line import in_the_last_line
 
 _LAST_WORDS_S = 5.0
 
@@ -57,7 +58,7 @@ def leave(error: Exception, rank: int, where: str, *, is_known: bool = False) ->
     if not is_known and not isinstance(error, RankFailure):
         with suppress(OSError):  # here and below: on a full disk the exit code has to do
             traceback.print_exception(error)
-        what = f"{type(error).__name__}: {error}"
+        what = in_the_last_line(error, has_class=True)
     line = f"lockstep: error: rank {rank} stops {where}: {' '.join(what.split())}"
     with suppress(OSError):
         sys.stderr.write(f"{line}\n")  # one write even where stderr has no buffer: other ranks write there too

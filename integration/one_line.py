@@ -8,6 +8,8 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def in_the_last_line(error: BaseException) -> str:
-    """Return the message of an error that ends a command, and what its notes say of its place."""
-    return "; ".join(" ".join(text.split()) for text in (str(error), *getattr(error, "__notes__", ())))
+def in_the_last_line(error: BaseException, *, has_class: bool = False) -> str:
+    """Return the message of an error that ends a command, and what its notes say of its place. has_class: the name of
+    its class stands before it."""
+    message = in_one_line(error) if has_class else str(error)
+    return "; ".join(" ".join(text.split()) for text in (message, *getattr(error, "__notes__", ())))

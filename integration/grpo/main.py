@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
@@ -94,6 +95,9 @@ def _run(config: JobConfig, rank: str, *, resume: bool) -> int:
         # Longer than a rank waits that has a failure of its own to report.
         if _is_symptom(error) and "TORCHELASTIC_RUN_ID" in os.environ and _is_ended_by_launcher(2 * REFUSAL_S):
             return 1
+        if getattr(error, "__notes__", ()):  # of a call of a user's function: its author wants the line of code, too
+            traceback.print_exception(error)
+            return _say(in_the_last_line(error, has_class=True), 1)
         raise
     return 0
 
@@ -130,8 +134,12 @@ def _is_ended_by_launcher(timeout_s: float | None = None) -> bool:
 
 def _report(error: Exception, code: int = 2) -> int:
     line = of_path(error) if isinstance(error, OSError) else None
+    return _say(line or in_the_last_line(error), code)
+
+
+def _say(line: str, code: int) -> int:
     with suppress(OSError):  # where the log's disk is full too, the exit code has to do
-        print(f"lockstep: error: {line or in_the_last_line(error)}", file=sys.stderr, flush=True)
+        print(f"lockstep: error: {line}", file=sys.stderr, flush=True)
     return code
 
 

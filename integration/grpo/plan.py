@@ -107,12 +107,14 @@ def check_job(config: JobConfig, num_ranks: int, *, resume: bool = False) -> Non
     config.engine_config()
     if config.run.replay_schedule:
         read_schedule(config.run.replay_schedule)
-    make_scorer(config)
+    scorer = make_scorer(config)
     if config.environment:
         job_environment(config)
     model_spec(config)
     tokenizer, max_model_len, vocab_size = _tokenizer_and_sizes(config)
     task = build_task(config, tokenizer)
+    if not config.environment:
+        scorer.check_rows(task.all_known)
     check_sampling(config, tokenizer, vocab_size)
     _refuse_pictures(config, task, num_ranks)
     check_lengths(task.all_known, tokenizer, config.rollout.max_new_tokens, max_model_len)

@@ -214,7 +214,7 @@ PLACES = {
     "integration.folder_processor": "",
     "integration.kv_events": "",
     "integration.launcher": "",
-    "integration.lost_ranks": "",
+    "integration.lost_ranks": "one_line",
     "integration.one_line": "",
     "integration.plain_values": "",
     "integration.push.adapters": "",

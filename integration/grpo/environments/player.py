@@ -15,7 +15,7 @@ from ....kernels.sampling.draws import derive_seed
 from ....rollout.sampling_params import SamplingParams
 from ...service import RolloutService
 from ..rewards.score import Score, checked_value, score_of
-from ..rewards.user_calls import UserCalls
+from ..rewards.user_calls import UserCalls, UserFunction
 from ..settings.config import JobConfig
 from ..tasks.picture_reader import PictureReader
 from ..tasks.problems import Problem
@@ -91,6 +91,7 @@ class EpisodePlayer:
         `load_environment`, and for one that cannot be played ahead where `rollout.ahead` asks for it."""
         self._calls = calls or UserCalls()
         self._location = config.environment
+        self._user = UserFunction(f"environment {self._location!r}", "an episode")
         self._environment = job_environment(config)
         self._weights = config.reward_weights
         self._plays_ahead = config.rollout.ahead > 0
@@ -161,12 +162,11 @@ class EpisodePlayer:
         self, problem: Problem, params: SamplingParams, index: int, places: asyncio.Semaphore, agents: AgentServer
     ) -> Episode:
         session = self._session(self._turns(problem, params, index), params, index, agents)
-        where = f"episode {index} of {problem.source or repr(problem.prompt)}"
-        try:
-            episode = await self._environment(problem.whole_row(), session)
-        except Exception as error:
-            error.add_note(f"in environment {self._location!r}, {where}, turn {len(session.turns) + 1}")
-            raise
+        where = f"episode {index} of {problem.place}"
+        episode = await self._user.awaited(
+            lambda: self._environment(problem.whole_row(), session),
+            lambda: f"{where}, turn {len(session.turns) + 1}",
+        )
         if not isinstance(episode, Episode):
             raise ValueError(
                 f"environment {self._location!r} returned a {type(episode).__name__} for {where}, not an Episode: "

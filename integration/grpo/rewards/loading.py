@@ -34,8 +34,9 @@ _MOVED = {
     "lockstep.integration.grpo.rewards:exact_answer": "exact_answer",
 }
 READY = tuple(
-    name for name, value in vars(ready).items() if inspect.isfunction(value) and not name.startswith("_")
-)  # names that need no module
+    name for name, value in vars(ready).items()
+    if inspect.isfunction(value) and value.__module__ == ready.__name__ and not name.startswith("_")
+)  # names that need no module  # fmt: skip
 
 
 def load_reward(location: str, options: Mapping[str, object] | None = None) -> RewardFunction:

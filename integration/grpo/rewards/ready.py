@@ -6,12 +6,10 @@ are a row's own where it has the field that the option names.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-import regex
-
+from .row_fields import entry_of, pattern_of, schema_of
 from .scoring_process import ScoringProcess
 
 _OTHER = ScoringProcess()  # started with the first completion that one of PACKAGES scores
@@ -34,13 +32,11 @@ def matches(row: Mapping[str, Any], completion: str, *, pattern: str = "", field
     pattern: of all rows; empty: each row's own, in its field `field`. A search that takes over a second is no match.
     Raises ValueError for a row without a pattern, or for a pattern that is wrong.
     """
-    chosen = pattern or _text(row, field, "pattern")
+    found = pattern_of(row, pattern=pattern, field=field)
     try:
-        return float(regex.fullmatch(chosen, completion.strip(), timeout=_LIMIT_S) is not None)
+        return float(found.fullmatch(completion.strip(), timeout=_LIMIT_S) is not None)
     except TimeoutError:
         return 0.0
-    except regex.error as error:
-        raise ValueError(f"the pattern {chosen!r} is wrong: {error}") from None
 
 
 def follows_schema(
@@ -52,14 +48,7 @@ def follows_schema(
     package jsonschema compares. A completion that takes it over `limit_s` seconds, or too much memory or depth, has
     0.0. Raises ValueError for a row without a schema, or for a schema that is wrong or refers to nothing.
     """
-    given = schema or row.get(field)
-    if given is None:
-        raise ValueError(f"the row has no schema in its field {field!r}, and the option schema is empty")
-    try:
-        text = given if isinstance(given, str) else json.dumps(given)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the schema is wrong: {error}") from None
-    return _OTHER.score("follows_schema", (completion, text), limit_s)
+    return _OTHER.score("follows_schema", (completion, schema_of(row, schema=schema, field=field)), limit_s)
 
 
 def short_enough(row: Mapping[str, Any], completion: str, *, target: int = 200, slack: int = 100) -> float:
@@ -91,14 +80,8 @@ def reasoning_gym(
     the entry's metadata. A completion that takes it over `limit_s` seconds has 0.0. Raises ValueError for a row that
     names no dataset of the package.
     """
-    entry = row.get("entry", row)
-    metadata = entry.get("metadata") if isinstance(entry, Mapping) else None
-    if not isinstance(metadata, Mapping) or "answer" not in entry:
-        raise ValueError("the row is no entry of a Reasoning Gym dataset, and has none: answer and metadata are needed")
-    name = dataset or row.get("dataset") or metadata.get("source_dataset")
-    if not isinstance(name, str):
-        raise ValueError("the row names no dataset of Reasoning Gym, and the option dataset is empty")
-    return _OTHER.score("reasoning_gym", (completion, name, dict(entry), tag), limit_s)
+    name, entry = entry_of(row, dataset=dataset)
+    return _OTHER.score("reasoning_gym", (completion, name, entry, tag), limit_s)
 
 
 SUCCESS_AT = {exact_answer: 1.0, matches: 1.0, follows_schema: 1.0, math_verify: 1.0, reasoning_gym: 1.0}
@@ -107,10 +90,3 @@ PACKAGES = {"follows_schema": "jsonschema", "math_verify": "math_verify", "reaso
 EXTRAS = {"follows_schema": "train"}
 for _reward, _least in SUCCESS_AT.items():
     _reward.success_at = _least  # type: ignore[attr-defined]
-
-
-def _text(row: Mapping[str, Any], field: str, option: str) -> str:
-    value = row.get(field)
-    if not isinstance(value, str | int | float) or value == "":
-        raise ValueError(f"the row has no text in its field {field!r} (the option {option} names another)")
-    return str(value)

@@ -6,8 +6,9 @@ import asyncio
 import inspect
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ....rollout.completion import Completion
@@ -15,12 +16,14 @@ from ..settings.config import JobConfig
 from ..tasks.problems import Problem
 from ..user_code import results_of
 from .loading import RewardFunction, load_reward
+from .row_fields import row_check
 from .score import Score, Value, checked_value, described, score_of
-from .user_calls import UserCalls
+from .user_calls import UserCalls, UserFunction
 
 logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64  # calls of an async reward that are under way at a time
+_SHOWN = 60  # characters of a completion in messages
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class Scorer:
 
     def __call__(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Score]:
         """Return the score of each completion. Raises ValueError naming the reward, and the row, for a value that is
-        no finite number or no dict of such, and lets the errors of the rewards through."""
+        no finite number or no dict of such. The errors of the rewards come through, with a note of the sample."""
         if not completions:
             return []
         by_reward = {name: reward.values(problems, completions) for name, reward in self._rewards.items()}
@@ -87,6 +90,13 @@ class Scorer:
             score_of({name: values[at] for name, values in by_reward.items()}, self._weights, success_at)
             for at in range(len(completions))
         ]
+
+    def check_rows(self, problems: Sequence[Problem]) -> None:
+        """Raise ValueError naming the rows that lack what a ready reward reads of each, the first three of them."""
+        faults = [fault for reward in self._rewards.values() for fault in reward.faults_of(problems)]
+        if faults:
+            more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+            raise ValueError("; ".join(faults[:3]) + more)
 
     def _check_weights(self, by_reward: Mapping[str, Sequence[Value]]) -> None:
         """Raise ValueError for weights of a name that no reward has, where none gives components. Where some do, warn:
@@ -108,6 +118,7 @@ class _Form:
 
     def __init__(self, location: str, function: RewardFunction, calls: UserCalls) -> None:
         self.location, self._function, self._calls = location, function, calls
+        self._user = UserFunction(f"reward {location!r}", "a number")
         self.success_at: float | None = getattr(function, "success_at", None)
         called = function if inspect.isroutine(function) or hasattr(function, "func") else type(function).__call__
         self._is_async = inspect.iscoroutinefunction(getattr(called, "func", called))
@@ -128,51 +139,79 @@ class _Form:
         self._has_texts = len(names) == 3 or has_many
         self._is_batched = bool(names) and names[0] == "rows"
 
+    def faults_of(self, problems: Sequence[Problem]) -> Iterator[str]:
+        """Yield what rows lack that a ready reward reads of each."""
+        check = row_check(self.location, getattr(self._function, "keywords", {}))
+        for problem in problems if check is not None else ():
+            try:
+                check(problem.whole_row())
+            except ValueError as error:
+                yield f"{problem.place}: {self._user.name}: {error}"
+
     def values(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Value]:
-        """Return the checked value of each completion."""
-        who = f"reward {self.location!r}"
-        try:
-            values = self._returned(problems, completions)
-        except SystemExit as error:  # else the job would end without a word
-            raise ValueError(f"{who} ends the program (exit code {error.code}): it must return a number") from error
-        return [checked_value(value, who, problem.source) for value, problem in zip(values, problems, strict=True)]
+        """Return the checked value of each completion. An error of the function gets a note of the sample."""
+        values = self._returned(problems, completions)
+        return [
+            checked_value(value, self._user.name, problem.source)
+            for value, problem in zip(values, problems, strict=True)
+        ]
 
     def _returned(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Sequence[Any]:
         if self._is_batched:
-            info = (
-                {"info": [_info(*pair) for pair in zip(problems, completions, strict=True)]} if self._has_info else {}
-            )
-            rows, texts = [problem.whole_row() for problem in problems], [one.text for one in completions]
-            found = self._function(rows, texts, **info)
-            values = self._calls.run(_awaited(found)) if self._is_async else found
-            if not isinstance(values, Sequence) or len(values) != len(completions):
-                raise ValueError(
-                    f"reward {self.location!r} must return {len(completions)} values, one for each completion, "
-                    f"not {described(values)}"
-                )
-            return values
+            return self._together(problems, completions)
         if self._is_async:
             return self._calls.run(self._concurrently(problems, completions))
         return [self._called(*pair) for pair in zip(problems, completions, strict=True)]
 
+    def _together(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Sequence[Any]:
+        """Call a function of many completions with all of them."""
+        pairs = list(zip(problems, completions, strict=True))
+        info = {"info": [_info(*pair) for pair in pairs]} if self._has_info else {}
+        rows, texts = [problem.whole_row() for problem in problems], [one.text for one in completions]
+        call = partial(self._function, rows, texts, **info)
+        what = partial(_many, *pairs[0], len(pairs))
+        if self._is_async:
+            values = self._calls.run(self._user.awaited(call, what))
+        else:
+            with self._user.call(what):
+                values = call()
+        if not isinstance(values, Sequence) or len(values) != len(completions):
+            raise ValueError(
+                f"reward {self.location!r} must return {len(completions)} values, one for each completion, "
+                f"not {described(values)}"
+            )
+        return values
+
     def _called(self, problem: Problem, completion: Completion) -> Any:
+        with self._user.call(partial(_sample, problem, completion)):
+            return self._call_of(problem, completion)()
+
+    def _call_of(self, problem: Problem, completion: Completion) -> Callable[[], Any]:
         info = {"info": _info(problem, completion)} if self._has_info else {}
         if self._has_texts:
-            return self._function(problem.prompt, completion.text, problem.answer, **info)
-        return self._function(problem.whole_row(), completion.text, **info)
+            return partial(self._function, problem.prompt, completion.text, problem.answer, **info)
+        return partial(self._function, problem.whole_row(), completion.text, **info)
 
     async def _concurrently(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Any]:
         limit = asyncio.Semaphore(_AT_ONCE)
 
         async def one(problem: Problem, completion: Completion) -> Any:
             async with limit:
-                return await self._called(problem, completion)
+                return await self._user.awaited(
+                    self._call_of(problem, completion), partial(_sample, problem, completion)
+                )
 
         return await results_of(one(*pair) for pair in zip(problems, completions, strict=True))
 
 
-async def _awaited(found: Any) -> Any:
-    return await found
+def _sample(problem: Problem, completion: Completion) -> str:
+    """Name a sample, for messages."""
+    return f"sample {completion.index} of {problem.place}, {completion.text!r:.{_SHOWN}}"
+
+
+def _many(problem: Problem, completion: Completion, num: int) -> str:
+    """Name many samples by the first of them."""
+    return f"{num} completions, the first of them {_sample(problem, completion)}"
 
 
 def _info(problem: Problem, completion: Completion) -> SampleInfo:

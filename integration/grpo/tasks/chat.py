@@ -51,7 +51,7 @@ class ChatPrompts:
         read = self._pictures if problem.pictures else None
         if not (problem.messages or self._data.chat or self._before):
             return replace(problem, read=read)
-        where = problem.source or repr(problem.prompt)
+        where = problem.place
         if not self._tokenizer.chat_template:
             raise ValueError(f"{where}: messages need a chat template, and the tokenizer of model.path has none")
         try:

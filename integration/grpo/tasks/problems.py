@@ -29,6 +29,11 @@ class Problem:
     read: ReadPictures | None = field(default=None, compare=False)  # of a prompt with pictures
 
     @property
+    def place(self) -> str:
+        """The name of the problem in errors: its file and line, or its prompt."""
+        return self.source or repr(self.prompt)
+
+    @property
     def model_input(self) -> str | list[int] | dict[str, Any]:
         """The prompt for an engine. Pictures are read anew each time. Raises ValueError, naming the row, for one that
         cannot be."""
@@ -37,7 +42,7 @@ class Problem:
             try:
                 return self.read(self.prompt, self.pictures)
             except ValueError as error:
-                raise ValueError(f"{self.source or repr(self.prompt)}: {error}") from error
+                raise ValueError(f"{self.place}: {error}") from error
         return self.prompt if self.prompt_ids is None else list(self.prompt_ids)
 
     def whole_row(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def check_lengths(
     if room < 1:
         raise ValueError(f"rollout.max_new_tokens of {max_new_tokens} leaves no prompt in a context of {max_model_len}")
     too_long = [
-        f"{problem.source or repr(problem.prompt)}: the prompt has {num_tokens} tokens"
+        f"{problem.place}: the prompt has {num_tokens} tokens"
         for problem in [*(one for one in problems if not one.pictures), *_largest(problems)]
         if (num_tokens := _num_tokens(problem, tokenizer)) > room
     ]

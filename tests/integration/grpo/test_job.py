@@ -26,8 +26,11 @@ from lockstep.integration.grpo import main as grpo
 from lockstep.integration.grpo.backends.backend import TrainerState
 from lockstep.integration.grpo.main import main
 from lockstep.integration.grpo.results.run_log import read_metrics
+from lockstep.integration.grpo.rewards.scorer import Scorer
 from lockstep.integration.grpo.settings.config import load_config
+from lockstep.integration.grpo.tasks.problems import Problem
 from lockstep.integration.service import RolloutService
+from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import BrokenLogits
@@ -410,6 +413,26 @@ def test_an_error_in_a_users_function_is_shown_with_its_place(tmp_path, monkeypa
     assert "lockstep: error: " in said
     assert ("their_reward.py" in said and "return int('nine')" in said) is (whose == "a user's")
     assert ("Traceback" in said) is (whose == "a user's")
+
+
+@pytest.mark.parametrize(("error", "code"), [("KeyError('level')", 1), ("ValueError('no level')", 2)])
+def test_the_line_of_an_error_in_a_users_function_has_its_sample(tmp_path, monkeypatch, capsys, error, code):
+    pytest.importorskip("matplotlib")
+    name = f"raising_reward_{code}"
+    (tmp_path / f"{name}.py").write_text(f"def reward(row, completion):\n    raise {error}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def run(config: object, *, resume: bool) -> None:
+        problem = Problem("2 + 2?", "4", "rows.jsonl:7")
+        done = Completion("id", 3, (1,), (2,), "five\nor six", (-0.5,), None, 0, 0, "0", None, ())
+        Scorer([f"{name}:reward"])([problem], [done])
+
+    monkeypatch.setattr(grpo, "run", run)
+    assert main([str(CONFIG), f"run.dir={tmp_path}/runs"]) == code
+    said = capsys.readouterr().err
+    where = f"; in reward '{name}:reward', sample 3 of rows.jsonl:7, 'five\\nor six'\n"
+    message = "KeyError: 'level'" if code == 1 else "no level"
+    assert said.endswith(f"\nlockstep: error: {message}{where}") and f"raise {error}" in said
 
 
 def test_bad_input_under_torchrun_names_the_key_once_and_hangs_nobody(tmp_path):

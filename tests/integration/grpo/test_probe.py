@@ -100,5 +100,6 @@ def test_an_error_of_a_reward_is_shown_with_its_place(folder, tmp_path, capsys):
     command = ["probe", CONFIG, f"warm_start.cache_dir={folder}/cache", *SHRUNK, f"reward={tmp_path}/wrong.py:score"]
     assert cli.main(command) == 2
     *before, last = capsys.readouterr().err.splitlines()
-    assert last == "lockstep: error: invalid literal for int() with base 10: 'x'"
+    where = rf"in reward '{tmp_path}/wrong.py:score', sample 0 of 'What is "
+    assert last.startswith(f"lockstep: error: invalid literal for int() with base 10: 'x'; {where}")
     assert any("wrong.py" in line and "line 2" in line for line in before)

@@ -77,6 +77,8 @@ def few(rows, completions):
     return [1.0]
 def broken(row, completion):
     raise KeyError("gone")
+def broken_many(rows, completions):
+    raise KeyError("gone")
 cancelled = []
 async def broken_late(row, completion):
     if row["wanted"] == 1:
@@ -192,9 +194,13 @@ def test_wrong_forms_options_and_names_are_refused(user_module):
             Scorer([f"{name}:{wrong}"])
     with pytest.raises(ValueError, match="must return 3 values, one for each completion, not a list of 1"):
         Scorer([f"{name}:few"])(PROBLEMS, ANSWERS)
-    with pytest.raises(KeyError, match="gone"):
+    with pytest.raises(KeyError, match=rf"gone'\nin reward '{name}:broken', sample 0 of rows.jsonl:1, '0'$"):
         Scorer([f"{name}:broken"])(PROBLEMS, ANSWERS)
-    with pytest.raises(ValueError, match=r"^the judge is gone$"):
+    where = rf"in reward '{name}:broken_many', 3 completions, the first of them sample 0 of rows.jsonl:1, '0'"
+    with pytest.raises(KeyError, match=rf"gone'\n{where}$"):
+        Scorer([f"{name}:broken_many"])(PROBLEMS, ANSWERS)
+    where = rf"in reward '{name}:broken_late', sample 1 of rows.jsonl:2, 'one'"
+    with pytest.raises(ValueError, match=rf"^the judge is gone\n{where}$"):
         Scorer([f"{name}:broken_late"])(PROBLEMS, ANSWERS)
     assert sorted(sys.modules[name].cancelled) == [0, 2], "nothing goes on in the background"
     with pytest.raises(ValueError, match="two rewards are called 'exact_answer'"):
@@ -229,6 +235,28 @@ def test_ready_rewards():
     assert [(score.total, score.is_success) for score in scorer(PROBLEMS, ANSWERS)] == [
         (0.0, False), (1.0, True), (0.0, False)
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reward", "fault"),
+    [
+        ("matches", "the row has no text in its field 'pattern', and the option pattern is empty"),
+        ("follows_schema", "the row has no schema in its field 'schema', and the option schema is empty"),
+        ("reasoning_gym", "the row is no entry of a Reasoning Gym dataset"),
+    ],
+)
+def test_rows_that_lack_what_a_ready_reward_reads_are_known_before_the_start(reward, fault):
+    if reward != "matches":
+        pytest.importorskip({"follows_schema": "jsonschema"}.get(reward, reward))
+    whole = {"pattern": "a+", "schema": {"type": "array"}, "answer": "1", "metadata": {"source_dataset": "x"}}
+    rows = [Problem("p", "1", f"rows.jsonl:{n}", whole if n < 3 else {"question": "p"}) for n in range(1, 7)]
+    Scorer([reward]).check_rows(rows[:2])
+    with pytest.raises(ValueError, match=rf"^rows.jsonl:3: reward '{reward}': {fault}.*jsonl:5: .*; and 1 more$"):
+        Scorer([reward]).check_rows(rows)
+    if reward == "matches":
+        Scorer([reward], options={reward: {"pattern": "b"}}).check_rows(rows)
+        Scorer([reward], options={reward: {"field": "question"}}).check_rows(rows[2:])
+    Scorer(["exact_answer", "short_enough"], options={"short_enough": {"target": 3}}).check_rows(rows)
 
 
 @pytest.mark.parametrize(
