@@ -87,7 +87,7 @@ class GrpoJob:
         self.backend = make_backend(config, ranks)
         # The engine comes before the trainer, which may shard the module that the engine hosts or copies.
         self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
-        self._calls = UserCalls()
+        self._calls = UserCalls(config.rollout.reward_timeout_s)
         self.rollouts = Rollouts(
             config, ranks, self.engine, self.task, make_scorer(config, self._calls), self._player(),
             banned=banned_tokens(self.engine.hosted.module),

@@ -89,9 +89,8 @@ class EpisodePlayer:
     ) -> None:  # fmt: skip
         """Load the environment. calls: whose loop it plays in; None: one of this player's own. Raises ValueError as
         `load_environment`, and for one that cannot be played ahead where `rollout.ahead` asks for it."""
-        self._calls = calls or UserCalls()
         self._location = config.environment
-        self._user = UserFunction(f"environment {self._location!r}", "an episode")
+        self._user = UserFunction(f"environment {self._location!r}", "an episode", calls or UserCalls())
         self._environment = job_environment(config)
         self._weights = config.reward_weights
         self._plays_ahead = config.rollout.ahead > 0
@@ -109,8 +108,8 @@ class EpisodePlayer:
         are begun in the places, until all of the present ones are over; what they were is drawn again at their turn,
         so that this changes no token. An error of the environment ends the others; it gets a note with the row.
         """
-        with self._service.rollout(release_kv=True):
-            return self._calls.run(self._played(Play(problems, params), coming))
+        with self._service.rollout(release_kv=True), self._user.batch(sum(its.n for its in params)):
+            return self._user.run(self._played(Play(problems, params), coming))
 
     def score(self, problem: Problem, episode: Episode) -> Score:
         """Return the score of an episode. Raises ValueError, naming the row, for a reward that is no finite number and

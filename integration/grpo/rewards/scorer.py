@@ -117,8 +117,8 @@ class _Form:
     """One reward function, called as its signature wants it."""
 
     def __init__(self, location: str, function: RewardFunction, calls: UserCalls) -> None:
-        self.location, self._function, self._calls = location, function, calls
-        self._user = UserFunction(f"reward {location!r}", "a number")
+        self.location, self._function = location, function
+        self._user = UserFunction(f"reward {location!r}", "a number", calls)
         self.success_at: float | None = getattr(function, "success_at", None)
         called = function if inspect.isroutine(function) or hasattr(function, "func") else type(function).__call__
         self._is_async = inspect.iscoroutinefunction(getattr(called, "func", called))
@@ -150,7 +150,8 @@ class _Form:
 
     def values(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Value]:
         """Return the checked value of each completion. An error of the function gets a note of the sample."""
-        values = self._returned(problems, completions)
+        with self._user.batch(1 if self._is_batched else len(completions)):
+            values = self._returned(problems, completions)
         return [
             checked_value(value, self._user.name, problem.source)
             for value, problem in zip(values, problems, strict=True)
@@ -160,7 +161,7 @@ class _Form:
         if self._is_batched:
             return self._together(problems, completions)
         if self._is_async:
-            return self._calls.run(self._concurrently(problems, completions))
+            return self._user.run(self._concurrently(problems, completions))
         return [self._called(*pair) for pair in zip(problems, completions, strict=True)]
 
     def _together(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> Sequence[Any]:
@@ -171,7 +172,7 @@ class _Form:
         call = partial(self._function, rows, texts, **info)
         what = partial(_many, *pairs[0], len(pairs))
         if self._is_async:
-            values = self._calls.run(self._user.awaited(call, what))
+            values = self._user.run(self._user.awaited(call, what))
         else:
             with self._user.call(what):
                 values = call()

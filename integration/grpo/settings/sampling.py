@@ -38,6 +38,8 @@ class RolloutSettings(Section):
     shuffle_rewards: bool = False  # permute the rewards of a step's samples at random, as a control experiment
     redraw: int = 0  # number of further draws of a step, which replace groups whose rewards are all equal by groups of
     # other prompts; 0: those groups stay
+    reward_timeout_s: float = 0.0  # longest time of one call of an async reward, or of an episode, in seconds; 0: none.
+    # A function that is not async cannot be stopped: the log names it
     sampling: dict[str, object] = field(default_factory=dict)  # further fields of SamplingParams, of steps, evaluations
     # and an environment's turns: stop, top_p, json_schema, ...
 
@@ -52,6 +54,8 @@ class RolloutSettings(Section):
         for name in ("ahead", "max_lag", "redraw"):
             if getattr(self, name) < 0:
                 found.append((name, f"must not be negative, not {getattr(self, name)}"))
+        if not 0 <= self.reward_timeout_s < float("inf"):
+            found.append(("reward_timeout_s", f"must not be negative, not {self.reward_timeout_s}"))
         found += not_among(self, "on_commit", ON_COMMITS)
         if self.keep_kv and self.on_commit == "verify":
             found.append(("keep_kv", 'must be false with on_commit="verify", which computes all KV anew'))

@@ -17,7 +17,7 @@ from lockstep.integration.grpo.environments.session import NoRoom
 from lockstep.integration.grpo.environments.turns import Turns
 from lockstep.integration.grpo.rewards.score import Score
 from lockstep.integration.grpo.rewards.scorer import Scorer
-from lockstep.integration.grpo.rewards.user_calls import UserCalls
+from lockstep.integration.grpo.rewards.user_calls import CallTimedOut, UserCalls
 from lockstep.integration.grpo.settings.config import JobConfig
 from lockstep.integration.grpo.settings.sampling import RolloutSettings
 from lockstep.integration.grpo.settings.sections import DataSettings, RunSettings
@@ -68,6 +68,14 @@ async def notes_its_loop(row, session):
     """Keep the event loop, as a client of a service would."""
     LOOPS.add(asyncio.get_running_loop())
     await session.turn("hello")
+    return session.episode(1.0)
+
+
+async def hangs(row, session):
+    """Wait for ever at the second row."""
+    await session.turn("hello", max_new_tokens=1)
+    if row["answer"] == "2":
+        await asyncio.Event().wait()
     return session.episode(1.0)
 
 
@@ -220,6 +228,16 @@ def test_all_plays_of_a_job_are_in_one_event_loop(service, tmp_path):
     [loop] = LOOPS
     calls.close()
     assert loop.is_closed()
+
+
+def test_an_episode_that_takes_longer_than_it_may_is_named(service, tmp_path):
+    player = EpisodePlayer(config(tmp_path, "hangs"), service, TOKENIZER, UserCalls(1.0))
+    wanted = (
+        r"hangs' has returned nothing for 1 s, which is .*\nin environment .*episode [01] of rows.jsonl:2, turn [12]$"
+    )
+    with pytest.raises(CallTimedOut, match=wanted):
+        player.play(PROBLEMS[1:2], PARAMS[1:2])
+    assert not service.engine.has_work
 
 
 def test_an_error_of_an_environment_ends_the_others_and_names_the_row(service, tmp_path):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import signal
+import threading
 
 import pytest
 
 from lockstep.integration.grpo.rewards.scorer import Scorer
-from lockstep.integration.grpo.rewards.user_calls import UserCalls
+from lockstep.integration.grpo.rewards.user_calls import CallTimedOut, UserCalls, UserFunction
 from lockstep.integration.grpo.tasks.problems import Problem
 from lockstep.rollout.completion import Completion, FinishReason
 
@@ -60,6 +63,40 @@ async def judged_together(rows, completions):
     return [1.0] * len(rows)
 
 
+class Told(logging.Handler):
+    """Waits for a warning."""
+
+    def __init__(self, least):
+        super().__init__(logging.WARNING)
+        self.lines, self.came, self._least = [], threading.Event(), least
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+        if len(self.lines) >= self._least:
+            self.came.set()
+
+
+def blocks(row, completion):
+    """Block the second of three samples until two warnings have named it."""
+    if row["wanted"] == 1:
+        assert TOLD.came.wait(60)  # noqa: F821
+    return 0.0
+
+
+async def hangs(row, completion):
+    if row["wanted"] == 1:
+        await asyncio.Event().wait()
+    return 0.0
+
+
+async def hangs_together(rows, completions):
+    await asyncio.Event().wait()
+
+
+async def has_its_own_limit(row, completion):
+    raise TimeoutError("the judge is busy")
+
+
 async def interrupted(row, completion):
     signal.raise_signal(signal.SIGINT)
     await asyncio.Event().wait()
@@ -99,3 +136,44 @@ def test_tasks_that_a_reward_left_end_with_the_calls(calls):
     calls.close()
     assert task.cancelled() and ended
     calls.close()  # again: nothing
+
+
+def test_a_function_that_takes_long_is_named_with_its_sample_and_again_when_the_time_has_doubled(monkeypatch):
+    told = Told(2)
+    monkeypatch.setitem(globals(), "TOLD", told)
+    log = logging.getLogger("lockstep.integration.grpo.rewards.user_calls")
+    log.addHandler(told)
+    try:
+        Scorer([f"{HERE}:blocks"], calls=UserCalls(patience_s=0.01))(PROBLEMS, ANSWERS)
+    finally:
+        log.removeHandler(told)
+    where = r"1 of 3 calls are over; the oldest of the others, sample 1 of rows.jsonl:2, 'one', for 0 s"
+    assert all(re.fullmatch(rf"reward '{HERE}:blocks' has run for 0 s: {where}", line) for line in told.lines[:2])
+
+
+def test_a_batch_that_takes_as_long_as_the_one_before_is_not_told(caplog):
+    function = UserFunction("reward 'slow'", "a number", UserCalls(patience_s=0.0))
+    function._longest_s = 3600.0
+    with function.batch(1), function.call(lambda: "a sample"):
+        pass
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("hangs", "sample 1 of rows.jsonl:2, 'one'"), ("hangs_together", "3 completions, the first of them sample 0")],
+)
+def test_a_coroutine_that_takes_longer_than_it_may_is_ended_and_named(name, where):
+    calls = UserCalls(0.01)
+    with pytest.raises(CallTimedOut, match=rf"^reward '{HERE}:{name}' has returned nothing for 0.01 s.*\nin .*{where}"):
+        Scorer([f"{HERE}:{name}"], calls=calls)(PROBLEMS, ANSWERS)
+    assert calls.run(num_tasks()) == 1, "nothing goes on in the background"
+
+
+async def num_tasks():
+    return len(asyncio.all_tasks())
+
+
+def test_a_limit_of_the_rewards_own_is_its_own_error():
+    with pytest.raises(TimeoutError, match=r"^the judge is busy\nin reward"):
+        Scorer([f"{HERE}:has_its_own_limit"], calls=UserCalls(60.0))(PROBLEMS, ANSWERS)

@@ -63,6 +63,11 @@ def test_overrides_replace_the_files_values_and_keep_their_types(tmp_path):
         ('[run]\nname = "x"\n', ["eval.temperature=inf"], "eval.temperature must be a finite number, not inf"),
         ('[run]\nname = "x"\n', ["train.clip_low=nan"], "train.clip_low must be a finite number, not nan"),
         ('[run]\nname = "x"\n', ["train.weight_decay=-1"], "train.weight_decay must not be negative, not -1"),
+        (
+            '[run]\nname = "x"\n',
+            ["rollout.reward_timeout_s=-1"],
+            "rollout.reward_timeout_s must not be negative, not -1",
+        ),
         ('[run]\nname = "x"\n', ["train.num_warmup_steps=-1"], "train.num_warmup_steps must not be negative, not -1"),
         ('[run]\nname = "x"\n', [f"run.seed={10**20}"], "run.seed must fit into 64 bits, not 1"),
         ('[run]\nname = "x"\n', [f"train.lora.rank={10**20}"], "train.lora.rank must fit into 64 bits, not 1"),
