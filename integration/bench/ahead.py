@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -170,7 +171,8 @@ class Run:
         )
 
     def _samples(self, step: int, done: StepSamples) -> Iterator[Sample]:
-        for answers in waited(self.engine.groups(step, self.config.rollout.prompts_per_step), done):
+        groups = waited(self.engine.groups(step, self.config.rollout.prompts_per_step), done)
+        for answers in chain.from_iterable(groups):
             rewards = [sum(one.token_ids) % 97 / 97 for one in answers]
             done.answers += [Answer(one, Score(reward)) for one, reward in zip(answers, rewards, strict=True)]
             advantages = group_advantages(torch.tensor([rewards]))[0].tolist()

@@ -61,8 +61,9 @@ class JobEngine(ABC):
         """Wait until a schedule's tokens of the present weights are drawn; before a sync of a run that is repeated."""
 
     @abstractmethod
-    def groups(self, step: int, num_groups: int) -> Iterator[list[Completion]]:
-        """Wait for the samples of a step that was begun, and yield those of each prompt. Iterated to the end."""
+    def groups(self, step: int, num_groups: int) -> Iterator[list[list[Completion]]]:
+        """Wait for the samples of a step that was begun, a list for each prompt, and yield those that are there by
+        then. Iterated to the end."""
 
     @abstractmethod
     def counts(self) -> AheadCounts:
@@ -108,9 +109,9 @@ class LocalEngine(JobEngine):
         with self.service.rollout(release_kv=True):
             self._ahead.settle()
 
-    def groups(self, step: int, num_groups: int) -> Iterator[list[Completion]]:
-        """See `JobEngine.groups`. All are there before the first is yielded: then the trainer has the process."""
-        yield from by_prompt(self._finish(step))
+    def groups(self, step: int, num_groups: int) -> Iterator[list[list[Completion]]]:
+        """See `JobEngine.groups`. All are there at once: then the trainer has the process."""
+        yield by_prompt(self._finish(step))
 
     def _finish(self, step: int) -> list[Completion]:
         with self.service.rollout(release_kv=True):
@@ -148,10 +149,10 @@ class OtherModelEngine(JobEngine):
         self._config = config
 
 
-def by_prompt(completions: list[Completion]) -> Iterator[list[Completion]]:
-    """Yield the completions of each prompt, the samples of which lie side by side."""
+def by_prompt(completions: list[Completion]) -> list[list[Completion]]:
+    """Return the completions of each prompt, the samples of which lie side by side."""
     firsts = [at for at, one in enumerate(completions) if one.index == 0]
-    return (completions[at:end] for at, end in pairwise([*firsts, len(completions)]))
+    return [completions[at:end] for at, end in pairwise([*firsts, len(completions)])]
 
 
 def rollouts_ahead(engine: Engine, config: JobConfig) -> RolloutsAhead:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -139,9 +140,12 @@ class Rollouts:
         rollout, num_steps = self._config.rollout, self._config.run.num_steps
         for coming in range(max(step, self._num_begun), min(step + rollout.steps_begun_ahead, num_steps - 1) + 1):
             self._begin(coming)
-        groups = waited(self._engine.groups(step, len(problems)), into)
-        for problem, group in zip(problems, groups, strict=True):
-            yield self._scored([problem] * len(group), group)
+        left = iter(problems)
+        for groups in waited(self._engine.groups(step, len(problems)), into):
+            its = [problem for group, problem in zip(groups, left, strict=False) for _ in group]
+            # Those that are there are scored in one call: a reward of many completions, or an async one, has them all.
+            answers = iter(self._scored(its, [one for group in groups for one in group]))
+            yield from (list(islice(answers, len(group))) for group in groups)
 
     def _played(self, step: int, problems: Sequence[Problem], into: StepSamples) -> Iterator[list[Answer]]:
         """Yield the episodes of each problem of a step, once all of them are over."""
@@ -343,12 +347,12 @@ def lag_of(span: WeightSpan, step: int) -> int:
     return max(step - int(version), 0) if version.isdecimal() and len(version) <= len(str(step)) else 0
 
 
-def waited(groups: Iterator[list[Completion]], into: StepSamples) -> Iterator[list[Completion]]:
-    """Yield the groups, and note how long each was waited for."""
+def waited(groups: Iterator[T], into: StepSamples) -> Iterator[T]:
+    """Yield groups, and note how long they were waited for."""
     while True:
         began = time.perf_counter()
-        answers = next(groups, None)
+        found = next(groups, None)
         into.waited_s += time.perf_counter() - began
-        if answers is None:
+        if found is None:
             return
-        yield answers
+        yield found

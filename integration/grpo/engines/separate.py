@@ -53,15 +53,15 @@ class SeparateEngine(PushedEngine):
         """See `JobEngine.settle`."""
         self._target.settle(_TIMEOUT_S)
 
-    def groups(self, step: int, num_groups: int) -> Iterator[list[Completion]]:
-        """See `JobEngine.groups`. Those that are there come in one call, which waits for a step of the engine."""
+    def groups(self, step: int, num_groups: int) -> Iterator[list[list[Completion]]]:
+        """See `JobEngine.groups`. A call waits for a step of the engine."""
         index = 0
         while index < num_groups:
             with reported_losses():
                 found = self._target.finish_groups(step, index, _TIMEOUT_S)
-            for group in by_prompt(found):
-                yield group
-                index += 1
+            groups = by_prompt(found)
+            index += len(groups)
+            yield groups
 
     @reported_losses()
     def counts(self) -> AheadCounts:

@@ -66,7 +66,7 @@ class CountingEngine:
         self.asked.append((asked.prompts, [one.sampling_seed for one in asked.params]))
 
     def groups(self, step, num_groups):
-        yield from ([self._completion(prompt, at) for at in range(2)] for prompt in self.asked[-1][0])
+        yield [[self._completion(prompt, at) for at in range(2)] for prompt in self.asked[-1][0]]
 
     def generate(self, prompts, params):
         self.asked.append((list(prompts), [one.sampling_seed for one in params]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 
 import pytest
 import torch
@@ -32,26 +33,37 @@ class FixedEngine:
 
     service = None
 
-    def __init__(self, ends=ENDS):
-        self.asked, self._ends = {}, ends
+    def __init__(self, *sizes, ends=ENDS):
+        """sizes: numbers of the groups that come together."""
+        self.asked, self._sizes, self._ends = {}, sizes, ends
 
     def begin(self, step, asked):
         self.asked[step] = asked
 
     def groups(self, step, num_groups):
-        for _ in range(num_groups):
-            yield [
-                Completion(
-                    "id", at, (5, 6), (7, 8), "x" * length, (-0.5, -0.25), end, 0, 0, "0", None,
-                    (WeightSpan("0", None, 0, 2),),
-                )
-                for at, (end, length) in enumerate(zip(self._ends, LENGTHS, strict=True))
-            ]  # fmt: skip
+        group = [
+            Completion(
+                "id", at, (5, 6), (7, 8), "x" * length, (-0.5, -0.25), end, 0, 0, "0", None,
+                (WeightSpan("0", None, 0, 2),),
+            )
+            for at, (end, length) in enumerate(zip(self._ends, LENGTHS, strict=True))
+        ]  # fmt: skip
+        for size in self._sizes or [num_groups]:
+            yield [group] * size
 
 
 def length(prompt, completion, answer):
     """Reward the length of a text."""
     return len(completion)
+
+
+CALLS = []
+
+
+def noted(rows, completions):
+    """Reward the length of a text, and keep the rows of each call."""
+    CALLS.append([row["prompt"] for row in rows])
+    return [len(text) for text in completions]
 
 
 def sampled(tmp_path, ends=ENDS, **train):
@@ -63,7 +75,7 @@ def sampled(tmp_path, ends=ENDS, **train):
     )
     problems = [Problem("a", "b")]
     task = Task(lambda step, num: problems[:num], problems, problems)
-    noted, engine = StepSamples(), FixedEngine(ends)
+    noted, engine = StepSamples(), FixedEngine(ends=ends)
     rollouts = Rollouts(config, RANKS, engine, task, Scorer([f"{__name__}:length"]))
     return list(rollouts.samples(0, noted)), noted, engine
 
@@ -104,6 +116,24 @@ def test_the_penalty_of_samples_that_were_cut_off_is_in_advantages_and_not_in_re
 def test_nothing_is_learned_from_answers_that_the_engine_did_not_finish(tmp_path, end, error, why):
     with pytest.raises(error, match=re.escape(why)):
         sampled(tmp_path, ends=(WHOLE, end, CUT, WHOLE))
+
+
+@pytest.mark.parametrize("sizes", [(3,), (1, 2), (1, 1, 1)])
+def test_all_groups_that_are_there_are_scored_in_one_call(tmp_path, sizes):
+    config = JobConfig(RunSettings("x", str(tmp_path)), rollout=RolloutSettings(prompts_per_step=3, group_size=4))
+    problems = [Problem(name, "") for name in "abc"]
+    task = Task(lambda step, num: problems[:num], problems, problems)
+    rollouts = Rollouts(config, RANKS, FixedEngine(*sizes), task, Scorer([f"{__name__}:noted"]))
+    CALLS.clear()
+    into, names = StepSamples(), iter("abc")
+    samples = rollouts.samples(0, into)
+    # A call comes before the first sample of its groups, and after the last one of those before.
+    for number, size in enumerate(sizes):
+        for _ in range(4 * size):
+            next(samples)
+        assert CALLS[number:] == [[name for name in islice(names, size) for _ in range(4)]]
+    assert next(samples, None) is None and [one.prompt for one in into.problems] == list("aaaabbbbcccc")
+    assert [score.total for score in into.scores] == [4.0, 6.0, 2.0, 8.0] * 3
 
 
 def test_tokens_that_a_grammar_forced_do_not_count_and_are_kept_in_the_files():
