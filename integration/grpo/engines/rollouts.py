@@ -204,10 +204,11 @@ class Rollouts:
         if player is None:
             completions = self._engine.generate([problem.model_input for problem in problems], params)
             return self._scored([p for p, its in zip(problems, params, strict=True) for _ in range(its.n)], completions)
+        played = player.play(problems, params, coming)
         return [
-            Answer(episode.as_completion(index), player.score(problem, episode), episode)
-            for problem, episodes in zip(problems, player.play(problems, params, coming), strict=True)
-            for index, episode in enumerate(episodes)
+            Answer(episode.as_completion(index), score, episode)
+            for episodes, scores in zip(played, player.scores(problems, played), strict=True)
+            for index, (episode, score) in enumerate(zip(episodes, scores, strict=True))
         ]
 
     def end(self, step: int, samples: StepSamples) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ....kernels.sampling.draws import derive_seed
 from ....rollout.sampling_params import SamplingParams
 from ...service import RolloutService
-from ..rewards.score import Score, checked_value, score_of
+from ..rewards.score import RewardWeights, Score, checked_value, score_of
 from ..rewards.user_calls import UserCalls, UserFunction
 from ..settings.config import JobConfig
 from ..tasks.picture_reader import PictureReader
@@ -34,6 +34,7 @@ READY = {
     "textarena": f"{_ADAPTERS}.textarena:play",
     "verifiers": f"{_ADAPTERS}.verifiers:rollout",
 }
+_REWARD = "reward"  # the name of an environment's reward, where that is a number
 
 Environment = Callable[[dict[str, Any], Session], Awaitable[Episode]]
 EpisodeKey = tuple[str, int, int]
@@ -92,7 +93,7 @@ class EpisodePlayer:
         self._location = config.environment
         self._user = UserFunction(f"environment {self._location!r}", "an episode", calls or UserCalls())
         self._environment = job_environment(config)
-        self._weights = config.reward_weights
+        self._weights = RewardWeights(config.reward_weights, (_REWARD,), f"those of {self._user.name}")
         self._plays_ahead = config.rollout.ahead > 0
         self._service = service
         self._chat = EpisodeChat(config.data, tokenizer, PictureReader(config.model.path))
@@ -111,12 +112,16 @@ class EpisodePlayer:
         with self._service.rollout(release_kv=True), self._user.batch(sum(its.n for its in params)):
             return self._user.run(self._played(Play(problems, params), coming))
 
-    def score(self, problem: Problem, episode: Episode) -> Score:
-        """Return the score of an episode. Raises ValueError, naming the row, for a reward that is no finite number and
-        no dict of such."""
-        value = checked_value(episode.value, f"environment {self._location!r}", problem.source)
-        least: float | None = getattr(self._environment, "success_at", None)
-        return score_of({"reward": value}, self._weights, {"reward": least})
+    def scores(self, problems: Sequence[Problem], played: Sequence[Sequence[Episode]]) -> list[list[Score]]:
+        """Return the scores of the episodes of each problem. Raises ValueError, naming the row, for a reward that is no
+        finite number and no dict of such, and for weights of a name that no reward has."""
+        values = [
+            [checked_value(episode.value, self._user.name, problem.source) for episode in episodes]
+            for problem, episodes in zip(problems, played, strict=True)
+        ]
+        self._weights.check(chain.from_iterable(values))
+        success_at = {_REWARD: getattr(self._environment, "success_at", None)}
+        return [[score_of({_REWARD: value}, self._weights.by_name, success_at) for value in its] for its in values]
 
     async def _played(self, present: Play, coming: Sequence[Play]) -> list[list[Episode]]:
         places, agents = asyncio.Semaphore(0), AgentServer(self._service)

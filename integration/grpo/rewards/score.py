@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 Value = float | dict[str, float]  # what a reward gives: a number, or components by name
 
@@ -20,6 +23,32 @@ class Score:
     total: float  # what is trained on
     components: Mapping[str, float] = field(default_factory=dict)  # by name, where the reward has several
     is_success: bool | None = None  # None: the reward does not say
+
+
+class RewardWeights:
+    """The weights of rewards and of their components, by name, which are told where nothing has the name."""
+
+    def __init__(self, by_name: Mapping[str, float], names: Collection[str], rewards: str) -> None:
+        """names: of the rewards; rewards: likewise, for messages. Raises ValueError for a weight that is not finite."""
+        if bad := {name: weight for name, weight in by_name.items() if not math.isfinite(weight)}:
+            raise ValueError(f"reward_weights must be finite numbers, not {bad}")
+        self.by_name = dict(by_name)
+        self._rewards = rewards
+        self._unused = set(by_name) - set(names)  # until a component has the name
+
+    def check(self, values: Iterable[Value]) -> None:
+        """Look for the components that weights are of, once. values: the first ones. Raises ValueError for weights of a
+        name that no reward has, where none gives components. Where some do, warns: a component may come later."""
+        if not self._unused:
+            return
+        known = {name for value in values if isinstance(value, dict) for name in value}
+        left, self._unused = self._unused - known, set()
+        if not left:
+            return
+        wrong = f"reward_weights are of {' and '.join(sorted(left))}, but the rewards are {self._rewards}"
+        if not known:
+            raise ValueError(wrong)
+        logger.warning("%s, and their components so far %s", wrong, ", ".join(sorted(known)))
 
 
 def score_of(

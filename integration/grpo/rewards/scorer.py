@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +15,8 @@ from ..tasks.problems import Problem
 from ..user_code import results_of
 from .loading import RewardFunction, load_reward
 from .row_fields import row_check
-from .score import Score, Value, checked_value, described, score_of
+from .score import RewardWeights, Score, Value, checked_value, described, score_of
 from .user_calls import UserCalls, UserFunction
-
-logger = logging.getLogger(__name__)
 
 _AT_ONCE = 64  # calls of an async reward that are under way at a time
 _SHOWN = 60  # characters of a completion in messages
@@ -58,7 +54,6 @@ class Scorer:
         ValueError for a location that cannot be loaded, two rewards of one name, and options or weights of a reward
         that is not there.
         """
-        self._weights = dict(weights or {})
         calls = calls or UserCalls()
         self._rewards: dict[str, _Form] = {}
         left = dict(options or {})
@@ -69,9 +64,7 @@ class Scorer:
             self._rewards[name] = _Form(location, load_reward(location, left.pop(name, None)), calls)
         if left:
             raise ValueError(f"reward_options are of {' and '.join(left)}, but the rewards are {self.names}")
-        if bad := {name: weight for name, weight in self._weights.items() if not math.isfinite(weight)}:
-            raise ValueError(f"reward_weights must be finite numbers, not {bad}")
-        self._unused = set(self._weights) - set(self._rewards)  # until a component has the name
+        self._weights = RewardWeights(weights or {}, self._rewards, self.names)
 
     @property
     def names(self) -> str:
@@ -84,10 +77,10 @@ class Scorer:
         if not completions:
             return []
         by_reward = {name: reward.values(problems, completions) for name, reward in self._rewards.items()}
-        self._check_weights(by_reward)
+        self._weights.check(value for values in by_reward.values() for value in values)
         success_at = {name: reward.success_at for name, reward in self._rewards.items()}
         return [
-            score_of({name: values[at] for name, values in by_reward.items()}, self._weights, success_at)
+            score_of({name: values[at] for name, values in by_reward.items()}, self._weights.by_name, success_at)
             for at in range(len(completions))
         ]
 
@@ -97,20 +90,6 @@ class Scorer:
         if faults:
             more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
             raise ValueError("; ".join(faults[:3]) + more)
-
-    def _check_weights(self, by_reward: Mapping[str, Sequence[Value]]) -> None:
-        """Raise ValueError for weights of a name that no reward has, where none gives components. Where some do, warn:
-        a component may come later."""
-        if not self._unused:
-            return
-        known = {name for values in by_reward.values() for value in values if isinstance(value, dict) for name in value}
-        left, self._unused = self._unused - known, set()
-        if not left:
-            return
-        wrong = f"reward_weights are of {' and '.join(sorted(left))}, but the rewards are {self.names}"
-        if not known:
-            raise ValueError(wrong)
-        logger.warning("%s, and their components so far %s", wrong, ", ".join(sorted(known)))
 
 
 class _Form:

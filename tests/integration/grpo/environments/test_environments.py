@@ -220,6 +220,27 @@ def test_turns_of_token_ids_stand_as_they_are(service, tmp_path):
     assert len(one.sampled) - start - 2 <= 3
 
 
+def test_weights_of_an_environment_are_of_its_reward_or_its_components_and_one_of_neither_is_told(
+    service, tmp_path, caplog
+):
+    def scores(name, *played, **weights):
+        player = EpisodePlayer(replace(config(tmp_path, name), reward_weights=weights), service, TOKENIZER)
+        return player.scores(PROBLEMS[:1], [played])
+
+    [[episode]] = EpisodePlayer(config(tmp_path, "by_tokens"), service, TOKENIZER).play(
+        PROBLEMS[:1], [replace(PARAMS[0], n=1)]
+    )
+    assert scores("by_tokens", episode, reward=5.0)[0][0].total == 5.0
+    name = f"environment '{__name__}:by_tokens'"
+    with pytest.raises(ValueError, match=f"^reward_weights are of digist, but the rewards are those of {name}$"):
+        scores("by_tokens", episode, digist=5.0)
+    parts = replace(episode, value={"digits": 2.0})
+    assert scores("by_tokens", parts, digits=3.0, reward=2.0)[0][0].total == 12.0 and not caplog.records
+    assert scores("by_tokens", parts, digist=5.0)[0][0].total == 2.0
+    told = f"reward_weights are of digist, but the rewards are those of {name}, and their components so far digits"
+    assert [record.getMessage() for record in caplog.records] == [told]
+
+
 def test_all_plays_of_a_job_are_in_one_event_loop(service, tmp_path):
     calls = UserCalls()
     player = EpisodePlayer(config(tmp_path, "notes_its_loop"), service, TOKENIZER, calls)
@@ -250,7 +271,7 @@ def test_an_error_of_an_environment_ends_the_others_and_names_the_row(service, t
     player = EpisodePlayer(config(tmp_path, "no_number"), service, TOKENIZER)
     [[episode, _]] = player.play(PROBLEMS[:1], PARAMS[:1])
     with pytest.raises(ValueError, match=r"no_number' returned a str of 4, not a number, of rows.jsonl:1"):
-        player.score(PROBLEMS[0], episode)
+        player.scores(PROBLEMS[:1], [[episode]])
 
 
 def misused(service, tmp_path, use, **data):
