@@ -22,19 +22,19 @@ class ChatPrompts:
     def __init__(
         self, data: DataSettings, tokenizer: PreTrainedTokenizerBase, pictures: PictureReader | None = None
     ) -> None:
-        """Read the rows that are shown before each prompt. pictures: of the model's folder. Raises ValueError for a
-        wrong file, or shown rows without an answer."""
+        """Read the rows that are shown before each prompt, whose own system messages are left out. pictures: of the
+        model's folder. Raises ValueError for a wrong file, or shown rows without an answer."""
         self._data, self._tokenizer, self._pictures = data, tokenizer, pictures
-        self._before: list[Message] = []
-        if data.system_prompt:
-            self._before.append({"role": "system", "content": data.system_prompt})
+        self._system: list[Message] = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
+        self._shown: list[Message] = []
         if data.few_shot_path:
             for shown in load_problems(data.few_shot_path, data.prompt_field, data.answer_field):
                 if not shown.answer:
                     raise ValueError(f"{shown.source}: a row that is shown needs an answer")
                 if shown.pictures:
                     raise ValueError(f"{shown.source}: a row that is shown must have no pictures")
-                self._before += [*_messages(shown), {"role": "assistant", "content": shown.answer}]
+                _, messages = _divided(_messages(shown))
+                self._shown += [*messages, {"role": "assistant", "content": shown.answer}]
 
     def written(self, problems: Sequence[Problem]) -> list[Problem]:
         """Return the problems with the prompts that the model gets. Raises ValueError naming the first problem that
@@ -43,13 +43,13 @@ class ChatPrompts:
 
     def opened(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages of a conversation with the system prompt and the shown rows before them. A system message
-        of its own takes the place of the job's."""
-        has_own = self._data.system_prompt and messages[0]["role"] == "system"
-        return [*(self._before[1:] if has_own else self._before), *messages]
+        of its own takes the place of the job's, before the shown rows."""
+        own, others = _divided(messages)
+        return [*(own or self._system), *self._shown, *others]
 
     def _written(self, problem: Problem) -> Problem:
         read = self._pictures if problem.pictures else None
-        if not (problem.messages or self._data.chat or self._before):
+        if not (problem.messages or self._data.chat or self._system or self._shown):
             return replace(problem, read=read)
         where = problem.place
         if not self._tokenizer.chat_template:
@@ -70,3 +70,9 @@ class ChatPrompts:
 
 def _messages(problem: Problem) -> list[Message]:
     return list(problem.messages) or [{"role": "user", "content": problem.prompt}]
+
+
+def _divided(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """Return the system message at the beginning, if there is one, and the others."""
+    num = int(messages[0].get("role") == "system")
+    return list(messages[:num]), list(messages[num:])

@@ -41,7 +41,7 @@ def test_messages_become_the_tokens_of_the_chat_template_with_what_stands_before
     assert [problem.prompt for problem in problems] == [
         f"<bos>(system)be brief\n{before}(user)2+2?\n(assistant)!",
         f"<bos>(system)be brief\n{before}(user)3+3?\n(assistant)!",
-        f"<bos>{before}(system)own\n(user)2+2?\n(assistant)!",
+        f"<bos>(system)own\n{before}(user)2+2?\n(assistant)!",
     ]
     for problem in problems:
         ids = tokenizer(problem.prompt, add_special_tokens=False)["input_ids"]
@@ -51,6 +51,24 @@ def test_messages_become_the_tokens_of_the_chat_template_with_what_stands_before
              {"role": "assistant", "content": "2"}, *QUESTION]  # fmt: skip
     encoded = tokenizer.apply_chat_template(whole, add_generation_prompt=True, mood="!", return_dict=True)
     assert problems[0].model_input == list(encoded["input_ids"])
+
+
+def test_a_system_message_comes_first_wherever_it_comes_from(tmp_path, tokenizer):
+    tokenizer.chat_template = (  # as Qwen3.5 has it
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{% endfor %}" + TEMPLATE
+    )
+    own = [{"role": "system", "content": "own"}, *QUESTION]
+    path = rows(tmp_path, {"prompt": own, "answer": 4}, {"prompt": QUESTION, "answer": 4})
+    shown = rows(
+        tmp_path, {"prompt": [{"role": "system", "content": "its"}, *QUESTION], "answer": 4}, name="shown.jsonl"
+    )
+    before, question = "(user)2+2?\n(assistant)4\n", "(user)2+2?\n(assistant)"
+    for job, system in (("", ""), ("job's", "(system)job's\n")):
+        data = DataSettings(path=path, system_prompt=job, few_shot_path=shown)
+        first, second = ChatPrompts(data, tokenizer).written(load_problems(path))
+        assert first.prompt == f"<bos>(system)own\n{before}{question}"
+        assert second.prompt == f"<bos>{system}{before}{question}"
 
 
 def test_text_stays_text_unless_it_is_to_be_a_message(tokenizer):
