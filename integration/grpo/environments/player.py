@@ -97,6 +97,7 @@ class EpisodePlayer:
         self._plays_ahead = config.rollout.ahead > 0
         self._service = service
         self._chat = EpisodeChat(config.data, tokenizer, PictureReader(config.model.path))
+        self._playing: list[Turns] = []  # of the present play
         self._begun: dict[EpisodeKey, list[Asked]] = {}  # turns of episodes that were begun before their step
 
     def play(
@@ -137,7 +138,17 @@ class EpisodePlayer:
                 task.cancel()
             # Their errors are those of older weights: they come again at their turn, or do not.
             await asyncio.gather(*beginning, return_exceptions=True)
+            await self._end_turns()
             await agents.close()
+
+    async def _end_turns(self) -> None:
+        """End the turns that an environment has left under way, in tasks of its own: the loop goes on after the play,
+        and the engine must not."""
+        left = [turns.task for turns in self._playing if turns.task is not None]
+        self._playing.clear()
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def _finished(self, present: Play, places: asyncio.Semaphore, agents: AgentServer) -> list[list[Episode]]:
         played = iter(await results_of(self._episode(*episode, places, agents) for episode in present.episodes()))
@@ -154,7 +165,9 @@ class EpisodePlayer:
                     self._begun[_key(problem, params, index)] = turns.asked
 
     def _turns(self, problem: Problem, params: SamplingParams, index: int) -> Turns:
-        return Turns(self._service.engine, self._begun.pop(_key(problem, params, index), ()))
+        turns = Turns(self._service.engine, self._begun.pop(_key(problem, params, index), ()))
+        self._playing.append(turns)
+        return turns
 
     def _session(self, turns: Turns, params: SamplingParams, index: int, agents: AgentServer | None = None) -> Session:
         assert params.sampling_seed is not None

@@ -8,9 +8,11 @@ that differs is anything generated. What comes out is what the present weights a
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from torch import Tensor
 
@@ -37,6 +39,7 @@ class Turns:
     def __init__(self, engine: Engine, earlier: Sequence[Asked] = ()) -> None:
         """Begin a play. earlier: the turns of a play under other weights."""
         self.asked: list[Asked] = []
+        self.task: asyncio.Task[Any] | None = None  # in which a turn is under way
         self._engine, self._earlier = engine, earlier
 
     async def __call__(
@@ -50,11 +53,15 @@ class Turns:
         options = RequestOptions(renewal=self._renewal(asked, params))
         self.asked.append(asked)
         completion = None
-        async for chunk in self._engine.astream(prompt, params, options=options):
-            if chunk.num_taken_back:
-                del asked.token_ids[-chunk.num_taken_back :]
-            asked.token_ids.extend(chunk.token_ids)
-            completion = chunk.completion
+        self.task = asyncio.current_task()
+        try:
+            async for chunk in self._engine.astream(prompt, params, options=options):
+                if chunk.num_taken_back:
+                    del asked.token_ids[-chunk.num_taken_back :]
+                asked.token_ids.extend(chunk.token_ids)
+                completion = chunk.completion
+        finally:
+            self.task = None
         if completion is None:
             raise RuntimeError("a turn ended without an answer")
         if (why := completion.why_unfinished) is not None:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -35,9 +34,7 @@ class UserCalls:
         """Start nothing: the loop is made with the first coroutine. timeout_s: of one call of a coroutine function; 0:
         no limit. patience_s: seconds until a warning names calls."""
         self.timeout_s, self.patience_s = timeout_s, patience_s
-        runner = self._runner = asyncio.Runner()
-        self._end = weakref.finalize(self, runner.close)
-        self._end.atexit = False
+        self._runner = asyncio.Runner()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end, and return its result. Ctrl-C cancels it, and raises KeyboardInterrupt."""
@@ -45,7 +42,7 @@ class UserCalls:
 
     def close(self) -> None:
         """Close the loop, with what still waits in it. Calling it again does nothing."""
-        self._end()
+        self._runner.close()
 
 
 class UserFunction:
