@@ -130,7 +130,7 @@ def _own_step(job: GrpoJob, number: int) -> Step:
     line = {name: value for name, value in job.run_step(number).items() if isinstance(value, int | float)}
     if line["logprob_gap"] != 0.0:
         raise RuntimeError(f"the trainer's log-probabilities are not the engine's: a gap of {line['logprob_gap']}")
-    parts = {name: float(line[name]) for name in ("rollout_s", "train_s", "sync_s")}
+    parts = {name: float(line[name]) for name in ("rollout_s", "reward_s", "train_s", "sync_s")}
     num_tokens = round(float(line["rollout_tokens_per_s"]) * parts["rollout_s"])
     return Step(sum(parts.values()), num_tokens, parts["rollout_s"], parts["train_s"])
 

@@ -71,7 +71,8 @@ def _lines(found: Probe, config: JobConfig, options: argparse.Namespace) -> Iter
     where = "all ranks on this machine's cores" if found.is_on_cpu else f"{max(config.run.num_ranks, 1)} rank(s)"
     yield (
         f"step       about {found.step_s:.1f} s with {where}: {found.generate_s:.1f} s of generating "
-        f"({found.tokens_per_s:.0f} tokens/s), {found.train_s:.1f} s of training, {found.sync_s:.1f} s of committing"
+        f"({found.tokens_per_s:.0f} tokens/s), {found.reward_s:.1f} s of rewards, {found.train_s:.1f} s of training, "
+        f"{found.sync_s:.1f} s of committing"
     )
     minutes = found.step_s * config.run.num_steps / 60
     yield f"run        {config.run.num_steps} steps: about {minutes:.0f} min without evaluations"

@@ -33,7 +33,8 @@ class Probe:
     tokens_per_s: float  # generated, with the samples of one probe at a time
     logprob_gap: float  # largest |engine - trainer|
     generate_s: float  # expected of a step of the job: its generation
-    train_s: float  # and its training
+    reward_s: float  # its rewards
+    train_s: float  # its training
     sync_s: float  # and its commit
     memory_bytes: int  # largest use of this process so far; on a GPU of its memory
     is_on_cpu: bool
@@ -41,7 +42,7 @@ class Probe:
     @property
     def step_s(self) -> float:
         """Expected seconds of a step of the job."""
-        return self.generate_s + self.train_s + self.sync_s
+        return self.generate_s + self.reward_s + self.train_s + self.sync_s
 
 
 def probed_config(config: JobConfig, num_prompts: int, num_samples: int) -> JobConfig:
@@ -101,6 +102,7 @@ def _probed(config: JobConfig, job: GrpoJob) -> Probe:
             num_tokens / done.waited_s,
             gap,
             done.waited_s * num_of_step / len(done.answers),
+            done.scored_s * num_of_step / len(done.answers),
             seconds * config.train.epochs_per_step,
             time.perf_counter() - began,
             _memory(job.ranks.device),

@@ -78,7 +78,8 @@ class StepSamples:
     answers: list[Answer] = field(default_factory=list)  # with the scores that are trained on
     advantages: list[float] = field(default_factory=list)  # of each answer
     problems: list[Problem] = field(default_factory=list)  # of each answer
-    waited_s: float = 0.0  # for the engine, or while it generated in this process
+    waited_s: float = 0.0  # for the engine, or while it generated in this process; with an environment for episodes
+    scored_s: float = 0.0  # for rewards
     num_redrawn: int = 0  # groups that were drawn in the place of others
     num_discarded_tokens: int = 0  # of those others
     num_flat: int = (
@@ -144,19 +145,17 @@ class Rollouts:
         for groups in waited(self._engine.groups(step, len(problems)), into):
             its = [problem for group, problem in zip(groups, left, strict=False) for _ in group]
             # Those that are there are scored in one call: a reward of many completions, or an async one, has them all.
-            answers = iter(self._scored(its, [one for group in groups for one in group]))
+            answers = iter(self._scored(its, [one for group in groups for one in group], into))
             yield from (list(islice(answers, len(group))) for group in groups)
 
     def _played(self, step: int, problems: Sequence[Problem], into: StepSamples) -> Iterator[list[Answer]]:
         """Yield the episodes of each problem of a step, once all of them are over."""
-        began, rollout = time.perf_counter(), self._config.rollout
-        coming = []
+        coming, rollout = [], self._config.rollout
         for later in range(step + 1, min(step + rollout.ahead, self._config.run.num_steps - 1) + 1):
             its_problems = self._problems(later)
             coming.append(Play(its_problems, self._params(later, len(its_problems))))
-        answers = self.answers(problems, self._params(step, len(problems)), coming)
-        into.waited_s += time.perf_counter() - began
-        size = self._config.rollout.group_size
+        answers = self.answers(problems, self._params(step, len(problems)), coming, into)
+        size = rollout.group_size
         yield from (answers[at : at + size] for at in range(0, len(answers), size))
 
     def _totals(self, answers: Sequence[Answer]) -> list[float]:
@@ -175,10 +174,8 @@ class Rollouts:
             if not ranks.total(len(flat)):  # of all ranks: those of a replica generate together
                 break
             others, params = self._problems(step, attempt), self._params(step, len(problems), attempt)
-            began = time.perf_counter()
             if flat or self._config.parallel.num_ranks > 1:
-                new = self.answers([others[at] for at in flat], [params[at] for at in flat])
-            into.waited_s += time.perf_counter() - began
+                new = self.answers([others[at] for at in flat], [params[at] for at in flat], into=into)
             for place, at in enumerate(flat):
                 into.num_discarded_tokens += sum(one.completion.num_completion_tokens for one in answered[at])
                 problems[at] = others[at]
@@ -196,15 +193,20 @@ class Rollouts:
         return {"redrawn_groups": int(total(samples.num_redrawn)), "stayed_flat": int(total(samples.num_flat))}
 
     def answers(
-        self, problems: Sequence[Problem], params: Sequence[SamplingParams], coming: Sequence[Play] = ()
-    ) -> list[Answer]:
+        self, problems: Sequence[Problem], params: Sequence[SamplingParams], coming: Sequence[Play] = (),
+        into: StepSamples | None = None,
+    ) -> list[Answer]:  # fmt: skip
         """Return the answers of the present weights, the `n` of a problem's parameters side by side. coming: see
-        `EpisodePlayer.play`."""
+        `EpisodePlayer.play`; into: notes the seconds."""
         player, params = self._player, [self._with_bans(its) for its in params]
+        into, began = into or StepSamples(), time.perf_counter()
         if player is None:
             completions = self._engine.generate([problem.model_input for problem in problems], params)
-            return self._scored([p for p, its in zip(problems, params, strict=True) for _ in range(its.n)], completions)
+            into.waited_s += time.perf_counter() - began
+            each = [problem for problem, its in zip(problems, params, strict=True) for _ in range(its.n)]
+            return self._scored(each, completions, into)
         played = player.play(problems, params, coming)
+        into.waited_s += time.perf_counter() - began
         return [
             Answer(episode.as_completion(index), score, episode)
             for episodes, scores in zip(played, player.scores(problems, played), strict=True)
@@ -308,10 +310,14 @@ class Rollouts:
         """Return settings with which the banned tokens are never drawn."""
         return replace(params, logit_bias={**(params.logit_bias or {}), **self._banned}) if self._banned else params
 
-    def _scored(self, problems: Sequence[Problem], completions: Sequence[Completion]) -> list[Answer]:
+    def _scored(
+        self, problems: Sequence[Problem], completions: Sequence[Completion], into: StepSamples
+    ) -> list[Answer]:
         for pair in zip(problems, completions, strict=True):
             _refuse_unfinished(*pair)
+        began = time.perf_counter()
         scores = self._reward(problems, completions)
+        into.scored_s += time.perf_counter() - began
         return [Answer(*pair) for pair in zip(completions, scores, strict=True)]
 
     def _shuffled(self, step: int, answered: list[list[Answer]]) -> Iterator[list[Answer]]:

@@ -90,11 +90,12 @@ class RunLog:
             ahead += f"kept {last['kept_share']:.1%} of {last['verified_tokens']} verified | "
         if last.get("dropped_tokens"):
             ahead += f"dropped {last['dropped_tokens']} | "
+        rewards = f"rewards {seconds:.2f}s " if (seconds := last.get("reward_s", 0.0)) >= 0.005 else ""
         unmeasured = f" without {n} samples" if (n := last.get("samples_unmeasured")) else ""
         return (
             f"reward {last['reward_mean']:.3f} | held-out {self.heldout} | "
             f"logprob_gap {last['logprob_gap']}{unmeasured} | {ahead}{last['rollout_tokens_per_s']:.0f} tok/s | "
-            f"rollout {last['rollout_s']:.2f}s train {last['train_s']:.2f}s "
+            f"rollout {last['rollout_s']:.2f}s {rewards}train {last['train_s']:.2f}s "
             f"sync {last['sync_s']:.3f}s | v{last['weight_version']} {str(last['weight_digest'])[:8]}"
         )
 
@@ -194,7 +195,13 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     quality.legend()
     gap.plot(steps, [line["logprob_gap"] for line in lines])
     gap.set_ylabel("logprob_gap")
-    for name in ("rollout_s", "train_s", "sync_s", *(("generate_s", "verify_s", "wait_s") if ran_ahead else ())):
+    for name in (
+        "rollout_s",
+        "reward_s",
+        "train_s",
+        "sync_s",
+        *(("generate_s", "verify_s", "wait_s") if ran_ahead else ()),
+    ):
         seconds.plot(steps, [line.get(name, float("nan")) for line in lines], label=name)
     seconds.legend()
     if ran_ahead:

@@ -68,6 +68,7 @@ def by_text(prompt, completion, answer):
     return sum(map(ord, completion)) % 97 / 97
 """
 BASE = "base_model_name_or_path"
+SECONDS = ("rollout_s", "reward_s", "train_s", "sync_s")
 SAME_IN_EVERY_RUN = ("step", "reward_mean", "logprob_gap", "sync_bytes", "weight_version", "weight_digest",
                      "eval_reward_mean", "loss")  # fmt: skip
 
@@ -127,7 +128,7 @@ def test_two_ranks_train_with_a_gap_of_zero_and_no_byte_moved(straight_run):
     assert [line["weight_version"] for line in lines] == ["1", "2", "3", "4"]
     assert len({line["weight_digest"] for line in lines}) == 4, "every step changes the weights"
     assert [("eval_reward_mean" in line) for line in lines] == [False, True, False, True]
-    assert all(line[key] > 0 for line in lines for key in ("rollout_tokens_per_s", "rollout_s", "train_s", "sync_s"))
+    assert all(line[key] > 0 for line in lines for key in ("rollout_tokens_per_s", *SECONDS))
     assert (straight_run / "runs/arithmetic/progress.png").stat().st_size > 1000
     assert "held-out mean reward:" in (straight_run / "log").read_text()
 

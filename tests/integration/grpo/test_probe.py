@@ -13,16 +13,19 @@ from lockstep.integration.grpo.probe import Probe, advice, probed_config
 from lockstep.integration.grpo.settings.config import load_config
 
 CONFIG = str(Path(__file__).parents[3] / "configs" / "arithmetic_cpu.toml")
-REWARD = (
-    "def score(row, completion):\n    return {'letters': len(completion) % 5 / 4, 'success': len(completion) > 9}\n"
-)
+REWARD = """
+import time
+def score(row, completion):
+    time.sleep(0.002)
+    return {'letters': len(completion) % 5 / 4, 'success': len(completion) > 9}
+"""
 SHRUNK = [
     "warm_start.num_steps=12", "warm_start.batch_size=16", "data.num_heldout=16", "model.num_layers=2",
     "model.hidden_size=64", "engine.kv_cache=4MiB", "reward=letters.py:score", "run.num_steps=60",
     "trainer=fsdp2", "engines=separate", "sync=tensor",
 ]  # fmt: skip
 FOUND = Probe(
-    0.25, {"flat_groups": 0.5, "truncated_share": 0.0, "success": 0.5}, [], 100.0, 0.0, 1.0, 2.0, 0.5, 2**30, True
+    0.25, {"flat_groups": 0.5, "truncated_share": 0.0, "success": 0.5}, [], 100.0, 0.0, 1.0, 0.25, 2.0, 0.5, 2**30, True
 )  # fmt: skip
 
 
@@ -40,13 +43,16 @@ def test_a_probe_prints_what_a_run_would_begin_with_and_writes_nothing(folder, c
     first = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert first["logprob_gap"] == 0.0 and 0 < first["reward_mean"] <= 2 and len(first["examples"]) == 3
     assert set(first["statistics"]) >= {"pass@4", "success", "flat_groups", "truncated_share", "entropy"}
-    assert first["step_s"] == pytest.approx(first["generate_s"] + first["train_s"] + first["sync_s"])
+    parts = [first[name] for name in ("generate_s", "reward_s", "train_s", "sync_s")]
+    assert first["step_s"] == pytest.approx(sum(parts))
+    assert first["reward_s"] > 0.002 * 32 * 16, "of all samples of a step of the job"
     assert first["memory_bytes"] > 1e8 and first["tokens_per_s"] > 0
     assert cli.main(command) == 0
     told = capsys.readouterr().out
     assert f"reward     {first['reward_mean']:.3f} in the mean" in told and "letters 0." in told
     assert f"pass@4 {first['statistics']['pass@4']:.1%}" in told and told.count(">>>") == 3
     assert "60 steps: about" in told and "gap        0.0 between" in told
+    assert "s of rewards, " in told
     assert {path.name for path in folder.iterdir()} <= {"letters.py", "cache", "__pycache__"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from itertools import islice
 
 import pytest
@@ -66,7 +67,16 @@ def noted(rows, completions):
     return [len(text) for text in completions]
 
 
-def sampled(tmp_path, ends=ENDS, **train):
+SLOW_S = 0.02
+
+
+def slowly(prompt, completion, answer):
+    """Take some time."""
+    time.sleep(SLOW_S)
+    return len(completion)
+
+
+def sampled(tmp_path, reward=length, ends=ENDS, **train):
     """Return the samples of one step of one prompt, and what the job notes of them."""
     config = JobConfig(
         RunSettings("x", str(tmp_path)),
@@ -76,8 +86,13 @@ def sampled(tmp_path, ends=ENDS, **train):
     problems = [Problem("a", "b")]
     task = Task(lambda step, num: problems[:num], problems, problems)
     noted, engine = StepSamples(), FixedEngine(ends=ends)
-    rollouts = Rollouts(config, RANKS, engine, task, Scorer([f"{__name__}:length"]))
+    rollouts = Rollouts(config, RANKS, engine, task, Scorer([f"{__name__}:{reward.__name__}"]))
     return list(rollouts.samples(0, noted)), noted, engine
+
+
+def test_the_seconds_of_rewards_are_not_those_of_the_engine(tmp_path):
+    _, noted, _ = sampled(tmp_path, slowly)
+    assert noted.scored_s > 4 * SLOW_S and noted.waited_s < noted.scored_s
 
 
 def test_samples_that_were_cut_off_count_as_all_others(tmp_path):
