@@ -197,7 +197,7 @@ class GrpoJob:
         self._save_model(config.folder / "model")
         self._keep_digest(config.folder / "model", config.run.num_steps, self.engine.weight_digest())
         if log is not None:
-            say(f"held-out mean reward: {before:.1%} before, {log.heldout} after {config.run.num_steps} steps")
+            say(log.result(before))
         dist.barrier()  # no rank ends before the results are written, or while other ranks may call its engine
 
     def _serve(self) -> BackgroundServer | None:

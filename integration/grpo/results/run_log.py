@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -17,6 +17,9 @@ from ....weight_sync.disk.atomic_folder import flush
 from ...failures import FileFailed, files_of
 from .statistics import REWARD
 from .wandb_log import WandbLog
+
+if TYPE_CHECKING:  # an extra, and slow to import
+    from matplotlib.axes import Axes
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,7 @@ class RunLog:
         self._folder = folder
         self._num_steps = num_steps
         self._lines = drop_lines_after(folder / METRICS, first_step)
+        self._are_shares = _are_shares(_rewards(self._lines))
         self._bar = tqdm(total=num_steps, initial=first_step, unit="step", dynamic_ncols=True, file=_Stderr())
         self._writer = None
         if tensorboard:
@@ -50,6 +54,7 @@ class RunLog:
     def step(self, line: Mapping[str, object]) -> None:
         """Append one step's metrics to the file, flushed to the disk, and show them in the bar."""
         self._lines.append(dict(line))
+        self._are_shares &= _are_shares(_rewards([line]))
         path = self._folder / METRICS
         with files_of(path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -77,11 +82,21 @@ class RunLog:
             with suppress(OSError):
                 self._bar.write(text)
 
-    @property
-    def heldout(self) -> str:
-        """The newest mean reward of the held-out problems, as text; "-" without an evaluation in the metrics."""
+    def heldout(self, *others: float) -> str:
+        """Return the newest mean reward of the held-out problems, as text; "-" without an evaluation in the metrics.
+        others: rewards that it is shown beside."""
         found = next((line[REWARD] for line in reversed(self._lines) if REWARD in line), None)
-        return "-" if found is None else f"{found:.1%}"
+        return "-" if found is None else self._text(found, *others)
+
+    def result(self, before: float) -> str:
+        """Return the run's result in one line. before: the mean reward of the held-out problems before its first
+        step."""
+        texts = self._text(before), self.heldout(before)
+        return f"held-out mean reward: {texts[0]} before, {texts[1]} after {self._num_steps} steps"
+
+    def _text(self, reward: float, *others: float) -> str:
+        """Return a reward as a percentage, if all rewards of the run are shares, and else as a number."""
+        return f"{reward:.1%}" if self._are_shares and _are_shares([reward, *others]) else f"{reward:.3f}"
 
     def _summary(self) -> str:
         last = self._lines[-1]
@@ -93,7 +108,7 @@ class RunLog:
         rewards = f"rewards {seconds:.2f}s " if (seconds := last.get("reward_s", 0.0)) >= 0.005 else ""
         unmeasured = f" without {n} samples" if (n := last.get("samples_unmeasured")) else ""
         return (
-            f"reward {last['reward_mean']:.3f} | held-out {self.heldout} | "
+            f"reward {last['reward_mean']:.3f} | held-out {self.heldout()} | "
             f"logprob_gap {last['logprob_gap']}{unmeasured} | {ahead}{last['rollout_tokens_per_s']:.0f} tok/s | "
             f"rollout {last['rollout_s']:.2f}s {rewards}train {last['train_s']:.2f}s "
             f"sync {last['sync_s']:.3f}s | v{last['weight_version']} {str(last['weight_digest'])[:8]}"
@@ -183,16 +198,9 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
 
     steps = [line["step"] for line in lines]
     ran_ahead = any(line.get("lag_mean") or line.get("kept_share") is not None for line in lines)
-    evaluated = [line for line in lines if "eval_reward_mean" in line]
     figure, axes = pyplot.subplots(3 + ran_ahead, 1, sharex=True, figsize=(8, 9 + 3 * ran_ahead))
     quality, gap, seconds = axes[:3]
-    quality.plot(steps, [line["reward_mean"] for line in lines], label="reward, sampled", alpha=0.6)
-    quality.plot(
-        [line["step"] for line in evaluated], [line["eval_reward_mean"] for line in evaluated],
-        "o-", label="held-out",
-    )  # fmt: skip
-    quality.set_ylim(0, 1)
-    quality.legend()
+    plot_rewards(lines, quality)
     gap.plot(steps, [line["logprob_gap"] for line in lines])
     gap.set_ylabel("logprob_gap")
     for name in (
@@ -213,3 +221,23 @@ def plot(lines: list[dict[str, Any]], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
+
+
+def plot_rewards(lines: list[dict[str, Any]], axes: Axes) -> None:
+    """Plot the mean rewards of the samples and of the held-out problems; from 0 to 1, if all are shares."""
+    evaluated = [line for line in lines if REWARD in line]
+    axes.plot([line["step"] for line in lines], [line["reward_mean"] for line in lines],
+              label="reward, sampled", alpha=0.6)  # fmt: skip
+    axes.plot([line["step"] for line in evaluated], [line[REWARD] for line in evaluated], "o-", label="held-out")
+    if _are_shares(_rewards(lines)):
+        axes.set_ylim(0, 1)
+    axes.legend()
+
+
+def _rewards(lines: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Return the mean rewards in the metrics."""
+    return [line[name] for line in lines for name in ("reward_mean", REWARD) if name in line]
+
+
+def _are_shares(rewards: Iterable[float]) -> bool:
+    return all(0 <= one <= 1 for one in rewards)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.integration.grpo.results.run_log import RunLog
+from lockstep.integration.grpo.results.run_log import RunLog, plot_rewards
 
 LINE = {"reward_mean": 0.5, "logprob_gap": 0.0, "rollout_tokens_per_s": 1.0, "rollout_s": 1.0, "train_s": 1.0,
         "sync_s": 1.0, "weight_version": "1", "weight_digest": "d"}  # fmt: skip
@@ -34,7 +34,41 @@ def test_a_resumed_run_keeps_the_events_of_every_step_that_is_done(tmp_path):
 
 def test_the_heldout_reward_is_a_dash_where_the_metrics_have_no_evaluation(tmp_path):
     log = RunLog(tmp_path, 4, 4, tensorboard=False)  # of a run that had ended, whose metrics were lost
-    assert log.heldout == "-"
+    assert log.heldout() == "-"
     log.step({"step": 5, **LINE, "eval_reward_mean": 0.4321})
-    assert log.heldout == "43.2%"
+    assert log.heldout() == "43.2%"
     log.close(draws=False)
+
+
+@pytest.mark.parametrize(
+    ("before", "sampled", "after", "line"),
+    [
+        (0.346, 0.5, 0.982, "held-out mean reward: 34.6% before, 98.2% after 4 steps"),
+        (0.0, 0.0, 1.0, "held-out mean reward: 0.0% before, 100.0% after 4 steps"),
+        (0.5, 0.5, 1.625, "held-out mean reward: 0.500 before, 1.625 after 4 steps"),
+        (-0.25, 0.5, 0.75, "held-out mean reward: -0.250 before, 0.750 after 4 steps"),
+        (0.25, 12.5, 0.75, "held-out mean reward: 0.250 before, 0.750 after 4 steps"),
+    ],
+)
+def test_rewards_are_percentages_where_all_are_shares(tmp_path, before, sampled, after, line):
+    log = RunLog(tmp_path, 4, 0, tensorboard=False)
+    log.step({"step": 1, **LINE, "reward_mean": sampled})
+    log.step({"step": 2, **LINE, "eval_reward_mean": after})
+    assert log.result(before) == line
+    log.close(draws=False)
+
+
+@pytest.mark.parametrize(("rewards", "limits"), [((0.0, 1.0), (0.0, 1.0)), ((0.5, 1.625), None), ((-3.0, 0.5), None)])
+def test_the_plot_shows_all_rewards(rewards, limits):
+    pytest.importorskip("matplotlib")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots()
+    lines = [{"step": at, **LINE, "reward_mean": one, "eval_reward_mean": one} for at, one in enumerate(rewards)]
+    plot_rewards(lines, axes)
+    low, high = axes.get_ylim()
+    assert (low, high) == limits if limits else low <= min(rewards) and high >= max(rewards)
+    pyplot.close(figure)
