@@ -20,6 +20,7 @@ from ...rollout.control.drafts import EngineDrafts
 from ...rollout.errors import BrokenLogits
 from ...rollout.model.loading import load_whole, named_by_folder, read_config
 from ...rollout.model.operations.indexer import freeze_indexers
+from ...rollout.model.supported import context_length
 from ...rollout.receipt import guarantee
 from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
 from ..failures import FileFailed, files_of
@@ -56,7 +57,7 @@ from .rewards.scorer import make_scorer
 from .rewards.user_calls import UserCalls
 from .settings.config import JobConfig
 from .tasks.arithmetic import ArithmeticSpec
-from .tasks.task import build_task
+from .tasks.task import build_task, described_drops
 from .tasks.warm_start import WarmStartProgress, WarmStartSpec, warm_start
 from .training.loss import RatioNumbers
 from .training.trainer import GrpoTrainer, make_backend
@@ -79,7 +80,10 @@ class GrpoJob:
         folder = Path(config.model.path) if config.model.path else self._built_model()
         self._model_folder = folder
         self.tokenizer, self.model = self._loaded(folder)
-        self.task = build_task(config, self.tokenizer)
+        max_model_len = context_length(self.model.config.get_text_config(decoder=True))
+        self.task = build_task(config, self.tokenizer, max_model_len)
+        if ranks.is_first and self.task.num_dropped:
+            logger.warning("%s", described_drops(self.task, config))
         self.adapted = None  # the PeftModel around the model, if adapters are trained
         freeze_indexers(self.model)
         if config.train.lora.rank:

@@ -29,7 +29,7 @@ from .rewards.scorer import make_scorer
 from .sampling_check import check_sampling, distortions
 from .settings.config import JobConfig
 from .tasks.arithmetic import CONTEXT_TOKENS, VOCAB_SIZE, build_tokenizer
-from .tasks.task import Task, build_task, check_lengths
+from .tasks.task import Task, build_task, check_lengths, described_drops
 from .tasks.warm_start import ModelSpec, build_model
 from .training.checkpointing import refuse_without_layers
 from .training.trainer import make_backend
@@ -112,12 +112,12 @@ def check_job(config: JobConfig, num_ranks: int, *, resume: bool = False) -> Non
         job_environment(config)
     model_spec(config)
     tokenizer, max_model_len, vocab_size = _tokenizer_and_sizes(config)
-    task = build_task(config, tokenizer)
+    task = build_task(config, tokenizer, max_model_len)
     if not config.environment:
         scorer.check_rows(task.all_known)
+        check_lengths(task.all_known, tokenizer, config.rollout.max_new_tokens, max_model_len)
     check_sampling(config, tokenizer, vocab_size)
     _refuse_pictures(config, task, num_ranks)
-    check_lengths(task.all_known, tokenizer, config.rollout.max_new_tokens, max_model_len)
     if config.train.gradient_checkpointing:
         refuse_without_layers(_model_without_memory(config))
     if config.train.lora.rank:
@@ -202,6 +202,7 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
         f"weights    {_sync(config)}",
         f"batch      {prompts} prompts x {group} samples a step, {prompts // num_ranks} x {group} a rank, "
         f"up to {config.rollout.max_new_tokens} new tokens each",
+        *_drops(config),
         *_sampling(config),
         *_ahead(config),
         f"steps      {config.run.num_steps}, {config.train.epochs_per_step} optimizer step(s) on each",
@@ -230,6 +231,14 @@ def _activations(config: JobConfig, text: PretrainedConfig, num_ranks: int) -> s
         layers = len(per_layer) * text.hidden_size * itemsize + max(per_layer)
     size = min(rows, 10**9) * (layers + 3 * text.vocab_size * 4)
     return f"activations about {size / 2**20:.0f} MiB for {rows} {of_what}"
+
+
+def _drops(config: JobConfig) -> list[str]:
+    """Describe the rows that are left out."""
+    if config.data.too_long == "refuse":
+        return []
+    tokenizer, max_model_len, _ = _tokenizer_and_sizes(config)
+    return [f"data       {described_drops(build_task(config, tokenizer, max_model_len), config)}"]
 
 
 def _sampling(config: JobConfig) -> list[str]:

@@ -127,6 +127,9 @@ class JobConfig:
             found.append(("engines", 'must be "local" with environment: its turns are asked in the trainer\'s process'))
         if self.parallel.num_ranks > 1:
             found.append(("parallel", "must have tp=1 and pp=1 with environment, whose turns one rank asks for"))
+        if self.data.too_long == "drop":
+            why = 'must not be "drop" with environment, whose prompts are its own: `session.room` says what fits'
+            found.append(("data.too_long", why))
         if self.rollout.ahead and self.rollout.on_commit != "verify":
             found.append(("rollout.on_commit", 'must be "verify" with environment: its episodes are played again'))
         return found

@@ -109,10 +109,14 @@ class DataSettings(Section):
     system_prompt: str = ""  # system message before the messages of each prompt; needs chat, or messages
     few_shot_path: str = ""  # JSONL file of rows that are shown, with their answers, before each prompt
     chat_template_kwargs: dict[str, object] = field(default_factory=dict)  # variables of the model's chat template
+    too_long: str = (
+        "refuse"  # rows whose prompt leaves no room for rollout.max_new_tokens in the context: "refuse" ends
+    )
+    # the job before its start and names them; "drop" leaves them out. With an environment prompts are not looked at
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
-        found = too_small(self, "num_heldout")
+        found = too_small(self, "num_heldout") + not_among(self, "too_long", ("refuse", "drop"))
         names = ("chat", "system_prompt", "few_shot_path", "chat_template_kwargs")
         if not (self.path or self.reasoning_gym):
             found += [(name, "needs data.path or data.reasoning_gym") for name in names if getattr(self, name)]

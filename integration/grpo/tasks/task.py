@@ -34,11 +34,12 @@ class Task:
     train_problems: TrainProblems
     heldout: Sequence[Problem]
     all_known: Sequence[Problem]  # for checks before the start: all problems of a file, or the longest generated sum
+    num_dropped: int = 0  # further ones, which `data.too_long` has left out
 
 
-def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """Build the task of a config. tokenizer: of the model, whose chat template writes prompts that are messages.
-    Raises ValueError naming the file and line, or the key, of each fault."""
+def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase, max_model_len: int) -> Task:
+    """Build the task of a config. tokenizer: of the model, whose chat template writes prompts that are messages;
+    max_model_len: of its context. Raises ValueError naming the file and line, or the key, of each fault."""
     data = config.data
     if not (data.path or data.reasoning_gym):
         spec = ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout)
@@ -63,11 +64,36 @@ def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
                 f"{data.path or data.reasoning_gym}: {len(problems)} problems are too few to hold one in "
                 f"{_HELDOUT_ONE_IN} out: add some or set data.heldout_path"
             )
+    num = len(train) + len(heldout)
+    if data.too_long == "drop":  # held-out rows stay the same ones whatever is left out
+        room = _room(config.rollout.max_new_tokens, max_model_len)
+        train, heldout = ([one for one in some if _num_tokens(one, tokenizer) <= room] for some in (train, heldout))
+        for name, some in (("training", train), ("held-out", heldout)):
+            if not some:
+                where = data.path or data.reasoning_gym
+                raise ValueError(f"{where}: all {name} prompts are too long for a context of {max_model_len} tokens")
     return Task(
         lambda step, num, attempt=0: draw_problems(train, config.run.seed, step, num, attempt),
         heldout[: data.num_heldout],
         [*train, *heldout],
+        num - len(train) - len(heldout),
     )
+
+
+def described_drops(task: Task, config: JobConfig) -> str:
+    """Say how many rows `data.too_long` has left out."""
+    num = len(task.all_known) + task.num_dropped
+    return (
+        f"{task.num_dropped} of {num} rows are left out: their prompts leave no room for rollout.max_new_tokens="
+        f"{config.rollout.max_new_tokens} in the model's context"
+    )
+
+
+def _room(max_new_tokens: int, max_model_len: int) -> int:
+    room = max_model_len - max_new_tokens
+    if room < 1:
+        raise ValueError(f"rollout.max_new_tokens of {max_new_tokens} leaves no prompt in a context of {max_model_len}")
+    return room
 
 
 def check_lengths(
@@ -75,9 +101,7 @@ def check_lengths(
 ) -> None:
     """Raise ValueError, naming the first problems whose prompt leaves no room for an answer in the context. Of prompts
     with pictures those with the largest ones are read."""
-    room = max_model_len - max_new_tokens
-    if room < 1:
-        raise ValueError(f"rollout.max_new_tokens of {max_new_tokens} leaves no prompt in a context of {max_model_len}")
+    room = _room(max_new_tokens, max_model_len)
     too_long = [
         f"{problem.place}: the prompt has {num_tokens} tokens"
         for problem in [*(one for one in problems if not one.pictures), *_largest(problems)]
@@ -87,7 +111,7 @@ def check_lengths(
         more = f"; and {len(too_long) - 3} more" if len(too_long) > 3 else ""
         raise ValueError(
             f"{'; '.join(too_long[:3])}{more}; a context of {max_model_len} tokens with rollout.max_new_tokens="
-            f"{max_new_tokens} takes prompts of {room}"
+            f'{max_new_tokens} takes prompts of {room}; data.too_long="drop" leaves such rows out'
         )
 
 

@@ -181,15 +181,15 @@ def config(tmp_path, *overrides):
 
 
 def test_a_dataset_of_reasoning_gym_is_data_of_a_job(tmp_path):
-    task = build_task(config(tmp_path), build_tokenizer())
+    task = build_task(config(tmp_path), build_tokenizer(), 64)
     assert (len(task.heldout), len(task.all_known)) == (4, 40)
     first = task.train_problems(0, 5)[0]
     row = first.whole_row()
     assert (first.prompt, first.answer) == (row["question"], row["answer"]) and first.source.startswith("chain_sum[")
     assert all(one.row["metadata"]["num_terms"] <= 3 for one in task.all_known)
     assert all(reasoning_gym(one.whole_row(), one.answer) == 1.0 for one in task.heldout)
-    again = build_task(config(tmp_path), build_tokenizer())
-    other = build_task(config(tmp_path, "run.seed=4"), build_tokenizer())
+    again = build_task(config(tmp_path), build_tokenizer(), 64)
+    other = build_task(config(tmp_path, "run.seed=4"), build_tokenizer(), 64)
     assert [one.prompt for one in again.all_known] == [one.prompt for one in task.all_known]
     assert [one.prompt for one in other.all_known] != [one.prompt for one in task.all_known]
     assert json.loads(json.dumps(row)) is not None
