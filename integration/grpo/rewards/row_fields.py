@@ -45,7 +45,10 @@ def entry_of(row: Mapping[str, Any], *, dataset: str = "") -> tuple[str, dict[st
     return name, dict(entry)
 
 
-_READ = {"matches": pattern_of, "follows_schema": schema_of, "reasoning_gym": entry_of}  # of a row, by reward
+# The reading of a row, by reward.
+_READ: Mapping[str, Callable[..., object]] = {
+    "matches": pattern_of, "follows_schema": schema_of, "reasoning_gym": entry_of,
+}  # fmt: skip
 
 
 def row_check(name: str, options: Mapping[str, object]) -> Callable[[Mapping[str, Any]], object] | None:

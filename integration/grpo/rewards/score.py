@@ -29,7 +29,8 @@ class RewardWeights:
     """The weights of rewards and of their components, by name, which are told where nothing has the name."""
 
     def __init__(self, by_name: Mapping[str, float], names: Collection[str], rewards: str) -> None:
-        """names: of the rewards; rewards: likewise, for messages. Raises ValueError for a weight that is not finite."""
+        """Take the weights. names: of the rewards; rewards: likewise, for messages. Raises ValueError for a weight that
+        is not finite."""
         if bad := {name: weight for name, weight in by_name.items() if not math.isfinite(weight)}:
             raise ValueError(f"reward_weights must be finite numbers, not {bad}")
         self.by_name = dict(by_name)

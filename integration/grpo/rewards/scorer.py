@@ -121,7 +121,9 @@ class _Form:
     def faults_of(self, problems: Sequence[Problem]) -> Iterator[str]:
         """Yield what rows lack that a ready reward reads of each."""
         check = row_check(self.location, getattr(self._function, "keywords", {}))
-        for problem in problems if check is not None else ():
+        if check is None:
+            return
+        for problem in problems:
             try:
                 check(problem.whole_row())
             except ValueError as error:

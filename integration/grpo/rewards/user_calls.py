@@ -49,7 +49,8 @@ class UserFunction:
     """One function of a user, and its calls that are under way."""
 
     def __init__(self, name: str, gives: str, calls: UserCalls) -> None:
-        """name: of the function, as errors have it; gives: what it must return, likewise; calls: of the job."""
+        """Begin without calls. name: of the function, as errors have it; gives: what it must return, likewise; calls:
+        of the job."""
         self.name, self._gives, self._calls = name, gives, calls
         self._open: dict[object, tuple[Callable[[], str], float]] = {}  # names of calls, and when they began; in order
         self._num_over = 0  # calls of the batch

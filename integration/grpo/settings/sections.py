@@ -109,10 +109,8 @@ class DataSettings(Section):
     system_prompt: str = ""  # system message before the messages of each prompt; needs chat, or messages
     few_shot_path: str = ""  # JSONL file of rows that are shown, with their answers, before each prompt
     chat_template_kwargs: dict[str, object] = field(default_factory=dict)  # variables of the model's chat template
-    too_long: str = (
-        "refuse"  # rows whose prompt leaves no room for rollout.max_new_tokens in the context: "refuse" ends
-    )
-    # the job before its start and names them; "drop" leaves them out. With an environment prompts are not looked at
+    too_long: str = "refuse"  # rows whose prompt leaves no room for rollout.max_new_tokens in the context: "refuse"
+    # names them and starts nothing, "drop" leaves them out. With an environment prompts are not looked at
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
