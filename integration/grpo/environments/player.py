@@ -145,6 +145,8 @@ class EpisodePlayer:
         """End the turns that an environment has left under way, in tasks of its own: the loop goes on after the play,
         and the engine must not."""
         left = [turns.task for turns in self._playing if turns.task is not None]
+        for turns in self._playing:
+            turns.is_over = True
         self._playing.clear()
         for task in left:
             task.cancel()

@@ -39,6 +39,7 @@ class Turns:
     def __init__(self, engine: Engine, earlier: Sequence[Asked] = ()) -> None:
         """Begin a play. earlier: the turns of a play under other weights."""
         self.asked: list[Asked] = []
+        self.is_over = False  # the play: no turn can be asked any more
         self.task: asyncio.Task[Any] | None = None  # in which a turn is under way
         self._engine, self._earlier = engine, earlier
 
@@ -46,8 +47,10 @@ class Turns:
         self, prompt_ids: list[int], params: SamplingParams, images: Mapping[str, Tensor] = MappingProxyType({})
     ) -> Completion:
         """Return the answer of the present weights. params: with a seed, of one sample. images: the tensors of the
-        prompt's. A play that is cancelled keeps
-        the tokens so far. Raises RuntimeError if the engine did not finish it, as one that was aborted."""
+        prompt's. A play that is cancelled keeps the tokens so far. Raises RuntimeError if the engine did not finish it,
+        as one that was aborted, and after the play."""
+        if self.is_over:
+            raise RuntimeError("the episode is over: no turn of it can be asked any more")
         asked = Asked(tuple(prompt_ids), images_digest(images) if images else "")
         prompt = {IDS: prompt_ids, **images} if images else prompt_ids
         options = RequestOptions(renewal=self._renewal(asked, params))

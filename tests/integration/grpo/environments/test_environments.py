@@ -251,6 +251,38 @@ def test_all_plays_of_a_job_are_in_one_event_loop(service, tmp_path):
     assert loop.is_closed()
 
 
+def test_nothing_is_asked_after_the_play_that_an_environment_has_left_something_of(service, tmp_path):
+    go_on, errors = asyncio.Event(), []
+
+    async def late(session):
+        await go_on.wait()
+        try:
+            await session.turn("again")
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    async def leaves(row, session):
+        await session.turn("hello")
+        kept.append(asyncio.create_task(late(session)))
+        kept.append(asyncio.create_task(session.turn("more", ignore_eos=True, max_new_tokens=400)))
+        await asyncio.sleep(0)
+        return session.episode(1.0)
+
+    async def goes_on(row, session):
+        go_on.set()
+        await kept[0]
+        await session.turn("hello")
+        return session.episode(1.0)
+
+    kept, player = [], EpisodePlayer(config(tmp_path), service, TOKENIZER)
+    player._environment = leaves
+    player.play(PROBLEMS[:1], [replace(PARAMS[0], n=1)])
+    assert kept[1].cancelled() and not service.engine.has_work
+    player._environment = goes_on
+    player.play(PROBLEMS[:1], [replace(PARAMS[0], n=1)])
+    assert errors == ["the episode is over: no turn of it can be asked any more"]
+
+
 def test_an_episode_that_takes_longer_than_it_may_is_named(service, tmp_path):
     player = EpisodePlayer(config(tmp_path, "hangs"), service, TOKENIZER, UserCalls(1.0))
     wanted = (
