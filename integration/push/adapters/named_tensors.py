@@ -34,8 +34,9 @@ def trained_tensors(model: nn.Module, *, buffers: bool = True) -> Iterator[tuple
     """
     yield from ((_bare(name), parameter) for name, parameter in model.named_parameters())
     if buffers:
-        persistent = model.state_dict(keep_vars=True).keys()
-        yield from ((_bare(name), buffer) for name, buffer in model.named_buffers() if name in persistent)
+        # Bare names on both sides: the wrapper of activation checkpointing is in those of buffers alone.
+        persistent = {_bare(name) for name in model.state_dict(keep_vars=True)}
+        yield from ((name, buffer) for full, buffer in model.named_buffers() if (name := _bare(full)) in persistent)
 
 
 def outgoing_specs(

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from lockstep.integration.push.adapters.ddp import ddp_tensors
@@ -79,6 +80,16 @@ def test_wrappers_leave_no_trace_in_the_names():
     assert any("_orig_mod" in name for name, _ in model.named_parameters())
     for wrapped in (model, torch.compile(model)):
         assert [name for name, _ in trainer_tensors(wrapped)] == names
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile])
+def test_wrapped_layers_keep_their_stored_buffers(wrap, make_model):
+    model = make_model("lfm2_moe")
+    names, specs = [name for name, _ in trainer_tensors(model)], trainer_specs(model)
+    assert any(name.endswith("expert_bias") for name in names)
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = wrap(layer)
+    assert [name for name, _ in trainer_tensors(model)] == names and trainer_specs(model) == specs
 
 
 class WithBuffers(nn.Module):
