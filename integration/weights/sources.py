@@ -28,15 +28,17 @@ from ...weight_sync.transaction.receiving import Receive
 from ..service_config import ServiceConfig
 from .published_folder import load_published
 
+OWN_FORMATS = ("lockstep", "delta")  # of updates over a group; other formats are those of other frameworks' senders
 _FOREIGN = {None: receive_tensors, "flattened_bucket": receive_flattened_bucket}
 
 
 def from_group(
     group: WeightGroup, load_format: str | None, specs: tuple[Sequence, Sequence, Sequence], manifest: str | None,
-    check: Check, timeout_s: float,
+    check: Check, timeout_s: float, have_arrived: Callable[[], None] | None,
 ) -> Receive:  # fmt: skip
     """Receive broadcasts of rank 0, in our own sender's protocol ("lockstep", "delta") or in other frameworks' formats,
-    which need specs: names, dtypes and shapes. Raises ValueError for an unknown format."""
+    which need specs: names, dtypes and shapes. have_arrived: called when all broadcasts of the latter were received.
+    Raises ValueError for an unknown format."""
     expected = None if manifest is None else Manifest.from_json(manifest)
 
     def whole(sink: Sink) -> Sequence[TensorSpec]:
@@ -47,7 +49,7 @@ def from_group(
         receive_update(group, packed, timeout_s, expected)
         return apply_stream(packed.buffers(), sink, check=check, timeout_s=timeout_s)
 
-    if load_format in ("lockstep", "delta"):
+    if load_format in OWN_FORMATS:
         return whole if load_format == "lockstep" else delta
     wanted = specs_from_lists(*specs)
     take_foreign = _FOREIGN.get(load_format)
@@ -56,6 +58,8 @@ def from_group(
 
     def foreign(sink: Sink) -> Sequence[TensorSpec]:
         take_foreign(group, wanted, sink, timeout_s)
+        if have_arrived is not None:
+            have_arrived()
         return wanted
 
     return foreign

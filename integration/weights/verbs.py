@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -24,7 +25,7 @@ from .all_ranks import Replica, on_all_ranks
 from .options import UpdateOptions, check_required_version
 from .session_verbs import SessionVerbs
 from .sessions import WeightSessions
-from .sources import SharedMemory, from_folder, from_group, from_ipc, from_named_tensors, from_payload
+from .sources import OWN_FORMATS, SharedMemory, from_folder, from_group, from_ipc, from_named_tensors, from_payload
 from .vllm_group import VllmGroupVerbs
 
 GROUP_NAME = "weight_update_group"
@@ -118,15 +119,18 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
 
         load_format None: one broadcast per tensor, in the order of the lists; "flattened_bucket": one of all their
         bytes; "lockstep": our own sender's protocol (`group.protocol.send_update`), and with `manifest` (JSON) its
-        plan; "delta": the same with changes against the present weights.
+        plan; "delta": the same with changes against the present weights. An update in one of the first two formats
+        that fails before its broadcasts were received, for whichever reason, breaks the group (`in_step`): destroy it
+        and join a new one.
         """
-        group, timeout_s = self.groups.get(group_name), self.config.wait_s(timeout_s)
-        specs = (names or (), dtypes or (), shapes or ())
-        receive = from_group(group, load_format, specs, manifest, delta_check, timeout_s)
-        options = UpdateOptions(
-            weight_version, timeout_s, verify, abort_all_requests, keep_running, in_flight, client=client
-        )
-        return self._update(f"group {group_name}", receive, options)
+        group, specs = self.groups.get(group_name), (names or (), dtypes or (), shapes or ())
+        with nullcontext() if load_format in OWN_FORMATS else self.groups.in_step(group_name) as have_arrived:
+            timeout_s = self.config.wait_s(timeout_s)
+            receive = from_group(group, load_format, specs, manifest, delta_check, timeout_s, have_arrived)
+            options = UpdateOptions(
+                weight_version, timeout_s, verify, abort_all_requests, keep_running, in_flight, client=client
+            )
+            return self._update(f"group {group_name}", receive, options)
 
     # -- by shared memory or CUDA IPC -------------------------------------------------------------------------------
 

@@ -44,9 +44,9 @@ def receive_tensors(group: WeightGroup, specs: Sequence[TensorSpec], sink: Sink,
     """Receive as SGLang's engines do: one broadcast per tensor, of its own dtype, in the order of the list.
 
     Raises ValueError before it joins the first broadcast where the sink refuses the specs or the backend cannot carry a
-    dtype, naming all; the sender is not informed and waits until its own deadline. Raises TransferFailed naming rank,
-    phase and tensor when a broadcast fails or has another size, or the deadline passes; then the group is broken. A
-    tensor of more than twice its described size still ends the process: gloo aborts it.
+    dtype, naming all; the sender is not informed, so the caller breaks the group (`GroupRegistry.in_step`). Raises
+    TransferFailed naming rank, phase and tensor when a broadcast fails or has another size, or the deadline passes;
+    then the group is broken. A tensor of more than twice its described size still ends the process: gloo aborts it.
     """
     deadline = Deadline.after(timeout_s)
     group.check_usable()

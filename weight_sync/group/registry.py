@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..errors import TransferFailed
 from .communicator import Communicators
 from .joining import Joining
-from .weight_group import WeightGroup
+from .weight_group import JOIN_ANEW, WeightGroup
 
 logger = logging.getLogger(__name__)
+
+NOT_RECEIVED = "an update over it failed before its broadcasts were received"  # why a group is broken
 
 
 class GroupRegistry:
@@ -92,13 +96,30 @@ class GroupRegistry:
         else:
             group.cancel()
 
-    def break_off(self, group_name: str, why: str) -> None:
+    def break_off(self, group_name: str | None, why: str) -> None:
         """Break a group that is ready: the broadcasts of its other ranks fail at once, instead of waiting for this one.
-        It is kept until `destroy`. Does nothing where there is no such group."""
+        It is kept until `destroy`. Does nothing where there is no such group. None: every group that was joined without
+        a secret, as those of other frameworks' senders are."""
         with self._lock:
-            group = self._groups.get(group_name)
-        if isinstance(group, WeightGroup) and group.broken is None:
-            group.abort(why)
+            groups = [group for group in self._groups.values() if isinstance(group, WeightGroup)]
+        for group in groups:
+            is_meant = not group.has_secret if group_name is None else group.name == group_name
+            if is_meant and group.broken is None:
+                group.abort(why)
+
+    @contextmanager
+    def in_step(self, group_name: str) -> Iterator[Callable[[], None]]:
+        """Break the group where the block fails before it has called the yielded function, which says that this rank
+        has received the broadcasts of an update. Other frameworks' senders start them beside the call that asks for it,
+        also where it is refused: the next update would take them for its own."""
+        have_arrived: list[bool] = []
+        try:
+            yield lambda: have_arrived.append(True)
+        except BaseException as error:
+            if not have_arrived:
+                self.break_off(group_name, NOT_RECEIVED)
+                error.add_note(f"group {group_name!r} is broken: {JOIN_ANEW}")
+            raise
 
     def close(self) -> None:
         """Destroy all groups."""

@@ -17,6 +17,7 @@ from .sealed_store import sealed
 from .shared_keys import SharedKeys
 
 Backend = Literal["gloo", "nccl"]
+JOIN_ANEW = "destroy the group and join a new one"  # the remedy for a group that is broken
 _PROBE_S = 1.0  # for a machine to say that a port of its is closed
 
 
@@ -46,10 +47,10 @@ class Lane(Protocol):
 class WeightGroup:
     """One process group for weights. Made by `Joining.join`.
 
-    name, rank, world_size, backend and device describe the joined group. `broken` is None, or the reason why the group
-    can no longer be used: when one operation fails or times out, gloo closes every connection of the group and NCCL its
-    communicator, so a failed group cannot recover. A broken group refuses every use with that reason; destroy it and
-    join a new one, on a new port.
+    name, rank, world_size, backend, device and has_secret describe the joined group. `broken` is None, or the reason
+    why the group can no longer be used: when one operation fails or times out, gloo closes every connection of the
+    group and NCCL its communicator, so a failed group cannot recover. A broken group refuses every use with that
+    reason; destroy it and join a new one, on a new port.
 
     Where all ranks are ours, a gloo group has two lanes, each with its own connections, which broadcasts use in turns:
     one works while the other changes from one tensor to the next (tensors of 2 to 6 MB went at 0.9 of the rate of a
@@ -68,6 +69,7 @@ class WeightGroup:
         secret: str | None = None,
     ) -> None:
         self.name, self.rank, self.world_size, self.backend, self.device = name, rank, world_size, backend, device
+        self.has_secret = secret is not None
         self.broken: str | None = None
         self.num_updates = 0  # updates that this rank has taken part in; see protocol.py
         self.keys = SharedKeys(sealed(dist.PrefixStore(f"lockstep/{name}", stores[0]), secret, "updates"))
@@ -98,7 +100,7 @@ class WeightGroup:
     def check_usable(self) -> None:
         """Raise TransferFailed for a group that is broken or destroyed."""
         if self.broken is not None:
-            raise TransferFailed(f"{self.at('not used')}: {self.broken}; destroy the group and join a new one")
+            raise TransferFailed(f"{self.at('not used')}: {self.broken}; {JOIN_ANEW}")
 
     def broadcast(self, tensor: Tensor, deadline: Deadline) -> Running:
         """Start a broadcast from rank 0, for `finish`. tensor: contiguous, on the group's device."""

@@ -18,9 +18,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ....weight_sync.transaction.records import UpdateRecord
+from ...weights.sources import OWN_FORMATS
 from ...weights.verbs import GROUP_NAME
 from ..edge.bodies import AdminBody, Count, fields_of, read_as
 from ..edge.errors import BadField
+from .broadcasts import ForeignUpdate, reader_of
 from .common import endpoint, rank_results, run_update, service_of, skipped, triple
 
 router = APIRouter(tags=["weights"])
@@ -77,23 +79,24 @@ class DiskBody(UpdateBody):
     verify: dict[str, str] | bool = True
 
 
-@endpoint(router, "/update_weights_from_distributed", DistributedBody)
+@endpoint(router, "/update_weights_from_distributed", DistributedBody, read=reader_of(DistributedBody))
 async def update_weights_from_distributed(request: Request, body: DistributedBody) -> Response:
-    """Receive tensors from rank 0 of a group."""
-    if body.load_format not in ("lockstep", "delta"):
-        for name in ("names", "dtypes", "shapes"):
+    """Receive tensors from rank 0 of a group. Where that fails before they have arrived, the group is broken."""
+    service = service_of(request)
+    is_foreign = body.load_format not in OWN_FORMATS
+    async with ForeignUpdate(request, body.group_name, is_foreign=is_foreign) as foreign:
+        for name in ("names", "dtypes", "shapes") if is_foreign else ():
             if not getattr(body, name) and not (name == "names" and body.names is not None):
                 raise BadField(name, "a list with an entry for each tensor is needed")
-    service = service_of(request)
-    return await _update(
-        request,
-        body,
-        "Succeeded to update parameter online.",
-        lambda common: service.update_weights_from_distributed(
-            body.names, body.dtypes, body.shapes, body.group_name, load_format=body.load_format,
-            manifest=body.manifest, verify=body.verify, **common,
-        ),
-    )  # fmt: skip
+
+        def update(common: dict[str, Any]) -> UpdateRecord:
+            foreign.begins()
+            return service.update_weights_from_distributed(
+                body.names, body.dtypes, body.shapes, body.group_name, load_format=body.load_format,
+                manifest=body.manifest, verify=body.verify, **common,
+            )  # fmt: skip
+
+        return await _update(request, body, "Succeeded to update parameter online.", update)
 
 
 async def _read_tensor_body(request: Request) -> TensorBody:

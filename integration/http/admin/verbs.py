@@ -22,8 +22,11 @@ from ....weight_sync.deadline import Deadline
 from ...plain_values import plain
 from ...push.local_target import VERBS, run_verb
 from ...service import RolloutService
+from ...weights.sources import OWN_FORMATS
+from ...weights.verbs import GROUP_NAME
 from ..edge.bodies import AdminBody, Timeout, fields_of, read_object
 from ..edge.errors import BadField, HttpError
+from .broadcasts import ForeignUpdate
 
 # Verbs that write weights: one of them at a time, and a second is refused at once.
 _UPDATES = frozenset(
@@ -61,13 +64,18 @@ async def call_verb(verb: str, request: Request) -> JSONResponse:
     state = request.app.state
     service: RolloutService = state.service
 
+    is_foreign = verb == "update_weights_from_distributed" and arguments.get("load_format") not in OWN_FORMATS
+    foreign = ForeignUpdate(request, str(arguments.get("group_name", GROUP_NAME)), is_foreign=is_foreign)
+
     def run(seconds_left: float | None) -> dict[str, object]:
         with _in_turn(state, verb, arguments, seconds_left or service.config.weight_timeout_s) as still_left:
+            foreign.begins()
             return run_verb(service, verb, still_left, arguments)
 
-    report = await state.operations.run(
-        f"/lockstep/{verb}", run, op_id=common.op_id, timeout_s=common.timeout_s, arguments=values
-    )
+    async with foreign:
+        report = await state.operations.run(
+            f"/lockstep/{verb}", run, op_id=common.op_id, timeout_s=common.timeout_s, arguments=values
+        )
     return JSONResponse(report)
 
 

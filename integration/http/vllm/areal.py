@@ -11,8 +11,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ..admin import control, updates, weights
+from ..admin.broadcasts import ForeignUpdate, reader_of
 from ..admin.common import endpoint, triple
-from ..edge.bodies import AdminBody, Count
+from ..edge.bodies import AdminBody, Count, body_of
 from ..edge.errors import BadField
 
 router = APIRouter(tags=["weights"])
@@ -63,7 +64,12 @@ async def areal_update_weights(request: Request, body: FolderBody) -> Response:
     return await updates.update_weights_from_disk(request, updates.DiskBody(**body.model_dump()))
 
 
-@endpoint(router, "/areal_set_update_weight_meta", TensorsBody)
+async def _read_tensors(request: Request) -> TensorsBody:
+    request.app.state.areal_tensors = None  # where these are refused, those before are not meant any more
+    return await reader_of(TensorsBody)(request)
+
+
+@endpoint(router, "/areal_set_update_weight_meta", TensorsBody, read=_read_tensors)
 async def areal_set_update_weight_meta(request: Request, body: TensorsBody) -> Response:
     """Note the tensors that the next /areal_update_weights_xccl receives."""
     request.app.state.areal_tensors = updates.DistributedBody(
@@ -72,10 +78,19 @@ async def areal_set_update_weight_meta(request: Request, body: TensorsBody) -> R
     return triple("Success")
 
 
-@endpoint(router, "/areal_update_weights_xccl", PlainBody)
-async def areal_update_weights_xccl(request: Request, body: PlainBody) -> Response:
-    """Receive the tensors that were noted, from rank 0 of their group; requests end with what they have."""
+async def _read_plain(request: Request) -> PlainBody:
     tensors: updates.DistributedBody | None = request.app.state.areal_tensors
-    if tensors is None:
-        raise BadField("names", "no tensors were told: call /areal_set_update_weight_meta first")
+    async with ForeignUpdate(request, None if tensors is None else tensors.group_name):
+        body = await body_of(PlainBody)(request)
+        if tensors is None:
+            raise BadField("names", "no tensors were told: call /areal_set_update_weight_meta first")
+        return body
+
+
+@endpoint(router, "/areal_update_weights_xccl", PlainBody, read=_read_plain)
+async def areal_update_weights_xccl(request: Request, body: PlainBody) -> Response:
+    """Receive the tensors that were noted, from rank 0 of their group; requests end with what they have. Where that
+    fails before they have arrived, the group is broken."""
+    tensors: updates.DistributedBody | None = request.app.state.areal_tensors
+    assert tensors is not None
     return await updates.update_weights_from_distributed(request, tensors.model_copy(update=body.model_dump()))

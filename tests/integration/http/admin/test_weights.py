@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import httpx
@@ -218,6 +219,49 @@ def test_two_updates_at_once_and_the_second_learns_the_age_of_the_first(
     assert _generates(service, trainer) == "default"
     _post(client, "begin_weight_update")
     _post(client, "abort_weight_update")
+
+
+RIGHT = {"names": ["a"], "dtypes": ["float32"], "shapes": [[2]]}
+REFUSED_OVER_A_GROUP = {  # path, status, body
+    "no names": ("update_weights_from_distributed", 400, {"dtypes": [], "shapes": []}),
+    "a wrong size": ("update_weights_from_distributed", 400, RIGHT | {"shapes": [[-1]]}),
+    "a wrong selector": ("update_weights_from_distributed", 400, RIGHT | {"selector": "some"}),
+    "it is too late": ("update_weights_from_distributed", 408, RIGHT | {"timeout_s": 1e-9}),
+    "another update": ("update_weights_from_distributed", 409, RIGHT),
+    "another update, by our own path": ("lockstep/update_weights_from_distributed", 409, RIGHT),
+    "an unknown tensor": ("update_weights_from_distributed", 400, RIGHT),
+    "no tensors were told": ("areal_update_weights_xccl", 400, {}),
+    "tensors are told wrongly": ("areal_set_update_weight_meta", 400, RIGHT | {"shapes": [[-1]]}),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED_OVER_A_GROUP)
+def test_a_refused_update_over_a_group_breaks_it_for_broadcasts_are_under_way(server, client, reason):
+    path, status, body = REFUSED_OVER_A_GROUP[reason]
+    for name in ("mine", "others"):
+        _post(client, "init_weights_update_group", master_address="127.0.0.1", master_port=free_port(), rank_offset=0,
+              world_size=1, group_name=name, backend="gloo")  # fmt: skip
+    body = body | ({"group_name": "mine"} if body else {})
+    with server.app.state.updates.enter("another update") if status == 409 else contextlib.nullcontext():
+        refused = _refused(client, path, status, **body)
+    assert "mine" in refused["message"] and refused["message"].endswith("destroy the group and join a new one")
+    assert refused["error"]["message"] == refused["message"]
+    groups = client.get("/state").json()["weight_groups"]
+    assert "before its broadcasts were received" in groups["mine"]
+    assert groups["others"] == ("ready" if body else groups["mine"])  # with no body it is not known which one is meant
+    again = _refused(client, "update_weights_from_distributed", **RIGHT, group_name="mine")
+    assert "not used" in again["message"] and again["message"].count("join a new one") == 1
+
+
+def test_a_body_that_cannot_be_read_breaks_the_groups_of_other_frameworks_alone(client):
+    for name, secret in (("theirs", None), ("ours", "s" * 64)):
+        _post(client, "init_weights_update_group", master_address="127.0.0.1", master_port=free_port(), rank_offset=0,
+              world_size=1, group_name=name, group_secret=secret, backend="gloo")  # fmt: skip
+    assert client.post("/update_weights_from_distributed", content=b"{").status_code == 400
+    groups = client.get("/state").json()["weight_groups"]
+    assert groups["ours"] == "ready" != groups["theirs"]
+    _refused(client, "update_weights_from_distributed", load_format="lockstep", group_name="ours", shapes=[[-1]])
+    assert client.get("/state").json()["weight_groups"]["ours"] == "ready"  # our sender agrees with the engine first
 
 
 WRONG_FIELDS = [
