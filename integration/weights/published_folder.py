@@ -12,6 +12,7 @@ from ...rollout.sharding.shards import Shard
 from ...weight_sync.deadline import Deadline
 from ...weight_sync.digests.model_digest import tensor_roots
 from ...weight_sync.disk.folder import DiskPlan
+from ...weight_sync.disk.plan_reader import PlanReader
 from ...weight_sync.errors import DigestMismatch, TransferFailed
 from ...weight_sync.layout.bucket import byte_view
 from ...weight_sync.layout.sink import Sink
@@ -36,7 +37,7 @@ def load_published(
     that changed since its header was read.
     """
     deadline = Deadline.within(timeout_s)
-    with CheckpointSlices(plan.folder, skeleton) as slices:
+    with CheckpointSlices(plan.folder, skeleton, lambda: PlanReader(plan)) as slices:
         specs = _specs(plan, skeleton, slices)
         refuse_part(specs)
         sink.expect(specs)

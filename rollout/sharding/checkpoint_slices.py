@@ -6,26 +6,21 @@ wanted slice are read.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import dot_natural_key
 
 from .published_names import PublishedNames
 from .shards import Shard
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
+from .stored_tensors import MappedFolder, StoredTensors
 
 
 @dataclass
@@ -43,21 +38,20 @@ class _StoredParameter:
 class CheckpointSlices:
     """An open model folder. A context manager: its files close at the end."""
 
-    def __init__(self, path: str | Path, skeleton: PreTrainedModel) -> None:
+    def __init__(
+        self, path: str | Path, skeleton: PreTrainedModel, open_folder: Callable[[], StoredTensors] | None = None
+    ) -> None:
+        """Name the folder and the whole module. open_folder: makes the reader of the folder's tensors; None: they are
+        mapped into memory (`MappedFolder`)."""
         self._path, self._skeleton = Path(path), skeleton
-        self._opened = ExitStack()
-        self._files: dict[str, Any] = {}  # by file name
-        self._file_of: dict[str, str] = {}  # by key of the folder
+        self._stored = open_folder() if open_folder is not None else MappedFolder(self._path)
         self._pieces: dict[str, _StoredParameter] = {}  # by parameter name
 
     def __enter__(self) -> CheckpointSlices:
-        if (self._path / SINGLE_FILE).is_file():  # before the index where both are there, as transformers does
-            self._file_of = dict.fromkeys(self._file(SINGLE_FILE).keys(), SINGLE_FILE)
-        elif (self._path / INDEX_FILE).is_file():
-            self._file_of = json.loads((self._path / INDEX_FILE).read_text())["weight_map"]
-        else:
-            raise ValueError(f"model folder {str(self._path)!r} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
-        self._map_names()
+        with ExitStack() as opened:
+            opened.enter_context(self._stored)
+            self._map_names()
+            self._opened = opened.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -77,7 +71,7 @@ class CheckpointSlices:
 
     def stored(self, key: str) -> Tensor:
         """Read a tensor of the folder under its own name there."""
-        return self._file(self._file_of[key]).get_tensor(key)
+        return self._stored.read(key)
 
     def require(self, names: Iterable[str]) -> None:
         """Check that the folder holds these tensors. Raises ValueError naming every missing one."""
@@ -175,27 +169,20 @@ class CheckpointSlices:
     def _cut(self, name: str, key: str, shape: tuple[int, ...], shard: Shard) -> Tensor:
         if self._shape(key) != shape:
             raise ValueError(f"{name}: the folder's {key} is {list(self._shape(key))}, not {list(shape)}")
-        source = self._file(self._file_of[key]).get_slice(key)
         if shard.is_whole:
-            return source[:] if shape else self.stored(key)
-        before = (slice(None),) * shard.dim
-        parts = [source[(*before, slice(start, stop))] for start, stop in shard.ranges]
+            return self.stored(key)
+        parts = [self._stored.read_range(key, shard.dim, start, stop) for start, stop in shard.ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=shard.dim)
 
     def _shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._file(self._file_of[key]).get_slice(key).get_shape())
-
-    def _file(self, name: str) -> Any:
-        if name not in self._files:
-            self._files[name] = self._opened.enter_context(safe_open(self._path / name, "pt"))
-        return self._files[name]
+        return self._stored.shape(key)
 
     def _map_names(self) -> None:
         """Fill `_pieces`. Raises ValueError naming every conversion other than stacking, concatenating, parting pairs
         and leaving out padding."""
         published = PublishedNames(self._skeleton)
         wrong: dict[str, str] = {}
-        for key in sorted(self._file_of, key=dot_natural_key):
+        for key in sorted(self._stored.names(), key=dot_natural_key):
             found = published.conversion(key)
             if not found.patterns:
                 self._pieces[found.name] = _StoredParameter({"": [key]}, stacked=False)

@@ -10,7 +10,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from .checkpoint_slices import INDEX_FILE, SINGLE_FILE
+from .stored_tensors import INDEX_FILE, SINGLE_FILE
 
 GENERATION_CONFIG = "generation_config.json"
 _OBJECTS = (

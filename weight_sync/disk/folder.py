@@ -129,12 +129,8 @@ def load_folder(source: str | Path | DiskPlan, sink: Sink, *, timeout_s: float |
     plan.check_unchanged()
     staging: list[Tensor] = []
     for file in plan.files:
+        descriptor = open_unchanged(plan, file)
         try:
-            descriptor = os.open(plan.folder / file, os.O_RDONLY)
-        except OSError as error:
-            raise TransferFailed(f"disk: {plan.folder / file}: {error.strerror}") from error
-        try:
-            _check_unchanged(plan, file, descriptor)
             for tensor in plan.tensors:
                 if tensor.file == file:
                     _load_tensor(descriptor, tensor, sink, staging, deadline)
@@ -143,6 +139,21 @@ def load_folder(source: str | Path | DiskPlan, sink: Sink, *, timeout_s: float |
             os.close(descriptor)
     plan.check_unchanged()  # a replaced file keeps its old content for open descriptors
     return plan
+
+
+def open_unchanged(plan: DiskPlan, file: str) -> int:
+    """Open a file of a plan and return its descriptor. Raises TransferFailed for one that changed or vanished since the
+    plan was made."""
+    try:
+        descriptor = os.open(plan.folder / file, os.O_RDONLY)
+    except OSError as error:
+        raise TransferFailed(f"disk: {plan.folder / file}: {error.strerror}") from error
+    try:
+        _check_unchanged(plan, file, descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def read_exactly(descriptor: int, view: memoryview, offset: int) -> int:

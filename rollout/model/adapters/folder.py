@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -55,8 +55,9 @@ class AdapterFolder:
         except (OSError, ValueError) as error:
             raise ValueError(f"{folder / CONFIG_FILE} cannot be read: {error}") from error
         try:
-            tensors = load_file(folder / WEIGHTS_FILE)
-        except (OSError, SafetensorError) as error:
+            # Not load_file, which maps the file: one that becomes shorter meanwhile would end the process.
+            tensors = load((folder / WEIGHTS_FILE).read_bytes())
+        except (OSError, SafetensorError, KeyError) as error:
             raise ValueError(f"{folder / WEIGHTS_FILE} cannot be read: {error}") from error
         kind = config.get("peft_type") if isinstance(config, dict) else None
         if kind != "LORA":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from safetensors.torch import load_file, save_file
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.model.adapters.folder import AdapterFolder
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.optional_packages import needs_peft_of_transformers
 from lockstep.tests.support.callers import soon, submit
+from lockstep.tests.support.forked_ranks import run_ranks
 from lockstep.weight_sync.errors import SessionBusy, SessionError
 
 GREEDY = SamplingParams(max_new_tokens=4, temperature=0.0)
@@ -144,3 +147,19 @@ def test_no_update_begins_while_an_adapter_is_changed(served, make_model, tmp_pa
     assert refused == [True, True] and logprobs(service) == before and service.model_digest() == digest
     with pytest.raises(SessionError, match="no commit"):
         service.revert_weight_update()
+
+
+def test_an_adapter_folder_that_is_written_anew_is_no_part_of_the_one_that_was_read(make_model, tmp_path):
+    folder = saved_adapter(make_model("qwen3"), tmp_path / "adapter", target_modules=["q_proj"])
+    saved = load_file(folder / "adapter_model.safetensors")
+    before = {name.removeprefix("base_model.model."): tensor.clone() for name, tensor in saved.items()}
+
+    def read_and_cut() -> bool:
+        """Read the folder, and look at its tensors when the trainer has begun to write the next adapter over it."""
+        found = AdapterFolder.read(folder).tensors
+        os.truncate(folder / "adapter_model.safetensors", 0)
+        return found.keys() == before.keys() and all(torch.equal(found[name], before[name]) for name in before)
+
+    assert run_ranks(read_and_cut) == [True]
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors cannot be read"):
+        AdapterFolder.read(folder)

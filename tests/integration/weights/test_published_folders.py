@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,9 +19,10 @@ from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.support.forked_ranks import run_ranks
 from lockstep.weight_sync.digests.model_digest import model_digest
 from lockstep.weight_sync.disk.folder import save_folder
-from lockstep.weight_sync.errors import DigestMismatch
+from lockstep.weight_sync.errors import DigestMismatch, TransferFailed
 
 FILE = "model.safetensors"
 PARAMS = SamplingParams(max_new_tokens=4, temperature=0.0, ignore_eos=True)
@@ -134,6 +137,28 @@ def test_the_folders_own_digests_are_compared(folder, make_model, make_service, 
     change(tmp_path / "saved", lambda tensors: tensors.update(load_file(folder / FILE)))
     service.update_weights_from_disk(tmp_path / "saved")
     assert service.model_digest() == digest_of(model)
+
+
+def test_a_file_that_is_written_anew_while_it_is_read_leaves_the_old_weights(folder, make_model, make_service):
+    def cut_short() -> tuple[str, bool]:
+        """Update as the trainer begins to write its next checkpoint over this one."""
+        service = make_service(make_model("qwen3_moe"))
+        digest, weights = service.model_digest(), service.sessions.weights
+        weights.require_all = lambda *_: os.truncate(folder / FILE, 0)  # after the headers were read
+        with pytest.raises(TransferFailed, match="became shorter") as failed:
+            service.update_weights_from_disk(folder, weight_version="1")
+        return str(failed.value), service.model_digest() == digest
+
+    [(says, is_as_before)] = run_ranks(cut_short)
+    assert FILE in says and is_as_before
+
+
+def test_a_file_that_was_replaced_after_its_header_was_read_is_refused(folder, make_model, make_service):
+    service, other = make_service(make_model("qwen3_moe")), folder.parent / "other"
+    shutil.copy(folder / FILE, other)
+    service.sessions.weights.require_all = lambda *_: os.replace(other, folder / FILE)
+    with pytest.raises(TransferFailed, match="changed after its header was read"):
+        service.update_weights_from_disk(folder, weight_version="1")
 
 
 def test_weights_of_such_a_folder_come_back_after_a_release(folder, make_service):

@@ -7,14 +7,18 @@ import torch
 
 from lockstep.rollout.sharding.checkpoint_slices import CheckpointSlices
 from lockstep.rollout.sharding.shards import Shard
+from lockstep.weight_sync.disk.folder import read_folder
+from lockstep.weight_sync.disk.plan_reader import PlanReader
 
 
+@pytest.mark.parametrize("is_mapped", [True, False])
 @pytest.mark.parametrize("family", ["qwen3_moe", "kimi_linear", "inkling2"])  # stacks; three pieces; pairs
-def test_every_half_of_every_tensor_is_read(make_model, tmp_path, family):
+def test_every_half_of_every_tensor_is_read(make_model, tmp_path, family, is_mapped):
     model = make_model(family)
     model.save_pretrained(tmp_path)
     num_joined = 0
-    with CheckpointSlices(tmp_path, model) as slices:
+    open_folder = None if is_mapped else lambda: PlanReader(read_folder(tmp_path))
+    with CheckpointSlices(tmp_path, model, open_folder) as slices:
         assert set(slices.names()) == set(model.state_dict())
         for name, tensor in model.state_dict().items():
             shape = tuple(tensor.shape)
