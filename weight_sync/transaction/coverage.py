@@ -51,9 +51,12 @@ class Place:
         return bool(overlaps(self.entry.covered, self.start, self.stop))
 
     def unwritten(self) -> Ranges:
-        """Return the ranges of its own bytes that were not written under this name since the last `forget`."""
+        """Return the ranges of its own bytes that were not written under this name since the last `forget`, or, where
+        bytes written before it were to be followed by others, since it was begun."""
         if self.tensor in self.entry.by_elements and not self.is_piece:
             return ()
+        if self.name in self.entry.sent and self.entry.goes_on(self):
+            return self.own(overlaps(self.entry.unwritten(), self.start, self.stop))
         return self.own(gaps(self.entry.sent.get(self.name, ()), self.start, self.stop))
 
     def own(self, ranges: Ranges) -> Ranges:
@@ -98,8 +101,22 @@ class Resident:
         return self._covered_under(self.names_used() - {tensor})
 
     def has_arrived(self, place: Place) -> bool:
-        """Return whether all bytes of a place were written since the last `forget`, under whichever names."""
-        return not gaps(self._covered_under(self.names_used()), place.start, place.stop)
+        """Return whether all bytes of a place were written, under whichever names, since the last `forget`, or since it
+        was begun where it was begun before that."""
+        written = self._covered_under(self.names_used())
+        if self.goes_on(place) and overlaps(written, place.start, place.stop):
+            return not overlaps(self.unwritten(), place.start, place.stop)
+        return not gaps(written, place.start, place.stop)
+
+    def goes_on(self, place: Place) -> bool:
+        """Return whether a place was begun before the last `forget` and not whole then."""
+        return bool(overlaps(self.begun_before, place.start, place.stop))
+
+    def begin_anew(self, place: Place) -> None:
+        """Count all bytes of a place that is not whole as still to come, if it has none since the last `forget`: those
+        from before may be of another sender."""
+        if self.begun and place.name not in self.sent and overlaps(self.begun, place.start, place.stop):
+            self.begun = add_range(self.begun, place.start, place.stop)
 
     def _covered_under(self, tensors: set[str]) -> Ranges:
         covered: Ranges = ()

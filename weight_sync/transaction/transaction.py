@@ -91,7 +91,7 @@ class WeightTransaction:
 
     def expect(self, specs: Sequence[TensorSpec]) -> None:
         """Check the announced tensors; see `Sink.expect`. Under full coverage a tensor that was already written is an
-        error too."""
+        error too; under partial coverage one that is only partly written begins anew."""
         self._require("open")
         wrong, places = [], dict[str, Place]()
         for spec in specs:
@@ -113,6 +113,8 @@ class WeightTransaction:
                 wrong.append(f"{spec.name}: written already in this transaction")
         if wrong := wrong + same_bytes(places.values()):
             raise ValueError(f"the update does not fit: {'; '.join(wrong)}")
+        for place in places.values() if self.coverage == "partial" else ():
+            place.entry.begin_anew(place)
 
     def destination(self, name: str, offset: int, num_bytes: int) -> Tensor | None:
         """Return memory to receive bytes into; see `Sink.destination`. Raises ValueError for a range outside the tensor
@@ -204,7 +206,8 @@ class WeightTransaction:
 
     def comparable(self, names: Iterable[str], specs: Sequence[TensorSpec]) -> list[str]:
         """Return those of the names that have bytes in common with these tensors and whose bytes all came, under
-        whichever names, in the update, or in the transaction under full coverage."""
+        whichever names, in the update (or it and those before it, of a tensor that one of these has begun), or in the
+        transaction under full coverage."""
         return self._names.comparable(names, [spec.name for spec in specs])
 
     def has_written(self, name: str) -> bool:
@@ -218,8 +221,8 @@ class WeightTransaction:
         return {n: ranges for e in self._tensors.values() if e.required for n, ranges in self._names.absent(e).items()}
 
     def unwritten(self, names: Iterable[str]) -> dict[str, Ranges]:
-        """Return the byte ranges that did not arrive under these names since `start_update`. Raises ValueError for an
-        unknown name."""
+        """Return the byte ranges that did not arrive under these names since `start_update`, or, of a tensor that an
+        earlier update has begun, since then. Raises ValueError for an unknown name."""
         found = {place.name: place.unwritten() for place in map(self._names.place, names)}
         return {name: ranges for name, ranges in found.items() if ranges}
 

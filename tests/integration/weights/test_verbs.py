@@ -277,6 +277,26 @@ def test_buckets_that_cut_tensors_are_one_update_each_and_one_commit(service, ne
     assert (commit.digest, commit.session.verified) == (digest_of(newer), True)
 
 
+@pytest.mark.parametrize("coverage", ["partial", None])
+def test_buckets_that_cut_tensors_are_sent_without_a_session_too_and_in_one_of_partial_coverage(
+    service, newer, folder, coverage
+):
+    sender = SharedMemorySender(1 << 15, folder)
+    for part in (named(newer)[::2], named(newer)):  # the second update writes tensors of the first again
+        if coverage is not None:
+            service.begin_weight_update(coverage=coverage)
+        records = [
+            service.update_weights_from_tensor(descriptions=[description], verify=roots(newer))
+            for description in sender.buckets(part, Manifest("5", specs_of(part)))
+        ]
+        assert sum(record.num_tensors for record in records) == len(part)
+        assert {record.verified for record in records} == {True, False}  # of the latter no tensor ends in them
+        commit = service.end_weight_update() if coverage is not None else service.commit_implicit_update()
+    assert commit is None or commit.session.verified
+    assert service.model_digest() == digest_of(newer)
+    sender.close()
+
+
 def test_a_bucket_that_is_left_out_is_found(service, newer, folder):
     before = standing(service)
     sender = SharedMemorySender(1 << 15, folder)

@@ -411,6 +411,39 @@ def test_names_are_compared_within_one_update_only():
     assert torch.equal(byte_view(tensors["embed"]), noise(tensors["embed"], 2))
 
 
+# -- tensors that several updates write --------------------------------------------------------------------------------
+
+
+def test_a_tensor_that_one_update_begins_and_another_ends_is_whole_in_the_latter():
+    tensors, transaction = tied("partial")
+    data = noise(tensors["embed"])
+    for name, start, stop, absent in (("embed", 0, 96, ((96, 256),)), ("embed", 96, 256, ()), ("head", 0, 256, ())):
+        transaction.start_update()
+        transaction.write(name, start, data[start:stop])
+        assert transaction.unwritten([name]) == ({name: absent} if absent else {})
+        assert transaction.comparable([name], [TensorSpec(name, torch.float32, (8, 8))]) == ([] if absent else [name])
+    transaction.start_update()
+    assert transaction.unwritten(["embed"]) == {"embed": ((0, 256),)}  # this one has nothing of it
+    transaction.commit()
+
+
+def test_bytes_of_a_sender_that_was_lost_are_not_taken_for_those_of_the_next_one():
+    tensors, transaction = tied("partial")
+    data, spec = noise(tensors["embed"]), TensorSpec("embed", torch.float32, (8, 8))
+    for start in (0, 64):  # the first sender is lost with its third bucket
+        transaction.start_update()
+        transaction.write("embed", start, noise(tensors["embed"], 1)[start : start + 64])
+    for start in (0, 128, 192):  # the second one leaves out a bucket
+        transaction.start_update()
+        if start == 0:
+            transaction.expect([spec])
+        transaction.write("embed", start, data[start : start + 64])
+    assert transaction.unwritten(["embed"]) == {"embed": ((64, 128),)}
+    assert transaction.comparable(["embed"], [spec]) == []
+    with pytest.raises(ValueError, match=r"embed bytes \[64, 128\) of 256"):
+        transaction.commit()
+
+
 # -- random interleavings ---------------------------------------------------------------------------------------------
 
 NAMES = tuple(model())
