@@ -29,7 +29,7 @@ def parse_dtype(name: str) -> torch.dtype:
     """Return the dtype of that name, with or without "torch.". Raises ValueError quoting an unknown one."""
     dtype = _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
     if dtype is None:
-        raise ValueError(f"unknown dtype {_short(name)}")
+        raise ValueError(f"unknown dtype {short(name)}")
     return dtype
 
 
@@ -79,10 +79,10 @@ def specs_from_lists(
             wrong.append("the rest was not read")
             break
         if not isinstance(name, str):
-            wrong.append(f"name {_short(name)} is not a string")
+            wrong.append(f"name {short(name)} is not a string")
             continue
         try:
-            sizes = _sizes(shape)
+            sizes = sizes_of(shape)
             specs.append(TensorSpec(name, parse_dtype(dtype), sizes))
         except ValueError as error:
             wrong.append(f"{name}: {error}")
@@ -93,28 +93,28 @@ def specs_from_lists(
     return tuple(specs)
 
 
-def _sizes(shape: object) -> tuple[int, ...]:
+def sizes_of(shape: object) -> tuple[int, ...]:
     """Read a shape of plain values. Raises ValueError for any other value, and for sizes that no tensor can have."""
     if not isinstance(shape, list | tuple | torch.Size):
-        raise ValueError(f"shape {_short(shape)}")
+        raise ValueError(f"shape {short(shape)}")
     # Bounded before any of them are multiplied: the product of long numbers takes minutes.
     if len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"shape of {len(shape)} dimensions")
     if any(isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < MAX_ELEMENTS for n in shape):
-        raise ValueError(f"shape [{', '.join(map(_short, shape))}]")
+        raise ValueError(f"shape [{', '.join(map(short, shape))}]")
     if math.prod(max(n, 1) for n in shape) >= MAX_ELEMENTS:
         raise ValueError(f"shape {list(shape)} of more elements than there are addresses")
     return tuple(shape)
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
     """Return a value of a message, unless it is long."""
     if isinstance(value, int) and value.bit_length() > 64:
         return "a number of more than 64 bits"
     if isinstance(value, list | tuple) and len(value) <= 4:
-        return f"[{', '.join(map(_short, value))}]"
+        return f"[{', '.join(map(short, value))}]"
     if isinstance(value, dict) and len(value) <= 4:
-        return f"{{{', '.join(f'{_short(key)}: {_short(item)}' for key, item in value.items())}}}"
+        return f"{{{', '.join(f'{short(key)}: {short(item)}' for key, item in value.items())}}}"
     return (
         f"{value!r:.100}" if isinstance(value, int | float | str | None) else f"a value of type {type(value).__name__}"
     )
@@ -161,7 +161,7 @@ class Manifest:
         if wrong := sorted(wanted ^ set(values)):
             raise ValueError(f"manifest keys that are missing or unknown: {', '.join(wrong)}")
         lists = {key: values[key] for key in ("names", "dtypes", "shapes")}
-        if wrong := [f"{key} = {_short(value)}" for key, value in lists.items() if not isinstance(value, list)]:
+        if wrong := [f"{key} = {short(value)}" for key, value in lists.items() if not isinstance(value, list)]:
             raise ValueError(f"manifest fields of the wrong type: {'; '.join(wrong)}")
         return cls.checked(specs_from_lists(*lists.values()), values)
 
@@ -176,7 +176,7 @@ class Manifest:
             "model_digest": isinstance(values.get("model_digest"), str | None),
             "digests": _are_texts(values.get("digests")),
         }
-        if wrong := [f"{key} = {_short(values.get(key))}" for key, right in is_right.items() if not right]:
+        if wrong := [f"{key} = {short(values.get(key))}" for key, right in is_right.items() if not right]:
             raise ValueError(f"manifest fields of the wrong type: {'; '.join(wrong)}")
         digests = cast(dict[str, str], values["digests"])
         if unknown := sorted(set(digests) - {spec.name for spec in tensors}):

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..layout.bucket import ALIGNMENT
 from ..layout.json_values import are_sizes, is_digest, parse_object
-from ..manifest import TensorSpec, dtype_name, parse_dtype
+from ..manifest import TensorSpec, dtype_name, parse_dtype, sizes_of
 
 Kind = Literal["same", "elements", "xor", "full"]
 
@@ -90,7 +90,7 @@ def parse_header(text: bytes) -> ChunkHeader:
     sound = {
         "name": isinstance(values["name"], str),
         "kind": values["kind"] in get_args(Kind),
-        "shape": are_sizes(values["shape"]),
+        "shape": _is_shape(values["shape"]),
         "parts": are_sizes(values["parts"]),
         "sizes": are_sizes(sizes),
         "digests": all(map(is_digest, digests)),
@@ -102,6 +102,13 @@ def parse_header(text: bytes) -> ChunkHeader:
     header = ChunkHeader(**values)
     _check_geometry(header)
     return header
+
+
+def _is_shape(value: object) -> bool:
+    try:
+        return isinstance(value, list) and sizes_of(value) is not None
+    except ValueError:
+        return False
 
 
 def sha256(data: Tensor | np.ndarray) -> str:

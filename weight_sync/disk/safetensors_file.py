@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..layout.bucket import byte_view
 from ..layout.json_values import are_sizes, parse_object
-from ..manifest import TensorSpec, dtype_name
+from ..manifest import TensorSpec, dtype_name, short, sizes_of
 
 HEADER_BYTES = 64 << 10  # reserved at the start of a file: its tensors are not known before they are written
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses larger ones too
@@ -90,10 +90,14 @@ def _parse_entry(name: str, entry: object) -> tuple[int, int, TensorSpec]:
         raise ValueError("an entry has dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_CODES:
-        raise ValueError(f"unknown dtype {dtype!r}")
-    if not are_sizes(shape) or not are_sizes(offsets) or len(offsets) != 2:
-        raise ValueError(f"shape {shape!r} and data_offsets {offsets!r} must be lists of sizes")
-    spec = TensorSpec(name, DTYPE_CODES[dtype], tuple(shape))
+        raise ValueError(f"unknown dtype {short(dtype)}")
+    try:
+        sizes = sizes_of(shape)
+        if not are_sizes(offsets) or len(offsets) != 2:
+            raise ValueError(f"data_offsets {short(offsets)}")
+    except ValueError as error:
+        raise ValueError(f"shape and data_offsets must be lists of sizes: {error}") from error
+    spec = TensorSpec(name, DTYPE_CODES[dtype], sizes)
     if offsets[1] - offsets[0] != spec.num_bytes:
         raise ValueError(f"{spec.num_bytes} bytes do not lie between the offsets {offsets}")
     return offsets[0], offsets[1], spec

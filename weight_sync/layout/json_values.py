@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import TypeGuard
+
+_MAX_NAMED = 20  # in one message
 
 
 def parse_object(text: bytes) -> dict[str, object]:
     """Parse a JSON object without duplicate keys. Raises ValueError with the reason for any other text."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        keys = [key for key, _ in pairs]
-        if len(set(keys)) < len(keys):
-            raise ValueError(f"names more than once: {', '.join(sorted({k for k in keys if keys.count(k) > 1}))}")
-        return dict(pairs)
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            twice = sorted(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+            more = f" and {len(twice) - _MAX_NAMED} more" if len(twice) > _MAX_NAMED else ""
+            raise ValueError(f"names more than once: {', '.join(twice[:_MAX_NAMED])}{more}")
+        return values
 
     try:
         values = json.loads(text.decode(), object_pairs_hook=unique)
@@ -26,8 +31,8 @@ def parse_object(text: bytes) -> dict[str, object]:
 
 
 def are_sizes(values: object) -> bool:
-    """Return whether a value is a list of non-negative integers."""
-    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+    """Return whether a value is a list of counts, so that sums and products of a few of them cost nothing."""
+    return isinstance(values, list) and all(map(is_count, values))
 
 
 def is_digest(value: object) -> bool:

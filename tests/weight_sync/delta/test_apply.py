@@ -358,6 +358,7 @@ def test_a_payload_that_promises_more_than_it_holds_is_refused(states):
         *[("parts", [1]), ("num_bytes", 3), ("num_bytes", True), ("gap_bytes", 3), ("num_changed", 10_000)],
         *[("pre", "00"), ("touched", None), ("touched", ["0" * 64]), ("payload_sha256", None)],
         *[("dtype", "f7"), ("dtype", "torch.bfloat16")],
+        *[("shape", [2**61] * 60_000), ("parts", [0, 10**4000]), ("num_changed", 10**4000)],
     ],
 )
 def test_headers_that_make_no_sense_are_refused(states, key, value):

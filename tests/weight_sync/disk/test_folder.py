@@ -247,6 +247,25 @@ BROKEN = {
     "a negative size": ({"a": entry(shape=(-2,))}, bytes(8), None, "must be lists of sizes"),
     "a size that is a bool": ({"a": entry(shape=(True, 2))}, bytes(8), None, "must be lists of sizes"),
     "a shape that is no list": ({"a": entry(shape=2)}, bytes(8), None, "must be lists of sizes"),
+    "a size of thousands of digits": (
+        b'{"a":{"dtype":"F32","shape":[' + b",".join([b"9" * 4299] * 8) + b'],"data_offsets":[0,8]}}',
+        bytes(8),
+        None,
+        "must be lists of sizes: shape .a number of more than 64 bits, a number",
+    ),
+    "more elements than there are addresses": (
+        {"a": entry(shape=(2**60, 2**60))},
+        bytes(8),
+        None,
+        "more elements than there are addresses",
+    ),
+    "more dimensions than torch has": ({"a": entry(shape=(1,) * 65)}, bytes(8), None, "shape of 65 dimensions"),
+    "an offset of thousands of digits": (
+        b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,' + b"9" * 4299 + b"]}}",
+        bytes(8),
+        None,
+        "must be lists of sizes: data_offsets .0, a number of more than 64 bits",
+    ),
     "one offset": ({"a": entry(offsets=(8,))}, bytes(8), None, "must be lists of sizes"),
     "offsets of another size": ({"a": entry(offsets=(0, 4))}, bytes(4), None, "8 bytes do not lie between"),
     "an entry with a key more": ({"a": entry() | {"x": 1}}, bytes(8), None, "an entry has"),
@@ -256,6 +275,14 @@ BROKEN = {
     "a file too long": ({"a": entry()}, bytes(9), None, "holds 9 bytes of tensors and describes 8"),
     "metadata of numbers": ({"__metadata__": {"a": 1}, "a": entry()}, bytes(8), None, "not a map of strings"),
 }
+
+
+def test_names_that_come_twice_are_counted_once_and_the_first_are_named(tmp_path):
+    """Each of them was counted among all, which took minutes for so many."""
+    twice = b"{" + b",".join(b'"%06d":0' % (i // 2) for i in range(200_000)) + b"}"
+    write_raw(tmp_path / "model.safetensors", twice, b"")
+    with pytest.raises(ValueError, match=r"more than once: 000000, 000001, .*, 000019 and 99980 more$"):
+        read_folder(tmp_path)
 
 
 @pytest.mark.parametrize("what", BROKEN)
