@@ -64,17 +64,16 @@ def apply_delta(
     num_applied = 0
 
     def in_sequence() -> Iterator[DeltaChunk]:
-        end = 0
+        ends: dict[str, int] = {}  # of the chunks that came, by tensor
         for chunk in chunks:
             header = chunk.header
-            spec = left.get(header.name)
+            spec, end = left.get(header.name), ends.get(header.name, 0)
             if spec is None or spec != header.spec or header.offset != end:
                 expected = f"byte {end} of {spec.describe()}" if spec else "nothing more of that tensor"
                 raise TransferFailed(f"delta: {header.describe()} of {header.dtype} came, expected was {expected}")
-            end = header.offset + header.num_bytes
-            if end == spec.num_bytes:
+            ends[header.name] = header.offset + header.num_bytes
+            if ends[header.name] == spec.num_bytes:
                 del left[header.name]
-                end = 0
             yield chunk
 
     with Workers(num_threads, "delta") as workers:

@@ -325,6 +325,21 @@ def test_chunks_that_are_missing_doubled_or_foreign_are_refused(states):
         apply_delta(specs, chunks, sink_over(copied(base)), check="none")
 
 
+def test_a_chunk_of_another_tensor_is_not_taken_for_the_one_that_is_missing():
+    base = {name: torch.zeros(32) for name in "ab"}
+    new = {name: torch.arange(32.0) for name in "ab"}
+    chunks = {(c.header.name, c.header.offset): c for c in encode_delta(base, new.items(), chunk_bytes=64)}
+    specs, resident = specs_of(new.items()), copied(base)
+    order = [("a", 0), ("b", 64), ("a", 0), ("a", 64)]  # b's second chunk stands where a's would begin
+    transaction = sink_over(resident)
+    with pytest.raises(TransferFailed, match=r"b bytes \[64, 128\) .* expected was byte 0 of b"):
+        apply_delta(specs, [chunks[place] for place in order], transaction)
+    transaction.rollback()
+    assert equal(resident, base)
+    apply_delta(specs, [chunks[place] for place in (("a", 0), ("b", 0), ("a", 64), ("b", 64))], sink_over(resident))
+    assert equal(resident, new)
+
+
 def test_a_damaged_payload_is_refused_before_its_chunk_is_written(states):
     base, _ = states
     for chunk in encode(states):
