@@ -161,12 +161,17 @@ def decode_elements(chunk: DeltaChunk) -> tuple[Tensor, np.ndarray]:
     """
     header = chunk.header
     itemsize = parse_dtype(header.dtype).itemsize
-    gaps, xors = chunk.payload.split(header.parts)
-    positions = expand(gaps, np.dtype(f"<u{header.gap_bytes}"), header.num_changed).astype(np.int64)
+    part, xors = chunk.payload.split(header.parts)
+    gaps = expand(part, np.dtype(f"<u{header.gap_bytes}"), header.num_changed)
+    # While the gaps are unsigned: as signed numbers large ones would lead backwards. None is so large that the sum of
+    # the positions can pass the end of the chunk and come back to it.
+    if gaps.size and gaps.max() >= header.num_elements:
+        raise ValueError("has positions outside itself")
+    positions = gaps.astype(np.int64)
     positions += 1
     np.cumsum(positions, out=positions)
     positions -= 1
-    if positions.size and not 0 <= positions.max() < header.num_elements:
+    if positions.size and positions.max() >= header.num_elements:
         raise ValueError("has positions outside itself")
     positions += header.offset // itemsize
     return torch.from_numpy(positions), expand(xors, word_dtype(itemsize), header.num_changed)

@@ -4,6 +4,7 @@ import json
 import os
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -364,6 +365,31 @@ def test_a_payload_that_promises_more_than_it_holds_is_refused(states):
         header = replace(chunk.header, parts=tuple(map(len, parts)), payload_sha256=sha256(payload), gap_bytes=1)
         with pytest.raises(ValueError, match=message):
             apply_chunk(DeltaChunk(header, payload), sink_over(copied(base)), "touched")
+
+
+@pytest.mark.parametrize(
+    "gaps",
+    [[40, 2**64 - 30], [2**64 - 9], [2**63 - 1, 2**63 - 1], [2**64 - 1, 3], [63, 0]],
+    ids=["backwards", "before the chunk", "twice around", "before it and back", "behind it"],
+)
+def test_gaps_that_lead_backwards_or_out_of_the_chunk_are_refused(gaps):
+    """Of 64 elements; the tensor has others before and behind the chunk, which would take the changes."""
+    base, new = torch.zeros(192), torch.zeros(192)
+    new[64:66] = 1.0
+    chunks = encode_delta({"a": base}, [("a", new)], chunk_bytes=256, density_limit=1.0)
+    chunk = next(chunk for chunk in chunks if chunk.header.offset == 256)
+    count = len(gaps)
+    parts = [squeeze(np.array(gaps, "<u8")), squeeze(np.ones(count, "<u4"))]
+    payload = make_payload(parts)
+    header = replace(
+        chunk.header, num_changed=count, parts=tuple(map(len, parts)), payload_sha256=sha256(payload), gap_bytes=8
+    )
+    with pytest.raises(ValueError, match="has positions outside itself"):
+        decode_elements(DeltaChunk(header, payload))
+    resident = {"a": base.clone()}
+    with pytest.raises(ValueError, match="has positions outside itself"):
+        apply_chunk(DeltaChunk(header, payload), sink_over(resident), "touched")
+    assert torch.equal(resident["a"], base)
 
 
 @pytest.mark.parametrize(
