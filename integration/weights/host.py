@@ -102,6 +102,13 @@ class EngineHost(SessionHost):
         """The folder that the present weights came from; None: there is none."""
         return self.folder[0] if self.folder is not None and self.folder[1] == self._engine.epoch else None
 
+    @property
+    def known_digest(self) -> str | None:
+        """The digest of the weights as they are now; None: it is not known, as where they were written since."""
+        is_written = self._transaction is not None and bool(self._transaction.overwritten)
+        is_as_committed = self._before.num_forgotten == self._roots.num_forgotten and not self._roots.undefined
+        return self._engine.weight_digest if is_as_committed and not is_written else None
+
     # -- callbacks of the manager -----------------------------------------------------------------------------------
 
     def make_transaction(self, coverage: Coverage, undo: Undo) -> WeightTransaction:

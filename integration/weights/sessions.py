@@ -15,10 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TypeVar
 
 from ...rollout.engine import Engine
 from ...rollout.loop.commands import HoldReport, OnCommit
+from ...weight_sync.delta.apply import Check
+from ...weight_sync.delta.stream import DeltaManifest
+from ...weight_sync.errors import DigestMismatch
 from ...weight_sync.layout.sink import Sink
 from ...weight_sync.manifest import TensorSpec
 from ...weight_sync.transaction.receiving import Receive
@@ -231,6 +235,30 @@ class WeightSessions:
     def look(self) -> tuple[str | None, list[str]]:
         """Compare the weights as they are now with the published ones; see `KnownRoots.look`."""
         return self._roots.look()
+
+    def require_base(self, delta: DeltaManifest, check: Check, folder: Path) -> None:
+        """Check, in an update, that the weights as they are now are those that a delta was made from, or its result, by
+        their digest, where the delta has that of its base. Changes nothing; raises DigestMismatch.
+
+        A digest that is not known is not needed where `check` compares the chunks of the delta with digests of their
+        own. Else it is computed; where several ranks hold the model, ValueError is raised instead.
+        """
+        # Of all ranks, the first one alone: it knows the digest of the whole model.
+        if delta.base_model_digest is None or self._replica.local_rank != 0:
+            return
+        digest, result = self._host.known_digest, delta.manifest.model_digest
+        has_chunk_digests = check != "touched"
+        if digest is None and not has_chunk_digests:
+            if not self._replica.is_alone:
+                why = 'the digest of the present weights is not known, to compare it with that of the base: check="pre"'
+                raise ValueError(f"{folder}: {why} needs none")
+            digest = self._roots.model_digest()
+        if digest in (None, delta.base_model_digest, result):
+            return
+        if result is None and has_chunk_digests:
+            return  # it may have been applied already, which its chunks show
+        why = f"its base is {delta.base_model_digest}, the present weights are {digest}: send all of them"
+        raise DigestMismatch([str(folder)], why)
 
     # -- writers beside the sessions ----------------------------------------------------------------------------------
 

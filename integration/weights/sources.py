@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ...weight_sync.delta.apply import Check, apply_delta
 from ...weight_sync.delta.packed import BufferSink, apply_stream
-from ...weight_sync.delta.stream import DELTA_MANIFEST_FILE, load_delta
+from ...weight_sync.delta.stream import DELTA_MANIFEST_FILE, DeltaManifest, load_delta
 from ...weight_sync.disk.folder import load_folder, read_folder
 from ...weight_sync.group.framework_protocol import receive_flattened_bucket, receive_tensors
 from ...weight_sync.group.protocol import receive_update
@@ -146,14 +146,17 @@ def from_folder(
     timeout_s: float,
     refuse_part: Callable[[Sequence[TensorSpec]], None],
     skeleton_for: Callable[[Sequence[TensorSpec]], PreTrainedModel | None],
+    require_base: Callable[[DeltaManifest, Check, Path], None],
 ) -> Receive:
     """Read a folder in Hugging Face layout, or a delta folder. digests, if given, is filled with the folder's
     digests. refuse_part: called with the tensors of the former before anything is written; may raise ValueError.
-    skeleton_for: returns the module that names of these tensors have to be converted for, if so."""
+    skeleton_for: returns the module that names of these tensors have to be converted for, if so. require_base: called
+    with the manifest of a delta before anything is written; may raise DigestMismatch."""
 
     def receive(sink: Sink) -> Sequence[TensorSpec]:
         if (path / DELTA_MANIFEST_FILE).is_file():
             delta = load_delta(path)
+            require_base(delta.manifest, check, path)
             apply_delta(delta.specs, delta.chunks(), sink, check=check, timeout_s=timeout_s)
             manifest: Manifest | None = delta.manifest.manifest
             specs = delta.specs

@@ -247,16 +247,17 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
         """Read a folder of safetensors in Hugging Face layout, or a delta folder against the present weights.
 
         Everything is checked before anything is written. Outside of a session the folder must hold every parameter of
-        the model, adapters' aside: raises ValueError naming those that are missing. verify True: compare with the
-        folder's own digests, if it has any. keep_pause: generation stays paused afterwards, also if it was not paused
-        before.
+        the model, adapters' aside: raises ValueError naming those that are missing. Where a delta has the digest of its
+        base (`base_model_digest`), raises DigestMismatch if the weights are neither that nor its result. verify True:
+        compare with the folder's own digests, if it has any. keep_pause: generation stays paused afterwards, also if it
+        was not paused before.
         """
         path, timeout_s = Path(model_path), self.config.wait_s(timeout_s)
         digests: dict[str, str] = {}  # filled while reading; compared after the tensors have arrived
         receive = from_folder(
             path, digests if verify is True else None, delta_check, timeout_s,
             lambda specs: None if self.sessions.is_open else self.sessions.weights.require_all(specs, f"folder {path}"),
-            self.sessions.weights.skeleton_for,
+            self.sessions.weights.skeleton_for, self.sessions.require_base,
         )  # fmt: skip
         given = digests if isinstance(verify, bool) else verify
         options = UpdateOptions(

@@ -25,6 +25,8 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.callers import soon, submit, wait_until
 from lockstep.tests.support.random_models import with_router_biases
+from lockstep.weight_sync.delta.encode import encode_delta
+from lockstep.weight_sync.delta.stream import save_delta
 from lockstep.weight_sync.digests.model_digest import model_digest, tensor_roots
 from lockstep.weight_sync.disk.folder import save_folder
 from lockstep.weight_sync.errors import DigestMismatch, WeightSyncError
@@ -282,6 +284,41 @@ def test_a_fault_on_one_rank_leaves_all_at_the_old_digest(
         assert failures == [f"{kind}the gather failed", True] * 3
         assert mismatch.startswith("DigestMismatch") and weights[-1][0] in mismatch
         assert rest == [True, greedy(old), ""] or rest[:2] == [True, greedy(old)]
+
+
+@pytest.mark.slow
+def test_the_first_rank_compares_the_base_of_a_delta_for_all(
+    make_model: MakeModel, run_world: RunWorld, tmp_path: Path
+) -> None:
+    old = make_model("qwen2")
+    other, new = later(old, 1), later(old, 2)
+    digests = [model_digest(model.named_parameters()) for model in (old, other, new)]
+    chunks = encode_delta(dict(other.named_parameters()), new.named_parameters(), chunk_digests=False)
+    save_delta(tmp_path / "delta", None, "2", chunks, base_model_digest=digests[1],
+               result=Manifest("2", specs_of(new.named_parameters()), roots(new)))  # fmt: skip
+
+    def rank(rank: int) -> list[str]:
+        service, said = make_service(old, 2, 1), []
+        for weights in (None, old, other):
+            if weights is not None:
+                service.update_weights_from_named_tensors(list(weights.named_parameters()))
+                service.commit_implicit_update()
+            try:
+                service.update_weights_from_disk(tmp_path / "delta", weight_version="2", delta_check="touched")
+                service.commit_implicit_update()
+            except (ValueError, WeightSyncError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+        said.append(service.model_digest())
+        service.close()
+        return said
+
+    ranks = run_world(2, rank)
+    for is_first, (unknown, differs, digest) in zip((True, False), ranks, strict=True):
+        assert unknown.startswith("ValueError" if is_first else "PeerFailed: rank 0: ValueError")
+        assert "the digest of the present weights is not known" in unknown
+        assert differs.startswith("DigestMismatch" if is_first else "PeerFailed: rank 0: DigestMismatch")
+        assert f"its base is {digests[1]}, the present weights are {digests[0]}" in differs
+        assert digest == digests[2]
 
 
 def test_a_failed_push_to_a_replica_leaves_it_as_it_was(make_model: MakeModel, run_world: RunWorld) -> None:

@@ -393,6 +393,44 @@ def test_a_delta_folder_applies_to_its_base_only(service, model, newer, folder):
     assert service.model_digest() == before
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_delta_whose_chunks_have_no_digests_is_compared_with_the_digest_of_its_base(
+    service, model, newer, folder, is_known
+):
+    base = digest_of(model)
+    chunks = list(encode_delta(dict(named(model)), named(newer), chunk_digests=False))
+    save_delta(folder / "delta", None, "5", chunks, base_model_digest=base)
+    with torch.no_grad():  # elements that the delta leaves as they are
+        changed = (newer.model.norm.weight != model.model.norm.weight).nonzero().flatten()
+        dict(service.engine.weights.resident_tensors())[NORM][[i for i in range(8) if i not in changed]] += 1
+    before = service.model_digest()
+    if is_known:
+        assert service.name_weights() == before
+    with pytest.raises(DigestMismatch, match=rf"base .*{base}.* {before}"):
+        service.update_weights_from_disk(folder / "delta", weight_version="5", delta_check="touched")
+    assert service.model_digest() == before and service.state()["weight_update"]["state"] != "open"
+    service.update_weights_from_named_tensors(named(model), weight_version="4")  # in the same session, uncommitted
+    service.update_weights_from_disk(folder / "delta", weight_version="5", delta_check="touched")
+    service.continue_generation()
+    assert standing(service)[0::3] == ("5", digest_of(newer))
+
+
+def test_a_delta_that_was_applied_already_is_known_by_the_digest_of_its_result_or_of_its_chunks(
+    service, model, newer, folder
+):
+    base, states = digest_of(model), (dict(named(model)), named(newer))
+    manifest = Manifest("5", specs_of(named(newer)), roots(newer), digest_of(newer))
+    save_delta(folder / "result", None, "5", encode_delta(*states, chunk_digests=False), result=manifest,
+               base_model_digest=base)  # fmt: skip
+    save_delta(folder / "chunks", None, "5", encode_delta(*states), base_model_digest=base)
+    for _ in range(2):
+        service.update_weights_from_disk(folder / "result", weight_version="5", delta_check="touched")
+        service.continue_generation()
+    service.update_weights_from_disk(folder / "chunks", weight_version="5")
+    service.continue_generation()
+    assert service.model_digest() == digest_of(newer)
+
+
 def test_a_checkpoint_is_pulled_without_touching_the_engine(service, newer, folder):
     save_folder(folder / "source" / "weight_v000003", named(newer), "3")
     before = standing(service)
