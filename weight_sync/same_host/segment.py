@@ -27,6 +27,16 @@ _SEQUENCE = struct.Struct("=Q")
 _NOTHING = 1  # odd: no description has it
 FILE_NAME = re.compile(r"lockstep-[0-9]+-[0-9a-f]{16}\.shm")
 _own: weakref.WeakSet[Segment] = weakref.WeakSet()  # of this process, unlinked ones among them
+_locked: set[int] = set()  # descriptors that a forked child closes: else it would hold the lock after our end
+
+
+def _close_in_child() -> None:
+    for file in _locked:
+        os.close(file)
+    _locked.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _sequence_offset(half: int) -> int:
@@ -59,10 +69,10 @@ class Segment:
         try:
             # Allocated now: a full folder is an OSError here and not a SIGBUS at the first write.
             os.posix_fallocate(file, 0, size)
-            self._map = mmap.mmap(file, size)
+            self._map = _mapped(self.path, size)
         except OSError as error:
             self.path.unlink()
-            os.close(file)
+            _unlock(file)
             raise OSError(error.errno, error.strerror, str(folder)) from error
         self._map[: len(MAGIC)] = MAGIC
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)[HEADER_BYTES:]
@@ -94,17 +104,35 @@ def _create_locked(folder: Path) -> tuple[int, Path]:
     while True:
         path = folder / f"lockstep-{os.getpid()}-{secrets.token_hex(8)}.shm"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        _locked.add(file)
         fcntl.flock(file, fcntl.LOCK_EX)
         # Another sender may have treated the file as stale before we had the lock.
         if os.fstat(file).st_nlink:
             return file, path
+        _unlock(file)
+
+
+def _mapped(path: Path, size: int) -> mmap.mmap:
+    """Map a file, opened a second time: a map keeps the file open that it was made of, and with it its lock, also in a
+    forked child."""
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return mmap.mmap(file, size)
+    finally:
         os.close(file)
 
 
 def _unlink(path: Path, file: int, owner: int) -> None:
     if os.getpid() == owner:  # a forked child inherits the finalizer, but not the segment
         path.unlink(missing_ok=True)
-    os.close(file)
+    _unlock(file)
+
+
+def _unlock(file: int) -> None:
+    """Close a locked descriptor. Does nothing in a forked child, which has closed it."""
+    if file in _locked:
+        _locked.remove(file)
+        os.close(file)
 
 
 def unlink_own_segments() -> None:

@@ -23,6 +23,7 @@ from lockstep.weight_sync.errors import SessionError, TransferFailed
 from lockstep.weight_sync.manifest import Manifest, TensorSpec, specs_of
 from lockstep.weight_sync.same_host.cuda_ipc import CudaHandle, CudaIpcSender, device_index, read_cuda_description
 from lockstep.weight_sync.same_host.handover import strided_problem
+from lockstep.weight_sync.same_host.segment import Segment, unlink_own_segments
 from lockstep.weight_sync.same_host.shared_memory import (
     SharedMemorySender,
     TensorReceiver,
@@ -195,6 +196,35 @@ def test_a_killed_senders_segment_is_removed_by_the_next_one_and_a_living_sender
     assert used.exists()
     assert remove_stale_segments(folder) == []
     sender.close()
+
+
+def test_a_forked_child_of_a_killed_sender_does_not_keep_its_segment(folder):
+    reading, writing = os.pipe()  # what the child waits for
+    child_says, says = os.pipe()
+    if (sender := os.fork()) == 0:
+        try:
+            segment = Segment(folder, BUCKET)
+            is_sender = os.fork() != 0
+            os.close(writing)
+            if not is_sender:  # a worker of a DataLoader, say
+                assert remove_stale_segments(folder) == []  # its parent has it
+                unlink_own_segments()
+                segment.data[0] = 7  # it still sees the memory
+                os.write(says, segment.path.name.encode())
+            os.read(reading, 1)
+        finally:
+            os._exit(0)
+    for end in (reading, says):
+        os.close(end)
+    try:
+        name = os.read(child_says, 100).decode()
+        assert name and (folder / name).exists() and remove_stale_segments(folder) == []
+        os.kill(sender, signal.SIGKILL)
+        os.waitpid(sender, 0)
+        assert remove_stale_segments(folder) == [folder / name]
+    finally:
+        os.close(writing)  # ends the child
+        os.close(child_says)
 
 
 def test_a_link_among_the_segments_is_not_followed_by_the_sweep(folder, tmp_path):
