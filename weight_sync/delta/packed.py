@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..errors import TransferFailed
+from ..layout.flat_bytes import Ranges, add_range, gaps
 from ..layout.shard_bytes import ShardBytes
 from ..layout.sink import Sink
 from ..manifest import TensorSpec
@@ -21,7 +23,7 @@ class BufferSink:
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        self._num_missing: dict[str, int] = {}  # bytes
+        self._arrived: dict[str, Ranges] = {}
 
     def expect(self, specs: Sequence[TensorSpec]) -> None:
         """Allocate buffers; see `Sink.expect`. Takes uint8 vectors only and ignores those that are known already."""
@@ -33,17 +35,22 @@ class BufferSink:
         for spec in specs:
             if spec.name not in self._buffers:
                 self._buffers[spec.name] = torch.empty(spec.num_bytes, dtype=torch.uint8)
-                self._num_missing[spec.name] = spec.num_bytes
+                self._arrived[spec.name] = ()
 
     def destination(self, name: str, offset: int, num_bytes: int) -> Tensor | None:
-        """Return a range of a buffer; see `Sink.destination`."""
-        self._num_missing[name] -= num_bytes
-        return self._buffers[name][offset : offset + num_bytes]
+        """Return a range of a buffer; see `Sink.destination`. Raises TransferFailed for a buffer that is not known, as
+        where its first bucket went to a process that has ended since, and for a range outside of it."""
+        buffer, stop = self._buffer(name), offset + num_bytes
+        if not 0 <= offset <= stop <= buffer.numel():
+            raise TransferFailed(f"delta: bytes [{offset}, {stop}) of {name}, which has {buffer.numel()} bytes")
+        self._arrived[name] = add_range(self._arrived[name], offset, stop)
+        return buffer[offset:stop]
 
     def write(self, name: str, offset: int, data: Tensor) -> None:
-        """Write into a buffer; see `Sink.write`."""
-        self._num_missing[name] -= data.numel()
-        self._buffers[name][offset : offset + data.numel()].copy_(data)
+        """Write into a buffer; see `Sink.write`. Raises as `destination`."""
+        lent = self.destination(name, offset, data.numel())
+        assert lent is not None
+        lent.copy_(data)
 
     def write_elements(self, name: str, positions: Tensor, values: Tensor) -> None:
         """Raise ValueError: buffers are sent as whole ranges of bytes."""
@@ -51,7 +58,7 @@ class BufferSink:
 
     def held(self, name: str) -> ShardBytes:
         """Return a buffer; see `Sink.held`."""
-        return ShardBytes(name, self._buffers[name])
+        return ShardBytes(name, self._buffer(name))
 
     def leave_unchecked(self, name: str, why: str) -> None:
         """Raise ValueError: buffers hold all their bytes."""
@@ -60,11 +67,18 @@ class BufferSink:
     @property
     def is_complete(self) -> bool:
         """Whether all expected bytes have arrived."""
-        return bool(self._buffers) and all(num_missing == 0 for num_missing in self._num_missing.values())
+        return bool(self._buffers) and not any(
+            gaps(self._arrived[name], 0, buffer.numel()) for name, buffer in self._buffers.items()
+        )
 
     def buffers(self) -> Iterator[Tensor]:
         """Return the buffers in the order in which they were expected."""
         yield from self._buffers.values()
+
+    def _buffer(self, name: str) -> Tensor:
+        if name not in self._buffers:
+            raise TransferFailed(f"delta: bytes of {name} came, and its first bucket did not: send the delta anew")
+        return self._buffers[name]
 
 
 def apply_stream(
