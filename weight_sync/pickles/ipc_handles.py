@@ -108,6 +108,8 @@ def _packed(
     if len(sizes) != len(specs) or not all(map(is_count, sizes)) or wrong:
         raise ValueError(f"tensor_sizes must be the bytes of each tensor; they differ for: {wrong[:MAX_OFFENDERS]}")
     flat = _plan(handles, key, TensorSpec("the packed buffer", torch.uint8, (sum(sizes),)))
+    if flat.shape[0] > 1 and flat.stride[0] != 1:
+        raise ValueError("the packed buffer must be contiguous uint8 [bytes]")
     whole, end, found = open_all([flat], timeout_s)[0], 0, []
     for spec in specs:
         start, end = end, end + spec.num_bytes
