@@ -67,9 +67,15 @@ class Mailboxes:
         self._opening = opening
         self._boxes: dict[str, Mailbox] = {}
         self._unclaimed: list[Completion] = []  # answers of requests without a mailbox
+        self._kept_ids: set[str] = set()  # of requests that have ended and are not answered yet
 
     def __len__(self) -> int:
         return len(self._boxes)
+
+    def keeps_id(self, id: str) -> bool:
+        """Return whether a request of this id has ended and is not answered yet. The caller holds the lock of calls
+        that open mailboxes."""
+        return id in self._kept_ids
 
     # -- for the calls ----------------------------------------------------------------------------------------------
 
@@ -136,6 +142,15 @@ class Mailboxes:
         box = self._boxes.get(request.id)
         return box is not None and box.wants_chunks and not request.options.stream_when_final
 
+    def keep_id(self, id: str) -> None:
+        """Let no other request take the id of one that ends, until its mailbox is closed or `free_id`."""
+        with self._opening:  # a call that looks for the id now has seen the sequence, or will see this
+            self._kept_ids.add(id)
+
+    def free_id(self, id: str) -> None:
+        """Let others take a kept id, if it is kept still."""
+        self._kept_ids.discard(id)
+
     def on_answer(self, request: Request, completion: Completion) -> None:
         """Post a request's last chunk, with its completion, or keep the completion for `take_unclaimed`."""
         box = self._boxes.get(request.id)
@@ -189,4 +204,5 @@ class Mailboxes:
             return
         if completion is not None:
             self.close(request.id)
+            self.free_id(request.id)  # before the caller hears of its answer, and asks again under the id
         box.listener.on_chunk(chunk)

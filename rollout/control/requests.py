@@ -321,7 +321,9 @@ class RequestDesk:
         ]
         ids = [id for group in groups for id in group]
         with self._inbox.lock:
-            taken = {id for id in ids if id in self._inbox or id in self._parts.sequences}
+            # A request that ends is kept before it is no sequence any more.
+            is_kept = self._mailboxes.keeps_id
+            taken = {id for id in ids if id in self._inbox or id in self._parts.sequences or is_kept(id)}
             taken |= {id for id, num in Counter(ids).items() if num > 1}
             if taken:
                 raise ValueError(f"duplicate request ID detected: {', '.join(sorted(taken))}")

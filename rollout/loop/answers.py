@@ -23,6 +23,12 @@ class Answers(Protocol):
     def on_answer(self, request: Request, completion: Completion) -> None:
         """Take the completion of a request that has ended."""
 
+    def keep_id(self, id: str) -> None:
+        """Let no other request take the id, which its sequence gives up now, until `on_answer` or `free_id`."""
+
+    def free_id(self, id: str) -> None:
+        """Let others take a kept id, if it is kept still."""
+
     def on_failure(self, error: EngineStopped) -> None:
         """Take the error that ended the loop. It is the last call."""
 

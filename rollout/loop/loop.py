@@ -310,15 +310,19 @@ class Loop:
         """Answer an ended request, once, and free its blocks and state."""
         engine = self._managers.engine
         completion = request.completion(engine.weight_version, engine.weight_digest)
-        # Freed before the receipt is made, which may fail: an ended sequence may not stay.
-        self._drafts.on_end(request)
-        self._scheduler.remove(request)
-        self._runner.forget(request)
-        self._managers.free(request.id)
-        completion = self._receipts.with_receipt(request, completion)
-        request.finish_reason = completion.finish_reason
-        self._reports.on_answer(request)
-        self._answers.on_answer(request, completion)
+        self._answers.keep_id(request.id)  # a later request of this id would be given this answer
+        try:
+            # Freed before the receipt is made, which may fail: an ended sequence may not stay.
+            self._drafts.on_end(request)
+            self._scheduler.remove(request)
+            self._runner.forget(request)
+            self._managers.free(request.id)
+            completion = self._receipts.with_receipt(request, completion)
+            request.finish_reason = completion.finish_reason
+            self._reports.on_answer(request)
+            self._answers.on_answer(request, completion)
+        finally:
+            self._answers.free_id(request.id)
 
     @property
     def _is_interrupted(self) -> bool:

@@ -192,6 +192,60 @@ def test_a_retry_of_the_same_id_is_answered_though_its_first_caller_leaves_late(
     assert second.num_answers == 1 and len(engine.mailboxes) == 0
 
 
+class Asking(Nobody):
+    """A listener that asks again under the same id as soon as it has its answer."""
+
+    def __init__(self, engine: Engine, then: Nobody) -> None:
+        super().__init__()
+        self._engine, self._then = engine, then
+
+    def on_chunk(self, chunk: StreamChunk) -> None:
+        super().on_chunk(chunk)
+        if chunk.completion is not None:
+            ask(self._engine, self._then, 1, chunk.id)
+
+
+@pytest.mark.parametrize("how", ["an answer"])
+def test_an_id_is_taken_until_its_answer_is_delivered(engine, monkeypatch, how):
+    """A retry was accepted when the sequence was freed: the first answer went to its listener, its own to nobody; at
+    a commit the loop ended."""
+    last = Nobody()
+    first, managers = Asking(engine, last), engine.parts.managers
+    [id] = ask(engine, first, 1, "again")
+    engine.step()
+    free, refused = managers.free, []
+
+    def freed(id: str) -> None:
+        free(id)
+        with pytest.raises(ValueError, match="duplicate request ID detected: again"):
+            ask(engine, Nobody(), 1, "again")
+        refused.append(id)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(managers, "free", freed)
+        if how == "an answer":
+            engine.abort_request(id)
+        else:
+            engine.weights.commit_weights("1", None, in_flight="verify")
+    assert refused == [id]
+    while engine.has_work:
+        engine.step()
+    assert first.num_answers == last.num_answers == 1
+    assert len(engine.mailboxes) == 0 and not engine.mailboxes.take_unclaimed()
+
+
+def test_an_id_whose_receipt_cannot_be_made_is_free_again(engine, monkeypatch):
+    def fail(*_: object) -> object:
+        raise RuntimeError("no receipt")
+
+    engine.add([5, 6], SamplingParams(max_new_tokens=4), rid="again")
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.gate.loop._receipts, "with_receipt", fail)
+        with pytest.raises(RuntimeError, match="no receipt"):
+            engine.abort_request("again")
+    assert engine.add([5, 6], SamplingParams(max_new_tokens=4), rid="again") == ["again"]
+
+
 def test_a_report_is_made_between_slices_of_the_requests_that_a_command_queues(engine, monkeypatch):
     """The command took up all that were posted in one go, with the lock held."""
     ask(engine, Nobody())
