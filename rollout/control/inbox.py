@@ -65,17 +65,21 @@ class Inbox:
             return list(self._requests.values())
 
     def hand_over(self, queue: Callable[[Request], None], limit: int | None = None) -> None:
-        """Call `queue` with the requests, in order of arrival, and remove them. limit: at most so many; None: all. The
-        caller holds the engine's lock."""
+        """Call `queue` with the requests, in order of arrival, and remove them, also the one at which it raises. limit:
+        at most so many; None: all. The caller holds the engine's lock."""
         if not self._requests:  # asked before each step
             return
         with self.lock:
             taken = list(islice(self._requests.values(), limit))
-        for request in taken:
-            queue(request)  # without the lock: threads that post do not wait
-        with self.lock:
+        num_queued = 0
+        try:
             for request in taken:
-                del self._requests[request.id]
+                num_queued += 1
+                queue(request)  # without the lock: threads that post do not wait
+        finally:
+            with self.lock:
+                for request in taken[:num_queued]:
+                    del self._requests[request.id]
 
     @contextmanager
     def counted(self) -> Iterator[None]:

@@ -171,9 +171,13 @@ class Loop:
         self._drafts.on_end(request)
         self._scheduler.remove(request)
         self._runner.forget(request)
-        self._managers.free(request.id)
         again = request.begin_again()
-        self._managers.add(again)
+        self._answers.keep_id(request.id)  # another request of this id would be in the way
+        try:
+            self._managers.free(request.id)
+            self._managers.add(again)
+        finally:
+            self._answers.free_id(request.id)
         self._scheduler.add(again)
         self._drafts.on_queued(again)
         self._reports.on_retraction(request.id)

@@ -205,7 +205,7 @@ class Asking(Nobody):
             ask(self._engine, self._then, 1, chunk.id)
 
 
-@pytest.mark.parametrize("how", ["an answer"])
+@pytest.mark.parametrize("how", ["an answer", "a commit that verifies"])
 def test_an_id_is_taken_until_its_answer_is_delivered(engine, monkeypatch, how):
     """A retry was accepted when the sequence was freed: the first answer went to its listener, its own to nobody; at
     a commit the loop ended."""
@@ -244,6 +244,22 @@ def test_an_id_whose_receipt_cannot_be_made_is_free_again(engine, monkeypatch):
         with pytest.raises(RuntimeError, match="no receipt"):
             engine.abort_request("again")
     assert engine.add([5, 6], SamplingParams(max_new_tokens=4), rid="again") == ["again"]
+
+
+def test_a_request_that_cannot_be_queued_does_not_stay_in_the_inbox(engine, monkeypatch):
+    """It made every later step and command fail as well."""
+    ids, queue = ask(engine, Nobody(), 3), engine.driver._loop.queue
+
+    def fail(request: Request) -> None:
+        if request.id == ids[1]:
+            raise ValueError("no such request")
+        queue(request)
+
+    monkeypatch.setattr(engine.driver._loop, "queue", fail)
+    with pytest.raises(ValueError, match="no such request"):
+        engine.step()
+    assert [request.id for request in engine.driver.inbox.posted()] == [ids[2]]
+    assert set(engine.abort_request(abort_all=True).aborted) == {ids[0], ids[2]}
 
 
 def test_a_report_is_made_between_slices_of_the_requests_that_a_command_queues(engine, monkeypatch):
