@@ -212,16 +212,17 @@ class BetweenSteps:
     def verify_begun(self) -> int:
         """Begin every sequence again that has begun; returns their number.
 
-        A sequence whose tokens its caller cannot take back keeps them, and gives its KV back.
+        A sequence whose tokens its caller cannot take back keeps them, and gives its KV back. One that cannot begin
+        again is aborted.
         """
         begun = [request for request in self._sequences.requests() if request.sequence.state is not State.WAITING]
-        running = set(self._scheduler.running())
+        running, num_verified = set(self._scheduler.running()), 0
         for request in begun:
             if request.options.takes_back:
-                self._loop.begin_again(request)
+                num_verified += self._loop.begin_again(request)
             elif request in running:
                 self._loop.retract(request)
-        return sum(request.options.takes_back for request in begun)
+        return num_verified
 
     def replace_adapter(self, adapter: AdapterFolder | AdapterLayers) -> AdapterLayers:
         """Put an adapter into the model, or take it out; see `HostedModel.replace_adapter`. Checks it anew."""

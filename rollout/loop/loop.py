@@ -166,12 +166,19 @@ class Loop:
         self._scheduler.retract(request)
         self._reports.on_retraction(request.id)
 
-    def begin_again(self, request: Request) -> None:
-        """Queue a live request as it came, with its tokens so far as a draft. No step may be in flight."""
+    def begin_again(self, request: Request) -> bool:
+        """Queue a live request as it came, with its tokens so far as a draft. No step may be in flight.
+
+        Returns False where that cannot be done: the request is aborted, and its message says why.
+        """
+        try:
+            again = request.begin_again()  # before anything of it is freed
+        except ValueError as error:
+            self.abort(request, FinishReason("abort", message=str(error)))
+            return False
         self._drafts.on_end(request)
         self._scheduler.remove(request)
         self._runner.forget(request)
-        again = request.begin_again()
         self._answers.keep_id(request.id)  # another request of this id would be in the way
         try:
             self._managers.free(request.id)
@@ -181,6 +188,7 @@ class Loop:
         self._scheduler.add(again)
         self._drafts.on_queued(again)
         self._reports.on_retraction(request.id)
+        return True
 
     def abort(self, request: Request, reason: FinishReason) -> None:
         """End a live request with its tokens so far; one that has ended is answered. No step may be in flight."""

@@ -152,7 +152,7 @@ class Request:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     def begin_again(self) -> Request:
-        """Return this request as it came, with its output as the earlier answer. The sequence holds no blocks.
+        """Return this request as it came, with its output as the earlier answer. Changes nothing of this one.
 
         Nothing of its record stays: what its caller has received is taken back.
         """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from transformers import ByT5Tokenizer
 
@@ -12,6 +14,7 @@ from lockstep.rollout.errors import GrammarError
 from lockstep.rollout.loop import between_steps
 from lockstep.rollout.request_options import Begun, RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.rollout.sequences.detokenizer import IncrementalDetokenizer, StopRegexTimeout
 
 CONFIG = EngineConfig(kv_cache="64 blocks", max_num_seqs=8)
 PARAMS = SamplingParams(max_new_tokens=12, sampling_seed=5, ignore_eos=True)
@@ -202,3 +205,32 @@ def test_a_begun_answer_stands_at_a_commit_that_verifies(make_model):
     answers = run(engine)
     tokens, logprobs = answers[id]
     assert tokens[:4] == begun.token_ids and logprobs[:4] == begun.logprobs and len(tokens) == 12
+
+
+def test_a_begun_answer_that_cannot_be_searched_at_a_commit_ends_alone(make_model, tokenizer, monkeypatch):
+    """The commit failed in the middle, and the request was never answered."""
+    engine = Engine(make_model("qwen3", vocab_size=len(tokenizer)), CONFIG, tokenizer=tokenizer)
+    begun = Begun((7,) * 4, (-1.0,) * 4, (("old", None, 0),), seed=3)
+    stops = replace(PARAMS, stop_regex="never that")
+    ids = [id for prompt in PROMPTS for id in engine.add(prompt, stops, options=RequestOptions(begun=begun))]
+    for _ in range(3):
+        engine.step()
+    append, calls = IncrementalDetokenizer.append, []
+
+    def slow_once(self: IncrementalDetokenizer, *arguments: object) -> object:
+        calls.append(self)
+        if len(calls) == 2:
+            raise StopRegexTimeout("the search took too long")
+        return append(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(IncrementalDetokenizer, "append", slow_once)
+        report = engine.weights.commit_weights("1", None, in_flight="verify")
+    assert report.num_verified == 3 and engine.weight_version == "1" and len(calls) == 4
+    ends = {}
+    while len(ends) < 4:
+        ends |= {answer.id: answer.finish_reason for answer in engine.step()}
+    assert [ends[id].type for id in ids] == ["length", "abort", "length", "length"]
+    assert ends[ids[1]].message == "a begun answer cannot go on: the search took too long"
+    assert not engine.has_work
+    engine.check_integrity()
