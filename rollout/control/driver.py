@@ -43,7 +43,7 @@ class Driver:
         self.lock = FairLock()
         self._waiters = Waiters(self.lock)
         self._turn = Turn()
-        self._kick = Kick()  # given by every change that the loop's thread may wait for
+        self._kick = Kick()  # of the newest thread; given by every change that it may wait for
         self._model, self._ranks, self._reports = parts.model, parts.ranks, parts.reports
         self._most_steps = parts.config.num_scheduler_steps
         self.inbox = inbox
@@ -165,7 +165,8 @@ class Driver:
         with self.lock:
             if self._thread is None:
                 self._failure = None
-                self._thread = threading.Thread(target=self._run, name="lockstep-loop", daemon=True)
+                self._kick = kick = Kick()  # its own: a stopped thread may not have seen the one that stops it
+                self._thread = threading.Thread(target=self._run, args=(kick,), name="lockstep-loop", daemon=True)
                 self._thread.start()
                 self._waiters.wake_all()
 
@@ -192,11 +193,11 @@ class Driver:
             self._kick.give()
             self._waiters.wake_all()
 
-    def _run(self) -> None:
+    def _run(self, kick: Kick) -> None:
         me = threading.current_thread()
         try:
             while self._thread is me:
-                self._kick.forget()  # before the check: a later change is noticed in the next round
+                kick.forget()  # before the check: a later change is noticed in the next round
                 try:
                     self._before_sampling.run_in_phase()
                 except SamplingRefused as refused:  # the call that lifts the refusal kicks
@@ -212,7 +213,7 @@ class Driver:
                         self._step(self._most_steps)
                         self._waiters.wake_done()
                 if not is_ready and self._thread is me:  # `stop` may have kicked before the kick was cleared
-                    self._kick.wait(self._long_waits.seconds_left())
+                    kick.wait(self._long_waits.seconds_left())
                     self._long_waits.tell()
         except Exception as error:
             logger.exception("the loop has ended")

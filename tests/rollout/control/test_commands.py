@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.control import driver
 from lockstep.rollout.control.waiters import Kick
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import DeadlineExceeded, EngineStopped, OpIdTaken
@@ -492,7 +493,7 @@ def test_commands_of_two_threads_lose_no_reply_and_hang_nobody(make_engine, num_
         assert counts.total() == num_commands
 
 
-def test_a_stop_before_the_thread_has_cleared_its_kick_ends_it(make_engine):
+def test_a_stop_before_the_thread_has_cleared_its_kick_ends_it(make_engine, monkeypatch):
     engine = make_engine()
     kicked = threading.Thread(target=engine.stop)
     was_given = threading.Event()
@@ -508,8 +509,37 @@ def test_a_stop_before_the_thread_has_cleared_its_kick_ends_it(make_engine):
                 assert was_given.wait(PATIENCE)
             super().forget()
 
-    engine.driver._kick = Watched()
+    monkeypatch.setattr(driver, "Kick", Watched)
     engine.start()
     wait_until(lambda: kicked.ident is not None)
     kicked.join(PATIENCE)
     assert not kicked.is_alive()
+
+
+def test_a_start_before_the_stopped_thread_has_seen_its_kick_takes_it_from_nobody(make_engine, monkeypatch):
+    """Both threads had one kick: the stopped one waited for ever, or took what was meant for the other."""
+    waits, may_wait = threading.Event(), threading.Event()
+    first: list[threading.Thread] = []
+
+    class Late(Kick):
+        def wait(self, timeout_s: float | None) -> None:
+            waits.set()
+            if threading.current_thread() in first:
+                assert may_wait.wait(PATIENCE)
+            super().wait(timeout_s)
+
+        def forget(self) -> None:
+            super().forget()
+            first[:] = first or [threading.current_thread()]
+            if threading.current_thread() not in first:
+                may_wait.set()
+
+    monkeypatch.setattr(driver, "Kick", Late)
+    engine = make_engine()
+    engine.start()
+    assert waits.wait(PATIENCE)
+    stopping = submit(engine.stop)
+    wait_until(lambda: not engine.is_started)
+    engine.start()
+    soon(stopping)
+    assert engine.is_started and len(engine.generate([[1, 2]], params())) == 1
