@@ -267,9 +267,13 @@ class BetweenSteps:
         return num_bytes
 
     def resume_kv(self) -> int:
-        """Allocate both pools again; returns their bytes."""
+        """Allocate both pools again, or none; returns their bytes."""
         self._kv_cache.allocate()
-        self._state_pool.allocate()
+        try:
+            self._state_pool.allocate()
+        except BaseException:
+            self._kv_cache.release()  # steps run as soon as it is allocated
+            raise
         return self._kv_cache.num_bytes + self._state_pool.num_bytes
 
 

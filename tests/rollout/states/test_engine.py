@@ -18,7 +18,9 @@ from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.errors import MemoryReleased, OutOfMemory
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.rollout.states.tensors import StatePool
 from lockstep.tests.support import random_models
 
 MAMBA = ["nemotron_h", "granitemoehybrid", "falcon_h1", "bamba", "jamba", "zamba", "zamba2"]
@@ -205,6 +207,25 @@ def test_a_commit_voids_snapshots_and_released_memory_comes_back(make_model, mak
     assert engine.state()["state_bytes"] == 0
     assert engine.weights.resume_kv() == kv_bytes + num_bytes
     assert record(generate(engine)) == record(first)
+
+
+def test_pools_without_memory_for_states_stay_released_until_there_is_some(make_model, make_engine, monkeypatch):
+    """The KV pool was allocated: steps ran without states, and the loop ended."""
+
+    def fail(*_: object) -> None:
+        raise OutOfMemory("no memory for states")
+
+    engine = make_engine(make_model("lfm2"))
+    with engine.model.rollout_phase():
+        engine.weights.release_kv()
+        with monkeypatch.context() as patched:
+            patched.setattr(StatePool, "allocate", fail)
+            with pytest.raises(OutOfMemory, match="no memory for states"):
+                engine.weights.resume_kv()
+        with pytest.raises(MemoryReleased):
+            engine.generate(PROMPTS[:1], params())
+        engine.weights.resume_kv()
+        assert len(engine.generate(PROMPTS[:1], params())) == 1
 
 
 def test_decode_steps_are_recorded(make_model, make_engine):
