@@ -6,6 +6,7 @@ import reprlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +15,7 @@ from ...kernels.sampling.draws import derive_seed
 from ..giving_way import give_way, others_compute
 from ..grammars.catalog import Grammars
 from ..grammars.matcher import CompiledGrammar
+from ..kept_kv import KeptKV, KVStart
 from ..media.images import Images, PromptWithImages
 from ..media.reader import IDS, ImageReader
 from ..request_options import Begun, Renewal, RequestOptions
@@ -168,7 +170,14 @@ class Intake:
 
     def _check_begun(self, begun: Begun, params: SamplingParams, options: RequestOptions) -> None:
         """Check an answer that is to go on with these settings. Raises ValueError."""
-        faults = []
+        _check_noise("a begun answer", begun)
+        lists = begun.token_ids, begun.logprobs, begun.spans, begun.kv_starts
+        if (bad_list := next((one for one in lists if not _is_list(one)), None)) is not None:
+            raise ValueError(
+                "a begun answer has sequences of token_ids, logprobs, spans and kv_starts, not "
+                f"{type(bad_list).__name__} {_SHORT.repr(bad_list)}"
+            )
+        faults = _wrong_runs(begun)
         if params.n != 1 or options.renewal is not None:
             faults.append("is of one sample, which is not renewed")
         if params.is_constrained or options.top_logprobs_num or options.token_ids_logprob or options.max_kept_ids:
@@ -180,25 +189,22 @@ class Intake:
         if bad := [id for id in begun.token_ids if type(id) is not int or not 0 <= id < self._vocab_size]:
             faults.append(f"names tokens below {self._vocab_size}, not {bad[:5]!r}")
         stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
-        if ended := sorted(stops.intersection(begun.token_ids)):
+        if not bad and (ended := sorted(stops.intersection(begun.token_ids))):
             faults.append(f"has not ended, as its tokens {ended} say")
-        if begun.token_ids and (not begun.spans or begun.spans[0][2] != 0):
-            faults.append("says from which weights its first token came")
         if faults:
             raise ValueError(f"a begun answer {'; '.join(faults)}")
 
     def _check_renewal(self, renewal: Renewal, params: SamplingParams) -> None:
         """Check an answer that is to be renewed with these settings. Raises ValueError."""
+        _check_noise("a renewal", renewal)
         if params.n != 1:
             raise ValueError(f"a renewal is of one sample, and n is {params.n}")
+        if not _is_list(given := renewal.token_ids):
+            raise ValueError(f"a renewal has a sequence of token_ids, not {type(given).__name__} {_SHORT.repr(given)}")
         if bad := [id for id in renewal.token_ids if type(id) is not int or not 0 <= id < self._vocab_size]:
             raise ValueError(f"a renewal names tokens {bad[:5]!r}, but the vocabulary ends at {self._vocab_size - 1}")
         if (num := len(renewal.token_ids)) > params.max_new_tokens:
             raise ValueError(f"a renewal has {num} tokens, more than max_new_tokens, which is {params.max_new_tokens}")
-        if not -(2**63) <= renewal.seed < 2**63:
-            raise ValueError(f"the seed of a renewal must be an int64, not {renewal.seed}")
-        if renewal.index < 0:
-            raise ValueError(f"the index of a renewal must not be negative, not {renewal.index}")
 
     def numbers(self, num: int) -> int:
         """Reserve numbers for so many requests; returns the one before the first. The caller holds a lock."""
@@ -245,6 +251,56 @@ class Intake:
         if begun is not None:
             request.go_on_with(begun)
         return request
+
+
+def _check_noise(what: str, given: Renewal | Begun) -> None:
+    """Check the values that the noise of an earlier answer follows from. Raises ValueError."""
+    wrong = []
+    if type(given.seed) is not int or not -(2**63) <= given.seed < 2**63:
+        wrong.append(f"the seed of {what} must be an int64, not {_SHORT.repr(given.seed)}")
+    if type(given.index) is not int or given.index < 0:
+        wrong.append(f"the index of {what} must be an integer of 0 or more, not {_SHORT.repr(given.index)}")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def _wrong_runs(begun: Begun) -> list[str]:
+    """Return what is wrong with the log-probabilities of a begun answer, and with the weights that it names."""
+    faults, num_tokens = [], len(begun.token_ids)
+    if bad := [one for one in begun.logprobs if isinstance(one, bool) or not isinstance(one, int | float)]:
+        faults.append(f"has numbers as logprobs, not {bad[:5]!r:.100}")
+    if wrong := [one for one in begun.spans if not _is_span(one)]:
+        faults.append(f"has spans of a version, a digest and a first token, not {wrong[:5]!r:.100}")
+    elif num_tokens and (not begun.spans or begun.spans[0][2] != 0):
+        faults.append("says from which weights its first token came")
+    elif not _ascend([start for _, _, start in begun.spans], num_tokens):
+        faults.append("has spans in the order of its tokens, each from another token on")
+    if others := [one for one in begun.kv_starts if not _is_kv_start(one)]:
+        faults.append(f"has kv_starts of kept KV, not {others[:5]!r:.100}")
+    elif not _ascend([one.start for one in begun.kv_starts], num_tokens):
+        faults.append("has kv_starts in the order of its tokens, each from another token on")
+    return faults
+
+
+def _is_list(given: object) -> bool:
+    return isinstance(given, list | tuple)
+
+
+def _is_span(given: object) -> bool:
+    if not isinstance(given, tuple) or len(given) != 3:
+        return False
+    return isinstance(given[0], str) and isinstance(given[1], str | None) and type(given[2]) is int
+
+
+def _is_kv_start(given: object) -> bool:
+    if not isinstance(given, KVStart) or type(given.start) is not int:
+        return False
+    return isinstance(given.kept, tuple) and all(isinstance(run, KeptKV) for run in given.kept)
+
+
+def _ascend(starts: list[int], num_tokens: int) -> bool:
+    """Return whether runs of so many tokens begin at these, one behind the other."""
+    return all(before < after for before, after in pairwise([-1, *starts, max(num_tokens, 1)]))
 
 
 def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int) -> list[int]:

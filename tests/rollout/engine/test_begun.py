@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from lockstep.rollout.kept_kv import KeptKV, KVStart
 from lockstep.rollout.request_options import Begun, Renewal, RequestOptions
 from lockstep.tests.rollout.engine.callers import assert_idle, sampled
+from lockstep.tests.support.callers import soon, submit
 
 
 def test_an_aborted_answer_goes_on_as_the_one_without_the_abort(talker):
@@ -68,3 +70,50 @@ def test_stops_behind_the_least_length_are_no_end_of_a_begun_answer(talker):
     stop = {"stop": [part.text[3:6]], "min_new_tokens": 14, "max_new_tokens": 20}
     [answer] = talker.generate("the sum", replace(params, **stop), options=RequestOptions(begun=part))
     assert answer.token_ids[:12] == part.token_ids and len(answer.token_ids) >= 14
+
+
+BEGUN = Begun((1, 2), (-1.0, -2.0), (("old", None, 0), ("new", "d", 1)), seed=3)
+KEPT = KVStart(0, (KeptKV("old", None, 2),))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"seed": 2**63}, "the seed of a begun answer must be an int64, not 9223372036854775808"),
+        ({"seed": "3"}, "the seed of a begun answer must be an int64, not '3'"),
+        ({"seed": True, "index": -1}, "int64, not True; the index of a begun answer must be an integer of 0 or more"),
+        ({"token_ids": 7}, "a begun answer has sequences of token_ids, logprobs, spans and kv_starts, not int 7"),
+        ({"token_ids": (1, [2])}, r"names tokens below 79, not \[\[2\]\]"),
+        ({"logprobs": (-1.0, "2")}, r"has numbers as logprobs, not \['2'\]"),
+        ({"spans": ((1,),)}, r"has spans of a version, a digest and a first token, not \[\(1,\)\]"),
+        ({"spans": (("old", None, 1),)}, "says from which weights its first token came"),
+        ({"spans": (("old", None, 0), ("new", None, 0))}, "has spans in the order of its tokens"),
+        ({"spans": (("old", None, 0), ("new", None, 2))}, "has spans in the order of its tokens"),
+        ({"kv_starts": ((0, ()),)}, r"has kv_starts of kept KV, not \[\(0, \(\)\)\]"),
+        ({"kv_starts": (KEPT, KEPT)}, "has kv_starts in the order of its tokens"),
+    ],
+)
+def test_a_begun_answer_that_is_none_is_refused_and_stops_nobody_else(talker, wrong, says):
+    """A seed beyond an int64 ended the loop of every request."""
+    talker.start()
+    other = submit(talker.generate, "the sum", sampled())
+    with pytest.raises(ValueError, match=says):
+        talker.add("the sum", sampled(), options=RequestOptions(begun=replace(BEGUN, **wrong)))
+    assert len(soon(other)) == 1 and talker.failure is None
+    [answer] = talker.generate("the sum", sampled(), options=RequestOptions(begun=replace(BEGUN, kv_starts=(KEPT,))))
+    assert answer.token_ids[:2] == BEGUN.token_ids
+    talker.stop()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"seed": "3"}, "the seed of a renewal must be an int64, not '3'"),
+        ({"index": None}, "the index of a renewal must be an integer of 0 or more, not None"),
+        ({"token_ids": 7}, "a renewal has a sequence of token_ids, not int 7"),
+    ],
+)
+def test_a_renewal_that_is_none_is_refused(talker, wrong, says):
+    with pytest.raises(ValueError, match=says):
+        talker.add("the sum", sampled(), options=RequestOptions(renewal=replace(Renewal((1,), 3), **wrong)))
+    assert_idle(talker)
