@@ -7,6 +7,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ..completion import Completion, FinishReason
 from ..kept_kv import KeptKV
 from ..receipt import GRAMMAR_SETTINGS, Guarantee, guarantee, listed, sealed, settings_json
@@ -28,7 +30,7 @@ class Receipts:
         self._parts, self._metrics = parts, parts.reports.metrics
         self._engine = fresh_ids(1)[0][:16]
         self._number, self._previous = 0, ""
-        self._known: tuple[object, Guarantee] | None = None  # the numerics, and the guarantee that they give
+        self._known: tuple[object, int, Guarantee] | None = None  # numerics and threads, and what they guarantee
 
     def with_receipt(self, request: Request, completion: Completion) -> Completion:
         """Return the answer with its receipt, if its request or else the engine's settings ask for one.
@@ -83,10 +85,11 @@ class Receipts:
         return {"mode": request.grammar.mode, **settings, "jumps": jumps}
 
     def _guarantee(self) -> Guarantee:
-        numerics = self._parts.model.numerics
-        if self._known is None or self._known[0] is not numerics:  # an adapter brings others
-            self._known = (numerics, guarantee(self._parts.model))
-        return self._known[1]
+        numerics, num_threads = self._parts.model.numerics, torch.get_num_threads()
+        known = self._known
+        if known is None or known[0] is not numerics or known[1] != num_threads:  # an adapter brings other numerics
+            known = self._known = (numerics, num_threads, guarantee(self._parts.model))
+        return known[2]
 
 
 def _finish(reason: FinishReason) -> dict[str, Any]:

@@ -55,6 +55,16 @@ def test_an_answer_has_a_receipt_only_where_it_is_asked_for(make_engine):
     assert always.metrics.num_receipts == 1 and always.metrics.receipt_seconds > 0
 
 
+def test_a_receipt_states_the_number_of_threads_of_its_own_time(make_engine):
+    """It stated that of the first receipt."""
+    engine = make_engine(invariant=False, receipts="tokens")
+    for num_threads in (1, 2, 1):
+        torch.set_num_threads(num_threads)
+        [answer] = engine.generate(PROMPT, SamplingParams(max_new_tokens=4))
+        assert answer.receipt["guarantee"] == guarantee(engine.model)
+        assert answer.receipt["guarantee"]["threads"] == num_threads
+
+
 @pytest.mark.parametrize("wrong", ["tokens", 1, 0.5])
 def test_another_kind_of_receipt_is_refused(wrong):
     with pytest.raises(ValueError, match="return_receipt must be true, false"):
