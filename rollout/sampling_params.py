@@ -213,8 +213,16 @@ def _is_texts(value: object, max_bytes: float = math.inf) -> bool:
     return (
         isinstance(value, tuple)
         and len(value) <= MAX_STOPS
-        and all(isinstance(text, str) and 0 < len(text.encode()) <= max_bytes for text in value)
+        and all(isinstance(text, str) and 0 < _num_bytes(text) <= max_bytes for text in value)
     )
+
+
+def _num_bytes(text: str) -> int:
+    """Return the length in UTF-8; 0 for a text that has none, with half of a surrogate pair."""
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        return 0
 
 
 def _is_bias(value: object) -> bool:
@@ -238,11 +246,11 @@ def _is_grammar(value: object) -> bool:
 _BOOL = (_is_bool, "true or false")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_new_tokens": (lambda v: _is_int(v, 0), "an integer of 0 or more"),
-    "stop": (_is_texts, f"a non-empty string or a list of at most {MAX_STOPS}"),
+    "stop": (_is_texts, f"a non-empty string or a list of at most {MAX_STOPS}, of whole characters"),
     "stop_token_ids": (_is_ids, "a list of token ids of 0 or more"),
     "stop_regex": (
         lambda v: _is_texts(v, MAX_STOP_REGEX_BYTES),
-        f"a pattern of 1 to {MAX_STOP_REGEX_BYTES} bytes or a list of at most {MAX_STOPS}",
+        f"a pattern of 1 to {MAX_STOP_REGEX_BYTES} bytes or a list of at most {MAX_STOPS}, of whole characters",
     ),
     "temperature": (lambda v: _is_number(v, 0, MOST_TEMPERATURE), f"a number in [0, {MOST_TEMPERATURE:g}]"),
     "top_p": (lambda v: _is_number(v, 0, 1) and v > 0, "a number in (0, 1]"),

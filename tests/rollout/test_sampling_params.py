@@ -144,3 +144,11 @@ def test_every_offender_is_named_at_once():
 def test_settings_cannot_be_changed():
     with pytest.raises(AttributeError):
         SamplingParams().temperature = 0.5  # type: ignore[misc]
+
+
+def test_half_of_a_surrogate_pair_in_a_stop_is_named_beside_the_other_wrong_fields():
+    with pytest.raises(ValueError) as caught:
+        SamplingParams(stop="\ud800", stop_regex=["a", "b\udc00"], top_p=2)
+    message = str(caught.value)
+    assert r"stop must be a non-empty string or a list of at most 32" in message and r"('\ud800',)" in message
+    assert r"stop_regex must be a pattern" in message and r"'b\udc00'" in message and "top_p must be" in message
