@@ -55,7 +55,7 @@ class SamplingRefused(LockstepError):
 
 
 class DeadlineExceeded(LockstepError):
-    """A command whose deadline passed before it began; it never runs."""
+    """A command whose deadline passed before it began; it never runs, but by an earlier call under its op_id."""
 
 
 class Overloaded(LockstepError):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
 
+from ..errors import DeadlineExceeded
 from ..loop.commands import Command, check_timeout
 from ..loop.loop import Loop
 from ..loop.on_host import on_host
@@ -52,7 +54,17 @@ class CommandRunner:
         if is_new:
             with self.once_per_id.running(op_id, name, reply):
                 self._execute(Command(name, drained, reply, timeout_s))
+        elif timeout_s is not None:
+            self._wait_for_begin(name, reply, timeout_s)
         return reply.result()
+
+    def _wait_for_begin(self, name: str, reply: Future[Any], timeout_s: float) -> None:
+        """Wait until another call of the same id has begun, or has its answer. Raises DeadlineExceeded."""
+        wait([reply], timeout_s)
+        if not (reply.running() or reply.done()):
+            raise DeadlineExceeded(
+                f"{name} did not begin within {timeout_s} s; the call that came first under its op_id still may"
+            )
 
     def _execute(self, command: Command) -> None:
         with self._inbox.counted():

@@ -132,6 +132,7 @@ class Command:
         if self.deadline is not None and time.monotonic() > self.deadline:
             self.reply.set_exception(self.too_late())
             return
+        self.reply.set_running_or_notify_cancel()  # calls of the same id wait for its end from now on
         try:
             self.reply.set_result(self.run())
         except Exception as error:  # noqa: BLE001 - a thread boundary: the caller that waits for the reply gets it

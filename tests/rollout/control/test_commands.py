@@ -119,6 +119,38 @@ def test_late_command_stays_late_under_its_op_id(background):
     assert background.state()["running_ids"] == [id]
 
 
+def test_a_repeated_command_has_a_deadline_of_its_own(background):
+    """It waited for the first one's answer however long that took to begin."""
+    gate = Gate(background)
+    background.add([1, 2, 3], params(LONG))
+    assert gate.entered.wait(PATIENCE)
+    first = submit(background.pause_generation, op_id="twice")
+    wait_until(lambda: background.driver.inbox.is_interrupted(0))  # it waits for the step's end
+    with pytest.raises(DeadlineExceeded, match=r"did not begin within 0\.05 s.*came first under its op_id"):
+        background.pause_generation(op_id="twice", timeout_s=0.05)
+    gate.open()
+    report = soon(first)
+    assert background.is_paused and background.pause_generation(op_id="twice", timeout_s=0.05) == report
+    background.continue_generation()
+
+
+def test_a_repeated_command_waits_for_one_that_has_begun_as_the_first_call_does(make_engine):
+    engine, begun, may_end = make_engine(), threading.Event(), threading.Event()
+
+    def run() -> str:
+        begun.set()
+        assert may_end.wait(PATIENCE)
+        return "done"
+
+    first = submit(engine.driver.command, "run", run, "twice", 5.0)
+    assert begun.wait(PATIENCE)
+    second = submit(engine.driver.command, "run", run, "twice", 0.01)
+    with pytest.raises(TimeoutError):
+        second.result(timeout=0.1)
+    may_end.set()
+    assert soon(first) == soon(second) == "done"
+
+
 def test_deadline_ahead_changes_nothing(make_engine):
     engine = make_engine()
     assert engine.pause_generation("retract", timeout_s=60).mode == "retract"
