@@ -40,6 +40,7 @@ class CommandRunner:
         """Call it between two steps. The errors are those of `Driver.command`."""
         if timeout_s is not None:
             check_timeout(timeout_s)
+        self._inbox.before_next()
 
         def drained() -> T:
             with self._reports.trace.span(name), on_host():

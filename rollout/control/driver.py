@@ -226,6 +226,7 @@ class Driver:
                 self._waiters.wake_all()
 
     def _step(self, most: int) -> None:
+        self.inbox.before_next()
         self._step_began = time.monotonic()
         try:
             with on_host():

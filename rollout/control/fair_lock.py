@@ -57,6 +57,11 @@ class FairLock:
         would be lost."""
         self._signals.call()
 
+    @property
+    def is_mine_or_next(self) -> bool:
+        """Whether this thread holds the lock, or is about to get it."""
+        return self._is_owned() or self._is_next()
+
     def is_wanted(self) -> bool:
         """Return whether another thread waits for the lock. The caller holds it."""
         if self._turnstile.acquire(blocking=False):

@@ -19,12 +19,14 @@ class Inbox:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()  # re-entrant only to know its holder
+        self._is_owned: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]  # the stubs lack it
         self.is_closed = False  # then no request is posted any more
         self.alarm = StepAlarm()  # guarded by the engine's lock
         self._requests: dict[str, Request] = {}
         self._claimed: set[str] = set()  # ids of requests that are being made
         self._commands: dict[object, None] = {}  # those that wait for the engine's lock
+        self.before_next: Callable[[], None] = lambda: None  # called before each step and command, with none in hand
         # Called between two steps of one schedule, as a sign of life; returns whether a thread wants the engine's lock.
         self.between_steps: Callable[[], bool] = lambda: False
 
@@ -35,6 +37,11 @@ class Inbox:
     def __contains__(self, id: str) -> bool:
         """Return whether a request that the loop has not taken, or that is being made, has this id."""
         return id in self._requests or id in self._claimed
+
+    @property
+    def is_locked_by_me(self) -> bool:
+        """Whether this thread holds `lock`."""
+        return self._is_owned()
 
     def close(self) -> None:
         """Take no request any more. Those that are here are still handed over."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from dataclasses import replace
@@ -27,6 +27,7 @@ from .driver import SLICE, Driver
 from .inbox import Inbox
 from .intake import CheckedPrompt, Intake, Params, Prompt, Settings, as_prompts
 from .mailboxes import Listener, Mailbox, Mailboxes
+from .stream import Abandoned, Stream
 
 Prompts = Prompt | Sequence[Prompt]
 ManyParams = Params | Sequence[Params]
@@ -48,6 +49,7 @@ class RequestDesk:
     ) -> None:
         self._parts, self._driver, self._between_steps, self._calls = parts, driver, between_steps, calls
         self._inbox, self._mailboxes = inbox, mailboxes
+        self._abandoned = Abandoned(driver.lock, inbox, self._let_go)
         self._intake = Intake(
             parts.tokenizer, parts.model.vocab_size, parts.config.seed, parts.grammars,
             media_tokens(parts.model.module.config), max_model_len=parts.max_model_len,
@@ -222,16 +224,19 @@ class RequestDesk:
 
     def stream(self, prompt: Prompt, params: Params, options: RequestOptions | None) -> Iterator[StreamChunk]:
         """Complete one prompt, chunk by chunk."""
-        ids = self._add_all([prompt], params, options, streamed=True)
-        try:
-            num_open = len(ids)
-            while num_open:
-                self._driver.wait_until(lambda: self._mailboxes.has_news(ids))
-                for chunk in self._take_news(ids):
-                    num_open -= chunk.completion is not None
-                    yield chunk
-        finally:
-            self._let_go(ids)
+        ids: list[str] = []
+        return Stream(self._chunks(ids, prompt, params, options), ids, self._abandoned)
+
+    def _chunks(
+        self, ids: list[str], prompt: Prompt, params: Params, options: RequestOptions | None
+    ) -> Generator[StreamChunk]:
+        ids += self._add_all([prompt], params, options, streamed=True)
+        num_open = len(ids)
+        while num_open:
+            self._driver.wait_until(lambda: self._mailboxes.has_news(ids))
+            for chunk in self._take_news(ids):
+                num_open -= chunk.completion is not None
+                yield chunk
 
     async def astream(
         self, prompt: Prompt, params: Params, options: RequestOptions | None

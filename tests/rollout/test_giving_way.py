@@ -54,7 +54,7 @@ def test_the_prompts_and_samples_of_one_request_are_made_in_slices(make_model, m
     monkeypatch.setattr(module, "_SLICE_S", 0.0)
 
     def wait() -> None:
-        waits.append(engine.driver.lock._is_owned() or engine.driver.inbox.lock.locked())
+        waits.append(engine.driver.lock._is_owned() or engine.driver.inbox.is_locked_by_me)
 
     with giving_way(wait, threading.Lock()):
         ids = engine.requests.submit([[1, 2]] * 5, [SamplingParams(n=20)] * 5, listener, streamed=False)

@@ -127,7 +127,7 @@ def test_mailboxes_are_listed_while_no_call_opens_one(engine, monkeypatch):
 
     class Watched(dict):
         def items(self):
-            was_locked.append(engine.driver.inbox.lock.locked())
+            was_locked.append(engine.driver.inbox.is_locked_by_me)
             return super().items()
 
     def fail(most: int) -> None:
