@@ -42,7 +42,8 @@ class LedgerError(LockstepError):
 class BrokenLogits(LockstepError):
     """NaN in the model's output where log-probabilities should be: its weights are broken. Nothing was sampled.
 
-    Raised to the caller that runs the steps. A thread of the engine's own aborts these requests and goes on.
+    Raised to the callers that wait for these sequences, where no thread of the engine's own runs the steps, or else to
+    the caller that runs them. Such a thread aborts these requests and goes on.
     """
 
     def __init__(self, message: str, ids: Sequence[str] = ()) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..completion import Completion, StreamChunk
-from ..errors import EngineStopped
+from ..errors import BrokenLogits, EngineStopped
 from ..sequences.output_record import OutputRecord
 from ..sequences.request import Request
 
@@ -67,6 +67,7 @@ class Mailboxes:
         self._opening = opening
         self._boxes: dict[str, Mailbox] = {}
         self._unclaimed: list[Completion] = []  # answers of requests without a mailbox
+        self._broken: dict[str, BrokenLogits] = {}  # errors for the calls that wait for these requests
         self._kept_ids: set[str] = set()  # of requests that have ended and are not answered yet
 
     def __len__(self) -> int:
@@ -95,6 +96,7 @@ class Mailboxes:
         request of the same id."""
         if box is None or self.is_open(id, box):
             self._boxes.pop(id, None)
+            self._broken.pop(id, None)
 
     def is_open(self, id: str, box: Mailbox) -> bool:
         """Return whether this is still the mailbox of that id."""
@@ -107,7 +109,8 @@ class Mailboxes:
         return {id: box for id, box in boxes if box.listener is not None and box.listener in listeners}
 
     def take(self, ids: Sequence[str]) -> list[StreamChunk]:
-        """Return the chunks in these mailboxes and empty them."""
+        """Return the chunks in these mailboxes and empty them. Raises BrokenLogits of these requests."""
+        self._raise_broken(ids)
         chunks = [chunk for id in ids for chunk in self._boxes[id].chunks]
         for id in ids:
             self._boxes[id].chunks.clear()
@@ -122,12 +125,21 @@ class Mailboxes:
         return any(self._boxes[id].chunks for id in ids)
 
     def all_done(self, ids: Sequence[str]) -> bool:
+        """Return whether all answers are there, or an error that `completions` raises."""
+        if self._broken and not self._broken.keys().isdisjoint(ids):
+            return True
         boxes = (self._boxes[id].chunks for id in ids)  # which ends at the first that is not
         return all(chunks and chunks[-1].completion is not None for chunks in boxes)
 
     def completions(self, ids: Sequence[str]) -> list[Completion]:
-        """Return the answers. Call it when all are done."""
+        """Return the answers. Call it when all are done. Raises BrokenLogits of these requests."""
+        self._raise_broken(ids)
         return [self._boxes[id].chunks[-1].completion for id in ids]  # type: ignore[misc]
+
+    def _raise_broken(self, ids: Sequence[str]) -> None:
+        if broken := [id for id in ids if id in self._broken]:
+            error = self._broken[broken[0]]
+            raise BrokenLogits(str(error), broken) from error
 
     # -- for the loop (its `Answers`) -------------------------------------------------------------------------------
 
@@ -158,6 +170,14 @@ class Mailboxes:
             self._post(box, request, completion)
         else:
             self._unclaimed.append(completion)
+
+    def on_broken(self, error: BrokenLogits, ids: Sequence[str]) -> list[str]:
+        """Keep the error for the calls that wait for these requests themselves, which raise it; return the ids of those
+        that have one. Others are a listener's, or no call's."""
+        boxes = {id: self._boxes.get(id) for id in ids}
+        awaited = [id for id, box in boxes.items() if box is not None and box.listener is None]
+        self._broken |= dict.fromkeys(awaited, error)
+        return awaited
 
     def on_failure(self, error: EngineStopped) -> None:
         """Send every listener the error that ended the loop, and remove the listeners' mailboxes."""

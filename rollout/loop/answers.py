@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from ..completion import Completion
-from ..errors import EngineStopped
+from ..errors import BrokenLogits, EngineStopped
 from ..sequences.request import Request
 
 
@@ -28,6 +29,11 @@ class Answers(Protocol):
 
     def free_id(self, id: str) -> None:
         """Let others take a kept id, if it is kept still."""
+
+    def on_broken(self, error: BrokenLogits, ids: Sequence[str]) -> Sequence[str]:
+        """Take the error of a step for the calls that wait for these broken requests; return the ids of those that have
+        such a call."""
+        ...
 
     def on_failure(self, error: EngineStopped) -> None:
         """Take the error that ended the loop. It is the last call."""

@@ -1,13 +1,14 @@
 """The rest after a step that failed, so that others do not suffer for a few requests.
 
 Its sequences wait again. Where memory ran out, later steps are smaller; where logits are broken, the requests that have
-them are aborted if no caller hears of it. Every other error is the caller's.
+them are aborted, and the calls that wait for these hear of it, or else the caller that runs the step. Every other error
+is that caller's.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..completion import FinishReason
 from ..errors import BrokenLogits
@@ -24,11 +25,16 @@ _FEW_ROWS = 16  # of one sequence: a step that finds no memory for these finds n
 class FailedSteps:
     """Remember why a step failed, and end what cannot go on."""
 
-    def __init__(self, parts: Parts, abort: Callable[[Request, FinishReason], None]) -> None:
-        """Create it. abort: ends a live request, with no step in flight."""
+    def __init__(
+        self,
+        parts: Parts,
+        abort: Callable[[Request, FinishReason], None],
+        on_broken: Callable[[BrokenLogits, Sequence[str]], Sequence[str]],
+    ) -> None:
+        """Create it. abort: ends a live request, with no step in flight; on_broken: as that of `Answers`."""
         self.has_thread: Callable[[], bool] = lambda: False  # whether the engine's own thread runs the steps, no caller
         self._limit, self._engine = parts.scheduler.row_limit, parts.managers.engine
-        self._abort = abort
+        self._abort, self._on_broken = abort, on_broken
         self._too_large: ScheduleOutput | None = None  # the step whose memory was not found
 
     def on_failure(self, output: ScheduleOutput, error: BaseException) -> None:
@@ -44,14 +50,21 @@ class FailedSteps:
         output, self._too_large = self._too_large, None
         if output is not None:
             self._go_on_without_memory(output, error)
-        elif isinstance(error, BrokenLogits) and error.ids and (self.has_thread() or not in_step):
-            self._end_broken(error)
+        elif isinstance(error, BrokenLogits) and error.ids:
+            live = [id for id in dict.fromkeys(error.ids) if id in self._engine]
+            has_thread = self.has_thread()
+            heard = live if has_thread else self._on_broken(error, live)
+            is_raised = in_step and not has_thread and (not live or len(heard) < len(live))  # to the step's caller
+            self._end_broken(error, heard if is_raised else live)
+            if is_raised:
+                raise error
         else:
             raise error
 
-    def _end_broken(self, error: BrokenLogits) -> None:
-        logger.error("%s: they are aborted", error)
-        for id in filter(self._engine.__contains__, error.ids):
+    def _end_broken(self, error: BrokenLogits, ids: Sequence[str]) -> None:
+        if ids:
+            logger.error("%s: they are aborted", error)
+        for id in filter(self._engine.__contains__, ids):
             self._abort(self._engine.request(id), FinishReason("abort", message=str(error)))
 
     def _go_on_without_memory(self, output: ScheduleOutput, error: RuntimeError | MemoryError) -> None:

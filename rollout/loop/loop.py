@@ -78,7 +78,7 @@ class Loop:
         self._overlap = overlap  # plan ahead while the only stage runs
         self._flights: deque[Flight] = deque()  # launched steps, in the order of their launches
         self._committed: Flight | None = None  # the step that is committed and not delivered
-        self.failed_steps = FailedSteps(parts, self.abort)
+        self.failed_steps = FailedSteps(parts, self.abort, answers.on_broken)
         self._last_commit = 0.0  # of time.perf_counter()
         self._newest_step: tuple[list[SequenceResult], float] = [], 1.0  # its results and seconds
 
