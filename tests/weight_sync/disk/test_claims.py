@@ -43,8 +43,8 @@ def writer(target):
         try:
             yield process, process.stdout.readline().strip()
         finally:
+            process.kill()  # before it could write on
             os.close(writing)  # ends the child too
-            process.kill()
 
 
 def test_the_part_of_a_killed_process_goes_with_the_next_write_and_that_of_a_living_one_stays(tmp_path):
