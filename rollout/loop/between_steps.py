@@ -93,7 +93,7 @@ class BetweenSteps:
         """Abort the request with this id, or all samples with this base id; None: every live request."""
         if rid is None:
             return AbortReport(tuple(self.abort_all(reason)), ())
-        found = [r for r in self._sequences.requests() if rid in (r.id, r.base_id)]
+        found = self._sequences.requests_named(rid)
         for request in found:
             self._loop.abort(request, reason or _aborted(request))
         return AbortReport(tuple(r.id for r in found), () if found else (rid,))

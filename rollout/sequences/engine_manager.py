@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from operator import attrgetter
 
 from ..completion import UNNAMED_VERSION, FinishReason, NextToken
 from ..grammars.jump import Jump
@@ -25,12 +26,16 @@ class EngineSequenceManager(SequenceManager):
         self.weight_version = UNNAMED_VERSION
         self.weight_digest: str | None = None
         self._requests: dict[str, Request] = {}
+        # Ids of live samples by the id of the request that they are samples of, where that is another one.
+        self._samples: dict[str, dict[str, None]] = {}
         self.num_constrained = 0  # live requests that follow a grammar
 
     def add(self, request: Request) -> None:
         """Register a new request. Raises ValueError if a live request has its id."""
         self._register(request.sequence, request.num_retractions)
         self._requests[request.id] = request
+        if (base_id := request.base_id) and base_id != request.id:
+            self._samples.setdefault(base_id, {})[request.id] = None
         self.num_constrained += request.grammar is not None
 
     def request(self, id: str) -> Request:
@@ -59,6 +64,12 @@ class EngineSequenceManager(SequenceManager):
         """Return the live requests in order of arrival."""
         return list(self._requests.values())
 
+    def requests_named(self, rid: str) -> list[Request]:
+        """Return the live request with this id and the live samples of the request with this id, in order of
+        arrival."""
+        ids = [id for id in (rid, *self._samples.get(rid, ())) if id in self._requests]
+        return sorted((self._requests[id] for id in ids), key=attrgetter("arrival_index"))
+
     def finish(self, id: str, reason: FinishReason) -> None:
         """End a live sequence for `reason`, from any live state. An unsettled jump is undone."""
         sequence = self.sequence(id)
@@ -82,7 +93,12 @@ class EngineSequenceManager(SequenceManager):
 
     def free(self, id: str) -> None:
         super().free(id)
-        self.num_constrained -= self._requests.pop(id).grammar is not None
+        request = self._requests.pop(id)
+        if (samples := self._samples.get(request.base_id)) is not None:
+            samples.pop(id, None)
+            if not samples:
+                del self._samples[request.base_id]
+        self.num_constrained -= request.grammar is not None
 
     def _ignore(self, id: str, why: str) -> None:
         super()._ignore(id, why)

@@ -526,6 +526,19 @@ def test_base_id_of_n_samples_aborts_them_all_and_one_samples_id_only_that_one(m
     assert [c.finish_reason.type for c in run.answers()] == ["abort"] * 3 + ["length"] * 2
 
 
+def test_abort_by_id_does_not_look_at_the_other_live_requests(make_engine, monkeypatch):
+    engine = make_engine()
+    run = ByHand(engine)
+    for rid in ("a", "b", "c"):
+        run.add([1, 2], params(0), rid=rid)
+    run.step()
+    monkeypatch.setattr(engine.parts.sequences, "requests", lambda: pytest.fail("every live request was read"))
+    assert engine.abort_request("b").aborted == ("b",) and engine.abort_request("z").unknown == ("z",)
+    monkeypatch.undo()
+    assert sorted(engine.abort_request(abort_all=True).aborted) == ["a", "c"]
+    run.answers()
+
+
 # -- flush under a pause ---------------------------------------------------------------------------
 
 

@@ -383,3 +383,28 @@ def test_abort_ends_a_sequence_in_any_live_state(events):
     assert controller.sequence("a").state is State.FINISHED
     controller.free("a")
     assert "a" not in controller
+
+
+# -- requests by name ------------------------------------------------------------------------------
+
+
+def test_samples_are_found_by_their_own_ids_and_by_the_id_of_their_request_while_they_live():
+    engine = EngineSequenceManager(frozenset({EOS}), 4096)
+    for number, (id, base_id) in enumerate([("x-0", "x"), ("y", "y"), ("x-1", "x"), ("x", "x"), ("alone", "")]):
+        request = a_request(id)
+        request.base_id, request.arrival_index = base_id, number
+        engine.add(request)
+
+    def named(rid: str) -> list[str]:
+        return [request.id for request in engine.requests_named(rid)]
+
+    assert [named(rid) for rid in ("x", "x-1", "y", "alone", "", "x-")] == [
+        ["x-0", "x-1", "x"], ["x-1"], ["y"], ["alone"], [], [],
+    ]  # fmt: skip
+    engine.free("x-0")
+    assert (named("x"), named("x-0")) == (["x-1", "x"], [])
+    engine.free("x")
+    assert named("x") == ["x-1"]
+    for id in ("x-1", "y", "alone"):
+        engine.free(id)
+    assert named("x") == [] and not engine._samples
