@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from ..config import KVSize
 from ..errors import OutOfMemory
 from ..model.layer_probe import KVShape
 from ..model.memory import is_out_of_memory
+from .host_memory import available_host_bytes
 
 _AUTO_FRACTION = {"cpu": 0.25, "cuda": 0.85}  # of the free memory; other processes share a host's memory
 
@@ -77,7 +77,7 @@ def usable_bytes(device: torch.device) -> int:
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return available_host_bytes()
 
 
 class KVCache:
