@@ -19,6 +19,28 @@ def prefix_of(token_ids: Sequence[int], images: Images | None, block_size: int, 
     return Prefix(token_ids, block_size, extra_key, block_keys(images, block_size))
 
 
+_PromptKey = tuple[str, int, tuple[int, ...]]
+_NUM_TOKENS_IN_KEY = 32  # prompts that differ in no other token take turns: the tokens are compared in any case
+
+
+def _prompt_key(request: Request) -> _PromptKey:
+    """Return what the prompts of samples have in common and few others do: the salt, the length and some tokens."""
+    sequence, num_tokens = request.sequence, request.sequence.num_prompt_tokens
+    some = sequence.token_ids[: num_tokens : num_tokens // _NUM_TOKENS_IN_KEY + 1]
+    return request.options.extra_key, num_tokens, tuple(some)
+
+
+def _has_prompt_of(request: Request, other: Request) -> bool:
+    """Return whether two requests of one key have the same prompt."""
+    return request.images is other.images and _prompt_ids(request) == _prompt_ids(other)
+
+
+def _prompt_ids(request: Request) -> list[int]:
+    sequence = request.sequence
+    ids, num_tokens = sequence.token_ids, sequence.num_prompt_tokens
+    return ids if len(ids) == num_tokens else ids[:num_tokens]
+
+
 class CachedPaths:
     """The paths in one tree. It remembers the prefixes of live requests, and changes no node."""
 
@@ -27,15 +49,25 @@ class CachedPaths:
         if the model has such layers."""
         self._cache, self._block_size, self._is_on, self._states = cache, block_size, prefix_cache, states
         self._prefixes: dict[Request, Prefix] = {}  # of live requests
+        self._newest: dict[_PromptKey, Request] = {}  # of those with a prefix, for each prompt
 
     def prefix(self, request: Request) -> Prefix:
         """Return the full blocks of a live request's tokens, by hash."""
         prefix = self._prefixes.get(request)
         if prefix is None:
-            key = request.options.extra_key
-            prefix = prefix_of(request.sequence.token_ids, request.images, self._block_size, key)
-            self._prefixes[request] = prefix
+            prefix = self._prefixes[request] = self._new_prefix(request)
         return prefix
+
+    def _new_prefix(self, request: Request) -> Prefix:
+        """Return the prefix of a request, with the hashes of the newest other request of the same prompt: hundreds of
+        samples of one long prompt may come in one step."""
+        key = _prompt_key(request)
+        other = self._newest.get(key)
+        self._newest[key] = request  # it is likely to live longer
+        token_ids, size = request.sequence.token_ids, self._block_size
+        if other is None or not _has_prompt_of(request, other):
+            return prefix_of(token_ids, request.images, size, request.options.extra_key)
+        return self._prefixes[other].with_other_end(token_ids, request.sequence.num_prompt_tokens // size)
 
     def cut(self, request: Request, num_blocks: int) -> None:
         """Forget the hashes after a request's first blocks, whose tokens may have changed."""
@@ -44,7 +76,8 @@ class CachedPaths:
 
     def forget(self, request: Request) -> None:
         """Drop the remembered hashes of a request that has ended."""
-        self._prefixes.pop(request, None)
+        if self._prefixes.pop(request, None) is not None and self._newest.get(key := _prompt_key(request)) is request:
+            del self._newest[key]
 
     def match(self, request: Request) -> list[Node]:
         """Return the cached path of the request's prefix, as far as it may be reused.

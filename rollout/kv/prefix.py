@@ -66,6 +66,13 @@ class Prefix:
         self._hashes: list[int] = []
         self._tokens: list[bytes] = []
 
+    def with_other_end(self, token_ids: Sequence[int], num_blocks: int) -> Prefix:
+        """Return the prefix of tokens that begin with the same `num_blocks` blocks, of which it has those hashed here.
+        The salt and the keys of images are the same too."""
+        other = Prefix(token_ids, self._block_size, self.salt, self._image_keys)
+        other._hashes, other._tokens = self._hashes[:num_blocks], self._tokens[:num_blocks]
+        return other
+
     def hash(self, index: int) -> int:
         """Return the chained hash of full block number `index`."""
         if index >= len(self._hashes):
