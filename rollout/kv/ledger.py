@@ -90,7 +90,8 @@ class KVLedger:
         return self.paths.prefix(request).hash(index)
 
     def match(self, request: Request) -> list[Node]:
-        """Return the nodes that the request may take, see `CachedPaths.match`. Changes nothing."""
+        """Return the nodes that the request may take, see `CachedPaths.match`. Changes nothing, and the caller
+        does not change the list."""
         return self.paths.match(request)
 
     def open(self, request: Request, nodes: list[Node]) -> None:
@@ -104,6 +105,7 @@ class KVLedger:
         if self.states is not None:
             self.states.open(request, nodes[-1] if nodes else None, len(nodes) * self.block_size)
             account.snapshots_at = self._snapshots_of(request, len(nodes))
+        self.paths.begin(request)
         self.num_looked_up_tokens += request.sequence.num_tokens
         self.num_hit_tokens += len(nodes) * self.block_size
 

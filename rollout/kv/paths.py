@@ -49,6 +49,8 @@ class CachedPaths:
         if the model has such layers."""
         self._cache, self._block_size, self._is_on, self._states = cache, block_size, prefix_cache, states
         self._prefixes: dict[Request, Prefix] = {}  # of live requests
+        # Of waiting requests, whose tokens stay as they are: the cached path when each was matched last.
+        self._paths: dict[Request, list[Node]] = {}
         self._newest: dict[_PromptKey, Request] = {}  # of those with a prefix, for each prompt
 
     def prefix(self, request: Request) -> Prefix:
@@ -71,11 +73,17 @@ class CachedPaths:
 
     def cut(self, request: Request, num_blocks: int) -> None:
         """Forget the hashes after a request's first blocks, whose tokens may have changed."""
+        self._paths.pop(request, None)
         if (prefix := self._prefixes.get(request)) is not None:
             prefix.cut(num_blocks)
 
+    def begin(self, request: Request) -> None:
+        """Drop the remembered path of a request that runs from now on."""
+        self._paths.pop(request, None)
+
     def forget(self, request: Request) -> None:
-        """Drop the remembered hashes of a request that has ended."""
+        """Drop the remembered hashes and path of a request that has ended."""
+        self._paths.pop(request, None)
         if self._prefixes.pop(request, None) is not None and self._newest.get(key := _prompt_key(request)) is request:
             del self._newest[key]
 
@@ -88,16 +96,43 @@ class CachedPaths:
         return nodes if self._states is None else self.up_to_snapshot(nodes)
 
     def cached(self, request: Request) -> list[Node]:
-        """Return the cached path of the request's prefix that may be reused, with snapshots of states or without."""
+        """Return the cached path of the request's prefix that may be reused, with snapshots of states or without.
+
+        The path of its last match is the beginning, as far as it is still in the tree: the first one in the queue is
+        matched in every step while it does not fit. The list is remembered: do not change it.
+        """
         if not self._is_on:
             return []
-        return self.of(self.prefix(request), request.max_reusable_tokens // self._block_size)
+        path = self._in_tree(self._paths.get(request, []))
+        path = self._grown(path, self.prefix(request), request.max_reusable_tokens // self._block_size)
+        self._paths[request] = path
+        return path
 
     def of(self, prefix: Prefix, num_blocks: int) -> list[Node]:
         """Return the cached nodes of a prefix's first blocks, up to the first missing one."""
-        nodes: list[Node] = []
-        parent = None
-        for hash, tokens, image_key in prefix.blocks(0, num_blocks):
+        return self._grown([], prefix, num_blocks)
+
+    def _in_tree(self, path: list[Node]) -> list[Node]:
+        """Return the nodes of a former path that are still in the tree.
+
+        A node leaves it before its parent, or with all others, and for good: the block's next node is another one. So
+        the nodes before one that is there are there too.
+        """
+        num_nodes = len(path)
+        while num_nodes and self._cache.get(path[num_nodes - 1].hash) is not path[num_nodes - 1]:
+            num_nodes -= 1
+        return path if num_nodes == len(path) else path[:num_nodes]
+
+    def _grown(self, path: list[Node], prefix: Prefix, num_blocks: int) -> list[Node]:
+        """Return the cached nodes of a prefix's first blocks, given the first ones of them."""
+        start = len(path)
+        if start >= num_blocks:
+            return path if start == num_blocks else path[:num_blocks]
+        if self._cache.get(prefix.hash(start)) is None:  # before many blocks are copied in vain
+            return path
+        nodes = list(path)
+        parent = nodes[-1] if nodes else None
+        for hash, tokens, image_key in prefix.blocks(start, num_blocks):
             parent = self._cache.find(hash, tokens, parent, prefix.salt, image_key)
             if parent is None:
                 break

@@ -8,7 +8,9 @@ generate. The share adapts: it falls while steps succeed and rises at each retra
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection
+from operator import attrgetter
 
 from ..config import ADMISSION_RATIO
 from ..kv.ledger import KVLedger
@@ -102,5 +104,8 @@ class Admission:
 
 
 def _num_evictable(nodes: list[Node]) -> int:
-    """Count the matched nodes that are available until a sequence holds them."""
-    return sum(node.is_free_to_go for node in nodes)
+    """Count the matched nodes that are available until a sequence holds them.
+
+    The holders and pins of a node are those of all nodes before it too, so the available ones are the last of the path.
+    """
+    return len(nodes) - bisect_left(nodes, True, key=attrgetter("is_free_to_go"))
