@@ -57,6 +57,7 @@ class GrammarState:
         self._max_rollback = max_rollback
         self._banned = None if may_stop else pack_ids(grammar.stop_token_ids, len(text.pieces))
         self._followed: list[int] = []  # tokens that the matcher has accepted
+        self.num_kept = 0  # first tokens of them that have stayed since a caller has set this to their number
         self._mask: np.ndarray | None = None  # mask of the token after them, computed at its first use
         self._stretches: list[_Stretch] = []  # in their order, up to the position that was followed furthest
 
@@ -67,15 +68,22 @@ class GrammarState:
             may_stop=self._may_stop, max_rollback=self._max_rollback,
         )  # fmt: skip
 
-    def follow(self, output_ids: Sequence[int]) -> None:
-        """Move to the position after these tokens, all of which the grammar allowed."""
+    def follow(self, output_ids: Sequence[int], start: int = 0) -> None:
+        """Move to the position after these tokens, all of which the grammar allowed.
+
+        start: the output token that they begin with. The state must stand behind all tokens before it, or further:
+        these are not compared, so that a token does not cost more the longer the output is.
+        """
         followed = self._followed
-        num_same = len(followed)
-        if followed != list(output_ids[:num_same]):
-            pairs = zip(followed, output_ids, strict=False)
+        assert start <= len(followed), f"the state has followed {len(followed)} tokens, not {start}"
+        there = followed[start:]
+        num_same = len(there)
+        if there != list(output_ids[:num_same]):
+            pairs = zip(there, output_ids, strict=False)
             num_same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(num_same, len(output_ids)))
-            self._matcher.roll_back(len(followed) - num_same)
-            del followed[num_same:]
+            self.num_kept = min(self.num_kept, start + num_same)
+            self._matcher.roll_back(len(there) - num_same)
+            del followed[start + num_same :]
             self._mask = None
         for index, id in enumerate(output_ids[num_same:]):
             if index and self.mode == "off":
@@ -108,14 +116,17 @@ class GrammarState:
         seconds: of processor time that each of them may take. The state must not be lost.
         """
         assert not self.is_lost
-        followed, stretches, limit_s = list(self._followed), list(self._stretches), self._matcher.limit_s
+        start, tail = self._tail()
+        num_kept, self.num_kept = self.num_kept, len(self._followed)
+        stretches, limit_s = list(self._stretches), self._matcher.limit_s
         self._matcher.limit_s = seconds
         try:
             yield
         finally:
+            assert self.num_kept >= start, "no more tokens than those of the tail are taken back"
             self._matcher.is_lost, self._mask, self._stretches = False, None, stretches
-            self.follow(followed)
-            self._matcher.limit_s = limit_s
+            self.follow(tail, start)
+            self._matcher.limit_s, self.num_kept = limit_s, num_kept
 
     @property
     def is_over(self) -> bool:
@@ -142,18 +153,25 @@ class GrammarState:
         """
         if self.mode == "off":
             return NO_JUMP
-        before = list(self._followed)
-        jump = self._plan_text(follows_jump) if self.mode == "text" else self._plan_exact(max_output - len(before))
-        jump = self._cut(jump, before, max_output)
+        start, tail = self._tail()
+        room = max_output - len(self._followed)
+        jump = self._plan_text(follows_jump) if self.mode == "text" else self._plan_exact(room)
+        jump = self._cut(jump, tail, start, max_output)
         if jump and self.is_over:
-            jump = self._cut(jump, before, len(self._followed) - 1)
+            jump = self._cut(jump, tail, start, len(self._followed) - 1)
         return jump
 
-    def _cut(self, jump: Jump, before: list[int], max_output: int) -> Jump:
-        """Cut a jump after the tokens `before` to at most `max_output` output tokens. Moves the state behind it."""
-        num_kept = len(before) - jump.num_rolled_back
-        jump = cut_jump(jump, before, max_output - num_kept, self.text)
-        self.follow([*before[: len(before) - jump.num_rolled_back], *jump.token_ids])
+    def _tail(self) -> tuple[int, list[int]]:
+        """Return the last followed tokens, which are all that a jump may replace, and the number of those before."""
+        start = max(len(self._followed) - self._max_rollback, 0)
+        return start, self._followed[start:]
+
+    def _cut(self, jump: Jump, tail: list[int], start: int, max_output: int) -> Jump:
+        """Cut a jump after the output that ends with `tail` to at most `max_output` output tokens. Moves the state
+        behind it. start: the number of tokens before the tail."""
+        num_left = start + len(tail) - jump.num_rolled_back
+        jump = cut_jump(jump, tail, max_output - num_left, self.text)
+        self.follow([*tail[: len(tail) - jump.num_rolled_back], *jump.token_ids], start)
         return jump
 
     def _plan_exact(self, max_tokens: int) -> Jump:
@@ -161,7 +179,7 @@ class GrammarState:
         tokens: list[int] = []
         while len(tokens) < max_tokens and (stretch := self._rest_of_stretch()):
             taken = stretch[: max_tokens - len(tokens)]
-            self.follow([*self._followed, *taken])
+            self.follow(taken, len(self._followed))
             tokens += taken
         return Jump(0, tuple(tokens)) if tokens else NO_JUMP
 
@@ -175,11 +193,12 @@ class GrammarState:
 
     def _takes(self, jump: Jump) -> bool:
         """Return whether the grammar, which tells tokens of the same text apart, takes those of a jump."""
-        before = list(self._followed)
-        self.follow(before[: len(before) - jump.num_rolled_back])
+        start = len(self._followed) - jump.num_rolled_back
+        replaced = self._followed[start:]
+        self.follow((), start)
         num_taken = next((i for i, id in enumerate(jump.token_ids) if not self._matcher.accept(id)), None)
         self._matcher.roll_back(len(jump.token_ids) if num_taken is None else num_taken)
-        self.follow(before)
+        self.follow(replaced, start)
         return num_taken is None
 
     def _next_mask(self) -> np.ndarray:

@@ -17,7 +17,7 @@ sequence plans the same jump again.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
 from ..completion import FinishReason
@@ -26,7 +26,7 @@ from ..grammars.matcher import allows
 from ..grammars.processor_time import thread_time
 from ..grammars.state import GrammarState
 from ..sequences.request import Request
-from ..sequences.sequence import HOLDS_BLOCKS
+from ..sequences.sequence import HOLDS_BLOCKS, Sequence
 from ..sequences.step import ScheduledSequence, ScheduleOutput, SequenceResult
 from .grammar_time import HURRIED_S, GrammarTime
 from .parts import Parts
@@ -77,7 +77,7 @@ class GrammarSteps:
         return replace(output, scheduled=tuple(draft.items), preempted=(*output.preempted, *draft.preempted))
 
     def constrain_draft(
-        self, request: Request, token_ids: Sequence[int]
+        self, request: Request, token_ids: SequenceOf[int]
     ) -> tuple[tuple[int, ...], tuple[bytes | None, ...]]:
         """Return the first tokens of a draft that the request's grammar allows, and the mask behind each.
 
@@ -88,12 +88,12 @@ class GrammarSteps:
         assert state is not None
         if state.is_lost:
             return (), ()
-        output, began = request.sequence.output_ids, thread_time()
+        num_output, began = request.sequence.num_output_tokens, thread_time()
         with state.looking_ahead(HURRIED_S):
             for id in token_ids:
                 if thread_time() - began > self._look_ahead_s or not allows(state.mask(), id):
                     break
-                state.follow([*output, *kept, id])
+                state.follow([*kept, id], num_output)
                 if state.is_over or self._plan(request, state, num_ahead=len(kept) + 1) or state.is_lost:
                     break
                 mask = state.mask()
@@ -106,7 +106,7 @@ class GrammarSteps:
         """Forget the time that the grammars of a failed step have taken."""
         self._time.forget_step()
 
-    def end(self, results: Sequence[SequenceResult]) -> None:
+    def end(self, results: SequenceOf[SequenceResult]) -> None:
         """End the sequences of a committed step whose grammar allows no further token, not even a stop token."""
         engine = self._managers.engine
         if not engine.num_constrained:
@@ -123,7 +123,7 @@ class GrammarSteps:
                 continue
             started = time.perf_counter()
             with self._time.charged(request):
-                request.grammar.follow(request.sequence.output_ids)
+                follow_output(request.grammar, request.sequence)
                 if request.grammar.is_over:
                     self._managers.finish(request.id, _why_over(request.grammar))
             self._metrics.grammar_seconds += time.perf_counter() - started
@@ -149,7 +149,7 @@ class GrammarSteps:
         token, if the step samples it. Returns None if the sequence has to wait for blocks."""
         sequence, state = request.sequence, request.grammar
         assert state is not None
-        state.follow(sequence.output_ids)
+        follow_output(state, sequence)
         if sequence.jump_start is None:
             started = time.perf_counter()
             jump = self._plan(request, state)
@@ -223,6 +223,15 @@ class _Draft:
     budget: int  # rows that may still be added
     items: list[ScheduledSequence] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+
+
+def follow_output(state: GrammarState, sequence: Sequence) -> None:
+    """Move the state of a sequence behind its output. Reads only the tokens that either may have changed since the last
+    call: the cost of a token does not grow with the output."""
+    num_prompt = sequence.num_prompt_tokens
+    start = min(state.num_kept, sequence.num_tokens_kept - num_prompt)
+    state.follow(sequence.token_ids[num_prompt + start :], start)
+    state.num_kept, sequence.num_tokens_kept = sequence.num_output_tokens, sequence.num_tokens
 
 
 def _is_sampled(item: ScheduledSequence, request: Request) -> bool:

@@ -76,7 +76,8 @@ def masks_of(claim: Claim, state: GrammarState) -> list[bytes | None]:
     masks: list[bytes | None] = []
     output = claim.token_ids.tolist()
     for place, token_id in enumerate(output):
-        state.follow(output[:place])
+        if place:
+            state.follow(output[place - 1 : place], place - 1)
         mask = state.mask()
         masks.append(mask.tobytes())
         if not _allows(masks[-1], token_id):

@@ -193,7 +193,7 @@ class Request:
         """End the output after its first `num_tokens` tokens."""
         self.record.roll_back(len(self.record.logprobs) - num_tokens)
         self.sequence.undo_jump()  # the jump belongs to the next step, which will not run
-        del self.sequence.token_ids[self.sequence.num_prompt_tokens + num_tokens :]
+        self.sequence.cut(self.sequence.num_prompt_tokens + num_tokens)
 
     def text(self, *, final: bool) -> str:
         """Return the text so far: all of it if `final`, otherwise the part that can no longer change."""

@@ -55,6 +55,7 @@ class Sequence:
         "_replaced",
         "_num_jumped",
         "newest_replaced",
+        "num_tokens_kept",
     )
 
     def __init__(self, id: str, prompt_ids: SequenceOf[int]) -> None:
@@ -68,6 +69,8 @@ class Sequence:
         self._replaced: list[int] | None = None  # tokens that it replaces; None without one
         self._num_jumped = 0  # tokens of that jump
         self.newest_replaced: tuple[int, ...] = ()  # tokens that the jump settled last has replaced
+        # First tokens that have stayed since the grammar's state, which sets this to their number, has followed them.
+        self.num_tokens_kept = self.num_prompt_tokens
 
     # Read several times a step, for which a getter of the interpreter's own takes a third of a function's time.
     state: State = property(attrgetter("_state"))  # type: ignore[assignment]
@@ -114,6 +117,7 @@ class Sequence:
         start = self.num_tokens - num_rolled_back
         assert self.num_tokens_stage_processed <= start, self
         self.has_jump, self._replaced, self._num_jumped = True, self.token_ids[start:], len(token_ids)
+        self.num_tokens_kept = min(self.num_tokens_kept, start)
         self.token_ids[start:] = token_ids
 
     def settle_jump(self) -> Jump:
@@ -127,8 +131,14 @@ class Sequence:
     def undo_jump(self) -> None:
         """Restore the tokens before the unsettled jump, if there is one. Call `forget_progress` with it."""
         if self._replaced is not None:
-            self.token_ids[self.jump_start :] = self._replaced
+            self.cut(len(self.token_ids) - self._num_jumped)
+            self.token_ids += self._replaced
             self.has_jump, self._replaced, self._num_jumped = False, None, 0
+
+    def cut(self, num_tokens: int) -> None:
+        """Drop the tokens after the first `num_tokens`. Their progress is not changed."""
+        self.num_tokens_kept = min(self.num_tokens_kept, num_tokens)
+        del self.token_ids[num_tokens:]
 
     @property
     def is_prefilling(self) -> bool:

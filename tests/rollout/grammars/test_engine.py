@@ -373,9 +373,9 @@ def test_the_time_of_garbage_collections_is_no_grammars(make_engine, monkeypatch
         while time.thread_time() < end:
             pass
 
-    def collect_and_follow(state: GrammarState, output_ids: list[int]) -> None:
+    def collect_and_follow(state: GrammarState, output_ids: list[int], start: int = 0) -> None:
         gc.collect(0)
-        follow(state, output_ids)
+        follow(state, output_ids, start)
 
     engine = make_engine()
     monkeypatch.setattr(GrammarState, "follow", collect_and_follow)
