@@ -124,7 +124,7 @@ class Engine(OfOneProcess):
         self, prompt: Prompt, sampling_params: Params = None, *, options: RequestOptions | None = None
     ) -> Iterator[StreamChunk]:
         """Complete one prompt, chunk by chunk as steps run; a sequence's last chunk has its completion. Abort the
-        request when the caller stops iterating."""
+        request when the caller stops iterating. Outside a phase each step begins one, of a trainer's module."""
         return self.requests.stream(prompt, sampling_params, options)
 
     def astream(

@@ -14,6 +14,7 @@ from ..loop.parts import Parts
 from .fair_lock import FairLock
 from .inbox import Inbox
 from .once_per_id import OncePerId
+from .shared_step import KeptPhase
 
 T = TypeVar("T")
 
@@ -29,8 +30,10 @@ class CommandRunner:
         inbox: Inbox,
         take_posted: Callable[[], None],
         wake: Callable[[], None],
+        kept_phase: KeptPhase,
     ) -> None:
         """Create it. take_posted: queues the posted requests; wake: wakes the callers whom a command may concern."""
+        self._kept_phase = kept_phase
         self.once_per_id = OncePerId()
         self._lock, self._inbox, self._loop = lock, inbox, loop
         self._reports, self._kv_events = parts.reports, parts.ledger.events
@@ -46,10 +49,12 @@ class CommandRunner:
             with self._reports.trace.span(name), on_host():
                 self._take_posted()
                 self._loop.drain()
+                self._kept_phase.end()
                 try:
                     return call()
                 finally:
                     self._kv_events.flush()
+                    self._kept_phase.end()  # steps may have run in between
 
         reply, is_new = self.once_per_id.claim(op_id, name, arguments)
         if is_new:

@@ -26,7 +26,7 @@ from .fair_lock import FairLock
 from .inbox import Inbox
 from .long_waits import LongWaits
 from .own_process import OwnProcess
-from .shared_step import SharedStep
+from .shared_step import KeptPhase, SharedStep
 from .turn import Turn
 from .waiters import Kick, Waiters
 
@@ -49,7 +49,8 @@ class Driver:
         self.inbox = inbox
         inbox.between_steps = self._between_steps
         self._gate, self._loop, self._answers = gate, gate.loop, answers
-        self._commands = CommandRunner(self.lock, parts, self._loop, inbox, self.take_posted, self._wake)
+        self.kept_phase = kept = KeptPhase(self.lock, parts.model.phase, self.process)
+        self._commands = CommandRunner(self.lock, parts, self._loop, inbox, self.take_posted, self._wake, kept)
         self.once_per_id = self._commands.once_per_id
         self._long_waits = LongWaits(lambda: gate.why_not)
         self._before_sampling = BeforeSampling(parts.model, gate, lambda: self.has_work)
@@ -163,6 +164,7 @@ class Driver:
         """Start a thread that runs the steps. Does nothing if it is started already."""
         self.check_open()
         with self.lock:
+            self.kept_phase.end()
             if self._thread is None:
                 self._failure = None
                 self._kick = kick = Kick()  # its own: a stopped thread may not have seen the one that stops it
@@ -327,6 +329,9 @@ class Driver:
     def _settle_and_step(self) -> None:
         self._before_sampling.run()
         # Then `progress` looks who has an answer, or waits for the thread that was started meanwhile.
+        with self.lock:
+            if self._gate.pause_mode is None and self._thread is None and not self.is_closed:
+                self.kept_phase.keep()
         try:
             self._wait_a_step(lambda: self.is_closed or self._thread is not None, until=lambda: True)
         finally:
@@ -341,13 +346,9 @@ class Driver:
     # -- commands ---------------------------------------------------------------------------------------------------
 
     def command(
-        self,
-        name: str,
-        run: Callable[[], T],
-        op_id: str | None = None,
-        timeout_s: float | None = None,
+        self, name: str, run: Callable[[], T], op_id: str | None = None, timeout_s: float | None = None,
         **arguments: object,
-    ) -> T:
+    ) -> T:  # fmt: skip
         """Call `run` between two steps, with no step in flight. A call repeated under its op_id runs once.
 
         Raises ValueError for a wrong timeout, DeadlineExceeded if `timeout_s` passed before it began,
@@ -360,13 +361,9 @@ class Driver:
             self._kick.give()
 
     def control(
-        self,
-        name: str,
-        run: Callable[[], T],
-        op_id: str | None = None,
-        timeout_s: float | None = None,
+        self, name: str, run: Callable[[], T], op_id: str | None = None, timeout_s: float | None = None,
         **arguments: object,
-    ) -> T:
+    ) -> T:  # fmt: skip
         """Run a command of the controller. Raises ValueError, naming the command, on a rank that follows."""
         self._ranks.check_controller(name)
         return self.command(name, run, op_id, timeout_s, **arguments)

@@ -215,12 +215,13 @@ class RequestDesk:
     async def agenerate(self, prompts: Prompts, params: ManyParams, options: ManyOptions) -> list[Completion]:
         """Complete every prompt as `generate` does, in a coroutine."""
         ids = await self._add_all_async(prompts, params, options)
+        end = self._driver.kept_phase.until(partial(self._let_go, ids))
         try:
             while not self._mailboxes.all_done(ids):
                 await self._driver.progress(lambda: self._mailboxes.all_done(ids))
             return self._mailboxes.completions(ids)
         finally:
-            await _to_its_end(partial(self._let_go, ids))
+            await _to_its_end(end)
 
     def stream(self, prompt: Prompt, params: Params, options: RequestOptions | None) -> Iterator[StreamChunk]:
         """Complete one prompt, chunk by chunk."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.errors import PhaseError
-from lockstep.tests.rollout.engine.callers import PROMPTS, assert_idle, sampled
+from lockstep.rollout.errors import PhaseError, SamplingRefused
+from lockstep.tests.rollout.engine.callers import LONG, PROMPTS, assert_idle, sampled
 
 
 def marks(module: torch.nn.Module) -> list[tuple]:
@@ -130,3 +132,87 @@ def test_a_configuration_that_is_shared_under_other_numerics_is_refused_by_name(
         engines[1].generate([1, 2, 3], sampled(max_new_tokens=1))
     assert marks(first) == before
     assert len(engines[1].generate([1, 2, 3], sampled(max_new_tokens=1))[0].token_ids) == 1
+
+
+# -- the phase of coroutines -----------------------------------------------------------------------
+
+
+def test_coroutines_begin_one_phase_and_not_one_for_each_of_their_steps(make_engine):
+    engine = make_engine()
+    before, num_begun = marks(engine.model.module), engine.model.phase.num_begun
+
+    async def all_at_once() -> list:
+        return await asyncio.gather(*(engine.agenerate(prompt, sampled(max_new_tokens=60)) for prompt in PROMPTS))
+
+    answers = [c.token_ids for [c] in asyncio.run(all_at_once())]
+    assert engine.model.phase.num_begun - num_begun <= 2
+    assert marks(engine.model.module) == before
+    assert_idle(engine)
+    assert answers == [c.token_ids for c in engine.generate(PROMPTS, sampled(max_new_tokens=60))]
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+def test_a_pause_gives_the_module_back_while_a_coroutine_waits(make_engine, mode):
+    engine = make_engine()
+    [expected] = engine.generate(LONG, sampled(max_new_tokens=100))
+    before = marks(engine.model.module)
+
+    async def pause_midway() -> list:
+        task = asyncio.create_task(engine.agenerate(LONG, sampled(max_new_tokens=100)))
+        while not engine.state()["num_running"]:
+            await asyncio.sleep(0)
+        for _ in range(3):
+            engine.pause_generation(mode)
+            assert marks(engine.model.module) == before and not engine.model.in_rollout_phase
+            engine.model.module(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+            assert marks(engine.model.module)[-1] == before[-1] and not task.done()
+            engine.model.module.zero_grad()
+            while not engine.driver._waiters.num_waiting:  # for the end of the pause
+                await asyncio.sleep(0)
+            assert marks(engine.model.module) == before
+            engine.continue_generation()
+            await asyncio.sleep(0)
+        return await task
+
+    [answer] = asyncio.run(pause_midway())
+    assert answer.token_ids == expected.token_ids and marks(engine.model.module) == before
+    assert_idle(engine)
+
+
+def test_a_thread_that_is_started_leaves_the_module_to_the_trainer_though_a_coroutine_waits(make_engine):
+    engine = make_engine()
+
+    async def start_midway() -> list:
+        task = asyncio.create_task(engine.agenerate(LONG, sampled(max_new_tokens=100)))
+        while not engine.state()["num_running"]:
+            await asyncio.sleep(0)
+        engine.start()
+        assert not engine.model.in_rollout_phase and engine.model.module.training
+        with engine.model.rollout_phase():
+            return await task
+
+    [answer] = asyncio.run(start_midway())
+    engine.stop()
+    assert answer.finish_reason.type == "length" and not engine.model.in_rollout_phase
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("ends_by", ["cancel", "failing step"])
+def test_a_coroutine_that_does_not_reach_its_end_leaves_the_module_as_it_was(make_engine, ends_by):
+    engine = make_engine()
+    before = marks(engine.model.module)
+
+    async def end_midway() -> None:
+        task = asyncio.create_task(engine.agenerate(LONG, sampled(max_new_tokens=400)))
+        while not engine.state()["num_running"]:
+            await asyncio.sleep(0)
+        if ends_by == "cancel":
+            task.cancel()
+        else:
+            engine.weights.refuse_sampling("torn")
+        with pytest.raises((asyncio.CancelledError, SamplingRefused)):
+            await task
+
+    asyncio.run(end_midway())
+    assert not engine.model.in_rollout_phase and marks(engine.model.module) == before
+    assert_idle(engine)
