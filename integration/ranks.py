@@ -5,15 +5,16 @@ from __future__ import annotations
 import gc
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from .activity import Activity
 from .collective_watch import BACKSTOP_S, CollectiveWatch
 
 T = TypeVar("T")
@@ -21,11 +22,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank, the number of ranks, and its device."""
+    """This process's rank, the number of ranks, its device, and its work, which the other ranks are told."""
 
     rank: int
     num_ranks: int
     device: torch.device
+    activity: Activity = field(default_factory=Activity, kw_only=True, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -49,6 +51,23 @@ class Ranks:
         if found is None:
             return []
         return [found[index % self.num_ranks][index // self.num_ranks] for index in range(sum(map(len, found)))]
+
+    def first_alone(self, write: Callable[[], None]) -> None:
+        """Let the first rank write files, while the others wait. All ranks call it together. Raises the first one's
+        OSError there; the others go on."""
+        try:
+            if self.is_first:
+                write()
+        except OSError:
+            self.meet()
+            raise
+        self.meet()
+
+    def meet(self) -> None:
+        """Wait until all ranks have come here, also while one of them does long work of its own, which goes on. Inside
+        `process_group`; call it before collectives that a rank may come to late."""
+        if self.activity.meeting is not None:
+            self.activity.meeting()
 
     def _reduce(self, value: float, op: dist.ReduceOp.RedOpType) -> float:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
@@ -81,11 +100,12 @@ def this_rank(device: str = "") -> Ranks:
 
 
 @contextmanager
-def process_group(ranks: Ranks, timeout_s: int, *, watches: bool = True) -> Iterator[None]:
+def process_group(ranks: Ranks, timeout_s: int, *, watches: bool = True, setting: str = "") -> Iterator[None]:
     """Open the job's default process group for the block: NCCL on GPUs, gloo on CPUs. A collective that waits longer
     than `timeout_s` fails on every rank that waits; by gloo it ends the process with the name of the rank that does not
-    come, and time in which this process was stopped does not count (`collective_watch`). watches: whether it does so;
-    if not, gloo's own timeout counts.
+    come, and neither time in which this process was stopped counts, nor time in which the work of that rank goes on
+    (`collective_watch`). By NCCL so does `Ranks.meet` alone. watches: whether it does so; if not, gloo's own timeout
+    counts. setting: the name of `timeout_s` for people.
 
     An object that holds the group beyond this block can hang the process: gloo's threads take the GIL to drop a tensor,
     and a group that ends with the object that holds it, for example a DDP module, joins them without releasing the GIL.
@@ -101,9 +121,14 @@ def process_group(ranks: Ranks, timeout_s: int, *, watches: bool = True) -> Iter
     else:
         dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     watch = None
-    if watches and backend == "gloo" and ranks.num_ranks > 1:
-        watch = CollectiveWatch(ranks.rank, ranks.num_ranks, timeout_s)
-        _set_timeout(max(timeout_s, BACKSTOP_S))  # not before: ranks may not come to the first collectives
+    if watches and ranks.num_ranks > 1:
+        by_nccl = backend == "nccl"
+        watch = CollectiveWatch(
+            ranks.rank, ranks.num_ranks, timeout_s, ranks.activity, setting=setting, has_deadlines=by_nccl
+        )
+        if not by_nccl:
+            _set_timeout(max(timeout_s, BACKSTOP_S))  # not before: ranks may not come to the first collectives
+        ranks.activity.meeting = watch.meet
     try:
         yield
     except BaseException as error:
@@ -111,6 +136,7 @@ def process_group(ranks: Ranks, timeout_s: int, *, watches: bool = True) -> Iter
         raise
     finally:
         if watch is not None:
+            ranks.activity.meeting = None
             watch.close()
         gc.collect()
         dist.destroy_process_group()

@@ -27,9 +27,11 @@ class Evaluation:
         ranks: Ranks,
         problems: Sequence[Problem],
         answer: Callable[[Sequence[Problem], Sequence[SamplingParams]], list[Answer]],
+        count: Callable[[], int] | None = None,
     ) -> None:
-        """Prepare the evaluation. answer: returns the scored answers to problems; see `Rollouts.answers`."""
-        self._config, self._ranks, self._answer = config, ranks, answer
+        """Prepare the evaluation. answer: returns the scored answers to problems; see `Rollouts.answers`. count: see
+        `Activity.of`."""
+        self._config, self._ranks, self._answer, self._count = config, ranks, answer, count
         self._problems = problems
         self.examples: list[str] = []  # of the last evaluation: a few of this rank's answers, to be shown
 
@@ -45,7 +47,10 @@ class Evaluation:
             for index in indices
         ]
         mine = [self._problems[index] for index in indices]
-        answers = self._answer(mine, params)
+        doing = "playing held-out episodes" if self._config.environment else "scoring held-out answers"
+        with ranks.activity.of(doing, self._count):  # but while the engine generates
+            answers = self._answer(mine, params)
+            ranks.meet()  # some may have had longer answers
         firsts = zip(mine, answers[:: settings.n], strict=True)
         self.examples = [
             shown(sample_row(problem, first.completion, first.score, 0.0))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -22,10 +22,11 @@ from ...rollout.model.loading import load_whole, named_by_folder, read_config
 from ...rollout.model.operations.indexer import freeze_indexers
 from ...rollout.model.supported import context_length
 from ...rollout.receipt import guarantee
-from ...weight_sync.disk.atomic_folder import flush_folder, partial_folder
-from ..failures import FileFailed, files_of
+from ...weight_sync.disk.atomic_folder import num_bytes_beside
+from ..failures import FileFailed
 from ..image_inputs import banned_tokens
 from ..ranks import Ranks
+from .backends.backend import TrainerState
 from .backends.lora import add_adapters
 from .engines.factory import make_engine
 from .engines.rollouts import Rollouts, StepSamples
@@ -33,7 +34,7 @@ from .engines.schedule import SCHEDULE
 from .environments.player import EpisodePlayer
 from .evaluation import Evaluation
 from .first_gap import FirstGap
-from .plan import model_spec
+from .plan import warm_start_spec
 from .results.best_model import BestModel
 from .results.checkpoint import (
     load_checkpoint,
@@ -44,8 +45,9 @@ from .results.checkpoint import (
     saved_digest,
 )
 from .results.json_files import read_json, write_json
+from .results.model_folder import write_model_folder
 from .results.processor_files import copy_processor
-from .results.run_folder import REMOVED, say
+from .results.run_folder import say
 from .results.run_log import RunLog, drop_lines_after
 from .results.samples import SampleFiles
 from .results.samples_page import samples_data
@@ -56,10 +58,10 @@ from .results.weights_kept import WeightsKept
 from .rewards.scorer import make_scorer
 from .rewards.user_calls import UserCalls
 from .settings.config import JobConfig
-from .tasks.arithmetic import ArithmeticSpec
 from .tasks.task import build_task, described_drops
-from .tasks.warm_start import WarmStartProgress, WarmStartSpec, warm_start
+from .tasks.warm_start import WarmStartProgress, warm_start
 from .training.loss import RatioNumbers
+from .training.packing import Sample
 from .training.trainer import GrpoTrainer, make_backend
 
 if TYPE_CHECKING:  # FastAPI is an extra
@@ -77,6 +79,7 @@ class GrpoJob:
         transformers_logging.disable_progress_bar()  # the job has a bar of its own
         self.config = config
         self.ranks = ranks
+        checkpoint = newest_checkpoint(config.folder / "checkpoints") if resume else None
         folder = Path(config.model.path) if config.model.path else self._built_model()
         self._model_folder = folder
         self.tokenizer, self.model = self._loaded(folder)
@@ -91,12 +94,13 @@ class GrpoJob:
         self.backend = make_backend(config, ranks)
         # The engine comes before the trainer, which may shard the module that the engine hosts or copies.
         self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
+        self.engine.activity = ranks.activity
         self._calls = UserCalls(config.rollout.reward_timeout_s)
         self.rollouts = Rollouts(
             config, ranks, self.engine, self.task, make_scorer(config, self._calls), self._player(),
             banned=banned_tokens(self.engine.hosted.module),
         )  # fmt: skip
-        self.evaluation = Evaluation(config, ranks, self.task.heldout, self.rollouts.answers)
+        self.evaluation = Evaluation(config, ranks, self.task.heldout, self.rollouts.answers, self.engine.num_steps)
         self._sample_files: SampleFiles | None = None  # of the first rank, while the job runs
         self._weights_kept: WeightsKept | None = None  # likewise
         self.first_step = self.step = 0  # step: number of the current step, from 1
@@ -107,16 +111,16 @@ class GrpoJob:
                 announce_step=self.engine.announce_step,
             )  # fmt: skip
             self.trainer.on_gap = FirstGap(config, ranks, self._save_model)
-            checkpoint = newest_checkpoint(config.folder / "checkpoints") if resume else None
             if checkpoint is not None:
                 refuse_other_draws(checkpoint)
                 if ranks.is_first and (changed := changed_settings(config, checkpoint)):
                     logger.warning("settings are others than at %s: %s", checkpoint, describe(changed))
-                self.first_step, state = load_checkpoint(checkpoint)
+                self.first_step, state = load_checkpoint(checkpoint, ranks.activity.note)
+                ranks.meet()  # some may have read it in less time
                 self.backend.load_state(state)
                 if (drafts := self._drafts()) is not None:
                     load_history(checkpoint, drafts)
-            self.step = self.first_step
+            self.step = ranks.activity.step = self.first_step
             self.engine.sync(str(self.first_step))
             if checkpoint is not None:
                 self._refuse_other_weights(checkpoint)
@@ -179,7 +183,7 @@ class GrpoJob:
             )
         try:
             for step in range(self.first_step, config.run.num_steps):
-                self.step = step + 1
+                self.step = self.ranks.activity.step = step + 1
                 line = self.run_step(step)
                 self._follow_weights(cast("str | None", line["weight_digest"]))
                 is_last = step + 1 == config.run.num_steps
@@ -228,11 +232,13 @@ class GrpoJob:
     def run_step(self, step: int) -> dict[str, object]:
         """Generate, score, train and commit, all ranks together. Returns the step's metrics. step: from 0, in order."""
         started = time.perf_counter()
-        done = StepSamples()
-        stats = self.trainer.update(self.rollouts.samples(step, done), step)
+        done, activity = StepSamples(), self.ranks.activity
+        with activity.of("training"):
+            stats = self.trainer.update(self._followed(self.rollouts.samples(step, done)), step)
         trained = time.perf_counter()
-        self.rollouts.end(step, done)
-        num_bytes = self.engine.sync(str(step + 1))
+        with activity.of("updating the engine's weights"):
+            self.rollouts.end(step, done)
+            num_bytes = self.engine.sync(str(step + 1))
         synced = time.perf_counter()
         own_tokens = done.num_discarded_tokens + sum(c.num_completion_tokens for c in done.completions)
         num_tokens = self.ranks.total(own_tokens)
@@ -265,6 +271,17 @@ class GrpoJob:
             **self.rollouts.ahead(rollout_s),
         }
 
+    def _followed(self, samples: Iterator[Sample]) -> Iterator[Sample]:
+        """Yield samples, tell the other ranks of each, and wait for theirs at the end, before a collective does."""
+        activity, doing = self.ranks.activity, "playing episodes" if self.config.environment else "scoring"
+        while True:
+            with activity.of(doing, self.engine.num_steps):  # but while the engine generates
+                sample = next(samples, None)
+            if sample is None:
+                break
+            yield sample
+        self.ranks.meet()
+
     def _statistics(self, step: int, done: StepSamples) -> dict[str, object]:
         """Keep the step's samples where it is their turn, and return their statistics, on the first rank."""
         every, group_size = self.config.run.rollouts_every, self.config.rollout.group_size
@@ -289,29 +306,23 @@ class GrpoJob:
         return found.get(REWARD, 0.0)
 
     def _built_model(self) -> Path:
-        config = self.config
-        data = config.data
-        spec = WarmStartSpec(
-            seed=config.run.seed,
-            model=model_spec(config),
-            data=ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout),
-            num_steps=config.warm_start.num_steps,
-            batch_size=config.warm_start.batch_size,
-            learning_rate=config.warm_start.learning_rate,
-            slip_rate=config.warm_start.slip_rate,
-        )
-        cache_dir, device = config.warm_start.cache_dir, self.ranks.device
-        return warm_start(spec, cache_dir, device=device, on_progress=_report_warm_start)
+        cache_dir, device = self.config.warm_start.cache_dir, self.ranks.device
+        return warm_start(warm_start_spec(self.config), cache_dir, device=device, on_progress=_report_warm_start)
 
     def _save_checkpoint(self, step: int) -> None:
-        state = self.backend.state()  # called on every rank, because it gathers shards
-        if self.ranks.is_first:
-            if broken := [name for name, tensor in state.model.items() if not tensor.isfinite().all()]:
-                raise BrokenLogits(f"trained weights are not finite: {', '.join(broken[:5])}")
-            folder, digest = self.config.folder / "checkpoints", self.engine.weight_digest()
-            settings, num_kept = settings_of(self.config), self.config.checkpoints.keep
-            path = save_checkpoint(folder, step, state, digest, self._drafts(), num_kept, settings)
-            self._keep_digest(path, step, digest)
+        """Write a checkpoint on the first rank, while the others wait. All ranks call it together."""
+        with self.ranks.activity.of("writing a checkpoint"):
+            state = self.backend.state()  # called on every rank, because it gathers shards
+            self.ranks.first_alone(lambda: self._write_checkpoint(step, state))
+
+    def _write_checkpoint(self, step: int, state: TrainerState) -> None:
+        if broken := [name for name, tensor in state.model.items() if not tensor.isfinite().all()]:
+            raise BrokenLogits(f"trained weights are not finite: {', '.join(broken[:5])}")
+        folder, digest = self.config.folder / "checkpoints", self.engine.weight_digest()
+        settings, num_kept = settings_of(self.config), self.config.checkpoints.keep
+        note = self.ranks.activity.note
+        path = save_checkpoint(folder, step, state, digest, self._drafts(), num_kept, settings, note)
+        self._keep_digest(path, step, digest)
 
     def _describe_engines(self) -> WeightsKept:
         """Write what the engines are, and the digest of the weights that the run begins with. The first rank does."""
@@ -348,26 +359,23 @@ class GrpoJob:
         return service.engine.drafts if self.ranks.is_first and service is not None else None
 
     def _save_model(self, folder: Path, more: Mapping[str, str] | None = None) -> None:
-        """Write the model and its tokenizer as a folder, or not at all. more: further files in it, text by name."""
-        tensors = self.backend.on_first(self.backend.named_tensors())
-        if not self.ranks.is_first:
-            return
-        with files_of(folder), partial_folder(folder) as partial:
+        """Write the model and its tokenizer as a folder, or not at all, on the first rank, while the others wait. All
+        ranks call it together. more: further files in it, text by name."""
+        tensors: dict[str, Tensor] = {}
+
+        def fill(empty: Path) -> None:
             if self.adapted is not None:
-                self.adapted.save_pretrained(partial, save_embedding_layers=False)
+                self.adapted.save_pretrained(empty, save_embedding_layers=False)
             else:
-                self.backend.save_pretrained(partial, tensors)
-            self.tokenizer.save_pretrained(partial)
-            copy_processor(self._model_folder, partial)
+                self.backend.save_pretrained(empty, tensors)
+            self.tokenizer.save_pretrained(empty)
+            copy_processor(self._model_folder, empty)
             for name, text in (more or {}).items():
-                (partial / name).write_text(text, encoding="utf-8")
-            flush_folder(partial)
-            if folder.exists():  # an earlier best one; or of a run that had ended and was resumed: the same model
-                old = folder.rename(folder.with_name(f".{folder.name}{REMOVED}"))
-                partial.rename(folder)
-                shutil.rmtree(old)
-            else:
-                partial.rename(folder)
+                (empty / name).write_text(text, encoding="utf-8")
+
+        with self.ranks.activity.of("writing the model", partial(num_bytes_beside, folder)):
+            tensors = self.backend.on_first(self.backend.named_tensors())
+            self.ranks.first_alone(lambda: write_model_folder(folder, fill, self.ranks.activity.note))
 
 
 def ratio_metrics(ratios: RatioNumbers) -> dict[str, object]:

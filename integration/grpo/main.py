@@ -156,7 +156,7 @@ def run(config: JobConfig, *, resume: bool) -> None:
     from ..ranks import process_group, this_rank
 
     ranks = this_rank(config.engine.device)
-    with process_group(ranks, config.run.timeout_s):
+    with process_group(ranks, config.run.timeout_s, setting="run.timeout_s"):
         if config.parallel.num_ranks > 1:
             outlive_sigterm()  # not before: a rank that waits for the others to come has nothing to report
         _train(config, ranks, resume=resume)
@@ -172,7 +172,8 @@ def _train(config: JobConfig, ranks: Ranks, *, resume: bool) -> None:
     started = time.perf_counter()
     job = None
     try:
-        job = GrpoJob(config, ranks, resume=resume)
+        with ranks.activity.of("loading"):
+            job = GrpoJob(config, ranks, resume=resume)
         job.run()
     except Exception as error:  # a boundary between processes: closing would wait for ranks without this error
         if job is not None and isinstance(error, BrokenLogits):

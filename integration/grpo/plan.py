@@ -28,9 +28,9 @@ from .results.settings_kept import other_seed
 from .rewards.scorer import make_scorer
 from .sampling_check import check_sampling, distortions
 from .settings.config import JobConfig
-from .tasks.arithmetic import CONTEXT_TOKENS, VOCAB_SIZE, build_tokenizer
+from .tasks.arithmetic import CONTEXT_TOKENS, VOCAB_SIZE, ArithmeticSpec, build_tokenizer
 from .tasks.task import Task, build_task, check_lengths, described_drops
-from .tasks.warm_start import ModelSpec, build_model
+from .tasks.warm_start import ModelSpec, WarmStartSpec, build_model
 from .training.checkpointing import refuse_without_layers
 from .training.trainer import make_backend
 
@@ -42,6 +42,20 @@ def model_spec(config: JobConfig) -> ModelSpec:
     m = config.model
     return ModelSpec(
         m.hidden_size, m.intermediate_size, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim, m.family
+    )
+
+
+def warm_start_spec(config: JobConfig) -> WarmStartSpec:
+    """Return what the warm start of that model depends on."""
+    data, warm = config.data, config.warm_start
+    return WarmStartSpec(
+        seed=config.run.seed,
+        model=model_spec(config),
+        data=ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout),
+        num_steps=warm.num_steps,
+        batch_size=warm.batch_size,
+        learning_rate=warm.learning_rate,
+        slip_rate=warm.slip_rate,
     )
 
 

@@ -74,7 +74,7 @@ def probe(config: JobConfig, ranks: Ranks, num_prompts: int, num_samples: int) -
     config: of the job. ranks: this process alone. Seconds of a step are for the job's own sizes: on CPUs for all its
     ranks sharing this machine's cores, on GPUs divided by `run.num_ranks` (1 where it is 0).
     """
-    with process_group(ranks, config.run.timeout_s):
+    with process_group(ranks, config.run.timeout_s, setting="run.timeout_s"):
         found = _probed(config, GrpoJob(probed_config(config, num_prompts, num_samples), ranks, resume=False))
         gc.collect()  # a DDP module must end inside the block
         return found

@@ -140,8 +140,8 @@ PLACES = {
     "integration.router.attending": "http.edge router.calls router.fleet router.router router.wire",
     "integration.bench.parts": "push.local_target push.remote_engine service",
     "integration.grpo.engines": (
-        "failures grpo.backends grpo.environments grpo.results grpo.rewards grpo.settings grpo.tasks grpo.training "
-        "push.adapters push.failures push.local_target push.pusher push.remote_engine ranks service"
+        "activity failures grpo.backends grpo.environments grpo.results grpo.rewards grpo.settings grpo.tasks "
+        "grpo.training push.adapters push.failures push.local_target push.pusher push.remote_engine ranks service"
     ),
     "integration.http.observe": "http.admin http.chat http.conversations http.edge http.images pages service version",
     "integration.router.generation": (
@@ -179,7 +179,7 @@ PLACES = {
     "integration.service": "replay service_config weights",
     "integration.grpo.training": "grpo.backends grpo.settings image_inputs ranks",
     "integration.grpo.results": (
-        "failures grpo.backends grpo.environments grpo.rewards grpo.settings grpo.tasks pages replay"
+        "failures grpo.backends grpo.environments grpo.rewards grpo.settings grpo.tasks pages ranks replay"
     ),
     "integration.pages": "",
     "integration.grpo.tasks": "failures folder_processor grpo.settings",
@@ -219,8 +219,9 @@ PLACES = {
     "integration.plain_values": "",
     "integration.push.adapters": "",
     "integration.push.starter": "",
-    "integration.ranks": "collective_watch",
-    "integration.collective_watch": "lost_ranks",
+    "integration.ranks": "activity collective_watch",
+    "integration.activity": "",
+    "integration.collective_watch": "activity lost_ranks",
     "integration.router.wire": "http.edge router.calls",
     "integration.router.budget": "",
     "integration.router.calls": "http.edge",

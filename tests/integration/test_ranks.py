@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.integration.ranks import this_rank
+from lockstep.integration.ranks import Ranks, this_rank
 
 
 def on_a_machine(monkeypatch: pytest.MonkeyPatch, num_gpus: int, local_rank: int) -> None:
@@ -28,6 +28,26 @@ def test_more_ranks_than_gpus_are_refused_by_number(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match="rank 1 of this machine has none, for there are 1"):
         this_rank()
     assert this_rank("cpu").device == torch.device("cpu")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_others_wait_while_the_first_rank_writes_and_go_on_where_it_fails(fails):
+    events: list[str] = []
+
+    def write() -> None:
+        events.append("writes")
+        if fails:
+            raise OSError("no space left")
+
+    for rank in range(2):
+        ranks = Ranks(rank, 2, torch.device("cpu"))
+        ranks.activity.meeting = lambda rank=rank: events.append(f"rank {rank} meets")
+        if fails and ranks.is_first:
+            with pytest.raises(OSError, match="no space left"):
+                ranks.first_alone(write)
+        else:
+            ranks.first_alone(write)
+    assert events == ["writes", "rank 0 meets", "rank 1 meets"]
 
 
 def test_a_gpu_that_is_asked_for_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:

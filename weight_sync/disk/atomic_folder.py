@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .claims import claimed_folder
@@ -45,10 +45,20 @@ def partial_folder(target: Path) -> Iterator[Path]:
         raise
 
 
-def flush_folder(folder: Path) -> None:
-    """Flush the files of a folder, and then their names, to the disk."""
+def num_bytes_beside(target: Path) -> int:
+    """Return how many bytes the parts of `target` have that are being filled."""
+    found = 0
+    for file in target.parent.glob(f".{target.name}.partial-*/*"):
+        with suppress(OSError):  # it has just got another name
+            found += file.stat().st_size
+    return found
+
+
+def flush_folder(folder: Path, on_file: Callable[[], object] = lambda: None) -> None:
+    """Flush the files of a folder, and then their names, to the disk. on_file: is called after each of them."""
     for file in sorted(folder.iterdir()):
         flush(file)
+        on_file()
     flush(folder)
 
 

@@ -116,8 +116,9 @@ def _gaps(found: Iterable[tuple[int, int, TensorSpec]], num_bytes: int) -> Itera
 class ShardWriter:
     """Write one safetensors file into an open, empty file: room for the header first, then each added tensor."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+    def __init__(self, file: IO[bytes], header_bytes: int = 0) -> None:
+        """Write nothing yet. header_bytes: the room for the header; 0: `HEADER_BYTES`."""
+        self._file, self._room = file, header_bytes or HEADER_BYTES
         self._entries = [_METADATA]
         self._header_bytes = 0  # 0 before the first tensor
         self.num_bytes = 0  # of tensors
@@ -130,10 +131,7 @@ class ShardWriter:
         """Append a tensor. Raises ValueError for a dtype that safetensors does not know, and for its own name."""
         entry = self._entry(TensorSpec.of(name, tensor))
         if self._header_bytes == 0:
-            # 8 bytes of length and the header together end at a multiple of 64, so the first tensor is aligned.
-            needed = max(HEADER_BYTES, 8 + self._length([*self._entries, entry]))
-            self._header_bytes = -(-needed // 64) * 64 - 8
-            self._file.seek(8 + self._header_bytes)
+            self._reserve([*self._entries, entry])
         self._entries.append(entry)
         for part in byte_view(tensor).split(COPY_BYTES if tensor.device.type != "cpu" else max(1, tensor.nbytes)):
             self._file.write(memoryview(part.cpu().numpy()))
@@ -141,9 +139,18 @@ class ShardWriter:
 
     def finish(self) -> None:
         """Write the header: the file is complete when it is closed."""
+        if self._header_bytes == 0:  # there is no tensor
+            self._reserve(self._entries)
         self._file.seek(0)
         header = ("{" + ",".join(self._entries) + "}").encode()
         self._file.write(struct.pack("<Q", self._header_bytes) + header.ljust(self._header_bytes, b" "))
+
+    def _reserve(self, entries: list[str]) -> None:
+        """Leave room for a header with at least these entries."""
+        # 8 bytes of length and the header together end at a multiple of 64, so the first tensor is aligned.
+        needed = max(self._room, 8 + self._length(entries))
+        self._header_bytes = -(-needed // 64) * 64 - 8
+        self._file.seek(8 + self._header_bytes)
 
     def _entry(self, spec: TensorSpec) -> str:
         if spec.name == _OWN_NAME:

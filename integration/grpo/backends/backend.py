@@ -20,6 +20,7 @@ from ..settings.training import TrainSettings
 from .adamw import TrainerAdamW, make_adamw
 
 _CLIP_EPSILON = 1e-6
+_SHARD_SIZE = "2GB"  # of a model's files: each is flushed by itself, and other ranks are told
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class TrainerBackend(ABC):
 
     def save_pretrained(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the model as a folder. tensors: `named_tensors`, whole."""
-        self.model.save_pretrained(folder, state_dict=dict(tensors))
+        self.model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=_SHARD_SIZE)
 
     def state(self) -> TrainerState:
         """Gather the trained parameters and the optimizer state on rank 0. Changes nothing."""
@@ -147,6 +148,7 @@ class TrainerBackend(ABC):
         for name, tensor in tensors:
             if self.ranks.is_first:
                 kept[name] = tensor.detach().cpu()
+                self.ranks.activity.note(tensor.nbytes)
         return kept
 
 

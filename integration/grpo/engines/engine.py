@@ -23,6 +23,7 @@ from ....rollout.model.hosted_model import HostedModel
 from ....rollout.ranks.channel import RankChannel
 from ....rollout.sampling_params import SamplingParams
 from ....weight_sync.transaction.transaction import Undo
+from ...activity import Activity
 from ...push.adapters.named_tensors import outgoing_specs, unwrapped
 from ...ranks import Ranks
 from ...service import RolloutService
@@ -45,6 +46,7 @@ class JobEngine(ABC):
     hosted: HostedModel  # the trainer's module with the engine's numerics
     service: RolloutService | None = None  # of an engine in this process; None: the engine has its own process
     ranks: RankChannel | None = None  # between the ranks of an engine that has several
+    activity = Activity()  # of this rank; the job sets its own
 
     @abstractmethod
     def generate(
@@ -68,6 +70,14 @@ class JobEngine(ABC):
     @abstractmethod
     def counts(self) -> AheadCounts:
         """Return what the engine has counted so far."""
+
+    def num_steps(self) -> int:
+        """Return a number that grows while the engine generates; a constant where that is not known."""
+        return 0
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Enclose a wait for samples."""
+        return self.activity.of("generating", self.num_steps)
 
     @abstractmethod
     def sync(self, version: str) -> int:
@@ -104,9 +114,13 @@ class LocalEngine(JobEngine):
         """See `JobEngine.begin`."""
         self._ahead.begin(step, asked.prompts, asked.params, schedule=asked.schedule)
 
+    def num_steps(self) -> int:
+        """See `JobEngine.num_steps`."""
+        return self.service.engine.metrics.num_steps
+
     def settle(self) -> None:
         """See `JobEngine.settle`."""
-        with self.service.rollout(release_kv=True):
+        with self.generating(), self.service.rollout(release_kv=True):
             self._ahead.settle()
 
     def groups(self, step: int, num_groups: int) -> Iterator[list[list[Completion]]]:
@@ -114,7 +128,7 @@ class LocalEngine(JobEngine):
         yield by_prompt(self._finish(step))
 
     def _finish(self, step: int) -> list[Completion]:
-        with self.service.rollout(release_kv=True):
+        with self.generating(), self.service.rollout(release_kv=True):
             return self._ahead.finish(step)
 
     def counts(self) -> AheadCounts:
@@ -125,7 +139,7 @@ class LocalEngine(JobEngine):
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams] | SamplingParams
     ) -> list[Completion]:
         """See `JobEngine.generate`."""
-        with self.service.rollout(release_kv=True):
+        with self.generating(), self.service.rollout(release_kv=True):
             return self.service.engine.generate(prompts, params)
 
     def weight_digest(self) -> str | None:

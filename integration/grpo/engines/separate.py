@@ -41,7 +41,8 @@ class SeparateEngine(PushedEngine):
     ) -> list[Completion]:
         """See `JobEngine.generate`."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        return self._target.generate(list(prompts), [asdict(p) for p in each], _TIMEOUT_S)
+        with self.generating():
+            return self._target.generate(list(prompts), [asdict(p) for p in each], _TIMEOUT_S)
 
     @reported_losses()
     def begin(self, step: int, asked: StepPrompts) -> None:
@@ -57,7 +58,7 @@ class SeparateEngine(PushedEngine):
         """See `JobEngine.groups`. A call waits for a step of the engine."""
         index = 0
         while index < num_groups:
-            with reported_losses():
+            with self.generating(), reported_losses():
                 found = self._target.finish_groups(step, index, _TIMEOUT_S)
             groups = by_prompt(found)
             index += len(groups)

@@ -41,7 +41,7 @@ class ShardedEngine(LocalEngine):
         asked, own = self._gather(StepPrompts(list(prompts), list(each)))
         if not asked.params:
             return []
-        with self.service.rollout(release_kv=True):
+        with self.generating(), self.service.rollout(release_kv=True):
             return self.service.engine.generate(asked.prompts, asked.params)[own]
 
     def begin(self, step: int, asked: StepPrompts) -> None:
@@ -58,7 +58,7 @@ class ShardedEngine(LocalEngine):
         rank's."""
         params = [asdict(p) for p in asked.params]
         own = {"prompts": list(map(as_json, asked.prompts)), "params": params, "schedule": asked.schedule}
-        # Rank 0 may call this later than the others: it writes logs and checkpoints.
+        # Rank 0 may call this later than the others: it writes logs.
         brought = self.ranks.gather_json(own, timeout_s=self._config.run.timeout_s)
         num_samples = [sum(plain["n"] for plain in of_rank["params"]) for of_rank in brought]
         first = sum(num_samples[: self.ranks.mesh.local_rank])

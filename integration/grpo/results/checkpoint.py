@@ -12,13 +12,12 @@ so no generator state is kept.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from ....kernels.sampling.definition import DRAW_DEFINITION
 from ....rollout.control.drafts import EngineDrafts
@@ -26,6 +25,7 @@ from ....weight_sync.disk.atomic_folder import atomic_folder
 from ...failures import FileFailed, files_of
 from ..backends.backend import TrainerState
 from .json_files import read_json, write_json
+from .tensor_file import OnBytes, save_tensors, sha256_of
 
 _PREFIX = "step-"
 _STATE = "state.json"
@@ -37,6 +37,10 @@ _REMEDY_OF_HISTORY = (
 _UNNUMBERED_DRAWS = 1  # of checkpoints that were written before definitions had numbers
 
 
+def _unheard(_num_bytes: int) -> None:
+    """Do nothing for bytes that are done."""
+
+
 def save_checkpoint(
     folder: Path,
     step: int,
@@ -45,20 +49,21 @@ def save_checkpoint(
     drafts: EngineDrafts | None = None,
     num_kept: int = 2,
     settings: Mapping[str, object] | None = None,
+    on_bytes: OnBytes = _unheard,
 ) -> Path:
     """Write the state after `step` finished steps, and delete all but the newest checkpoints. One rank calls it.
 
     drafts: of its engine, if that is in this process. num_kept: number of checkpoints that stay; 0: all. settings: of
-    the run, by their keys. Raises FileFailed; then nothing is left of this checkpoint, and the older ones are there.
+    the run, by their keys. on_bytes: is called after each piece that is written. Raises FileFailed; then nothing is
+    left of this checkpoint, and the older ones are there.
     """
     path = folder / f"{_PREFIX}{step:06d}"
     with files_of(path), atomic_folder(path) as partial:
         for name in ("model", "optimizer"):
-            tensors = {key: tensor.detach().contiguous() for key, tensor in getattr(state, name).items()}
-            save_file(tensors, partial / f"{name}.safetensors")
+            save_tensors(getattr(state, name), partial / f"{name}.safetensors", on_bytes)
         if drafts is not None and drafts.keeps_history:
             drafts.save_history(partial / _HISTORY)
-        files = {file.name: _sha256(file) for file in partial.iterdir()}
+        files = {file.name: sha256_of(file, on_bytes) for file in partial.iterdir()}
         described = {"step": step, "weight_digest": digest, "draw_definition": DRAW_DEFINITION, "sha256": files}
         write_json(partial / _STATE, described | {"settings": settings})
     for old in _checkpoints(folder)[:-num_kept] if num_kept else []:
@@ -77,14 +82,14 @@ def num_steps_done(folder: Path) -> int:
     return max((step for path in _checkpoints(folder) if (step := _step_of(path)) is not None), default=0)
 
 
-def load_checkpoint(path: Path) -> tuple[int, TrainerState]:
-    """Read a checkpoint. Returns its number of finished steps, and the state for `TrainerBackend.load_state`. Raises
-    FileFailed."""
+def load_checkpoint(path: Path, on_bytes: OnBytes = _unheard) -> tuple[int, TrainerState]:
+    """Read a checkpoint. Returns its number of finished steps, and the state for `TrainerBackend.load_state`. on_bytes:
+    is called meanwhile, after each piece that was checked. Raises FileFailed."""
     saved = _saved(path)
     tensors = []
     for name in ("model.safetensors", "optimizer.safetensors"):
         with files_of(path, "read", _REMEDY):
-            _refuse_other_file(path / name, saved, _REMEDY)
+            _refuse_other_file(path / name, saved, _REMEDY, on_bytes)
             tensors.append(load_file(path / name))
     return saved["step"], TrainerState(*tensors)
 
@@ -129,20 +134,15 @@ def _saved(path: Path) -> dict[str, Any]:
     return saved
 
 
-def _refuse_other_file(file: Path, saved: Mapping[str, Any], remedy: str) -> None:
+def _refuse_other_file(file: Path, saved: Mapping[str, Any], remedy: str, on_bytes: OnBytes = _unheard) -> None:
     """Raise FileFailed for a file that is not the one which was saved; older checkpoints do not tell."""
     hashes = saved.get("sha256")
     expected = hashes.get(file.name) if isinstance(hashes, dict) else None
-    if expected is not None and (found := _sha256(file)) != expected:
+    if expected is not None and (found := sha256_of(file, on_bytes)) != expected:
         raise FileFailed(
             f"{file} cannot be read: it is not the file that was saved, its SHA-256 was {expected} and is {found}; "
             f"{remedy}"
         )
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -28,8 +28,8 @@ class RunSettings(Section):
     wandb: str = ""  # project in Weights & Biases to which the metrics go, too; empty: none
     replay_schedule: str = ""  # schedule.jsonl of a run with rollout.on_commit "keep" or "drop": each token is drawn
     # under the commit that drew it there, so that the digests are those of that run
-    timeout_s: int = 120  # longest time that a rank waits for the others in a collective; on CPUs without the time in
-    # which it was stopped
+    timeout_s: int = 120  # longest time that a rank waits in a collective for one that does not come and whose own work
+    # (samples, files) does not go on; on CPUs without the time in which it was stopped
     rollouts_every: int = 1  # steps between those whose samples are kept in the folder `rollouts`; 0: none are
     rollouts_keep: int = 200  # number of newest steps whose samples are kept; 0: all
 

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from lockstep.integration.activity import Activity
 from lockstep.integration.failures import FileFailed
 from lockstep.integration.grpo.backends.ddp import DdpBackend
-from lockstep.integration.grpo.results import json_files
+from lockstep.integration.grpo.results import json_files, tensor_file
 from lockstep.integration.grpo.results.best_model import BestModel
 from lockstep.integration.grpo.results.checkpoint import (
     load_checkpoint,
@@ -33,7 +34,7 @@ class OneProcess(DdpBackend):
     """A backend without a process group. It keeps the same state of a model and its AdamW."""
 
     def __init__(self, model):
-        ranks = SimpleNamespace(rank=0, num_ranks=1, is_first=True, device=torch.device("cpu"))
+        ranks = SimpleNamespace(rank=0, num_ranks=1, is_first=True, device=torch.device("cpu"), activity=Activity())
         super().__init__(TrainSettings(learning_rate=1e-3), ranks)
         self.model, self._ddp, self.optimizer = model, model, self.adamw(model)
 
@@ -58,6 +59,19 @@ def test_a_loaded_checkpoint_trains_on_to_the_same_bits(make_model, tmp_path):
     train(other, 3)
     for a, b in zip(straight.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(a, b)
+
+
+def test_every_piece_of_a_checkpoint_is_told_while_it_is_written_and_read(make_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensor_file, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(tensor_file, "_READ_BYTES", 4096)
+    state, written, read = OneProcess(make_model("qwen2")).state(), [], []
+    path = save_checkpoint(tmp_path, 1, state, on_bytes=written.append)
+    num_bytes = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert max(written) == 4096 and sum(written) > 1.9 * num_bytes, "once for the bytes, once for their hash"
+    _, found = load_checkpoint(path, read.append)
+    assert max(read) == 4096 and sum(read) == num_bytes
+    assert found.model.keys() == state.model.keys()
+    assert all(torch.equal(found.model[name], tensor) for name, tensor in state.model.items())
 
 
 def test_only_the_newest_two_are_kept_and_unfinished_ones_do_not_count(make_model, tmp_path):

@@ -29,6 +29,7 @@ from lockstep.integration.grpo.results.run_log import read_metrics
 from lockstep.integration.grpo.rewards.scorer import Scorer
 from lockstep.integration.grpo.settings.config import load_config
 from lockstep.integration.grpo.tasks.problems import Problem
+from lockstep.integration.ranks import Ranks
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.completion import Completion
 from lockstep.rollout.config import EngineConfig
@@ -387,14 +388,34 @@ def test_the_job_is_freed_before_the_group_that_its_model_holds_ends(monkeypatch
     assert ended
 
 
+def test_each_sample_is_told_to_the_other_ranks_which_meet_after_the_last_one():
+    pytest.importorskip("matplotlib")
+    from lockstep.integration.grpo.job import GrpoJob
+
+    ranks, seen = Ranks(0, 2, torch.device("cpu")), []
+    ranks.activity.meeting = lambda: seen.append("meets")
+
+    def samples():
+        for sample in "ab":
+            seen.append(ranks.activity.doing)
+            yield sample
+
+    job = SimpleNamespace(
+        ranks=ranks, engine=SimpleNamespace(num_steps=lambda: 0), config=SimpleNamespace(environment="")
+    )
+    with ranks.activity.of("training"):
+        for sample in GrpoJob._followed(job, samples()):
+            seen += [sample, ranks.activity.doing, ranks.activity.progress]
+    assert seen == ["scoring", "a", "training", 1, "scoring", "b", "training", 2, "meets"]
+
+
 def test_weights_that_are_no_numbers_are_not_saved_for_a_resume():
     pytest.importorskip("matplotlib")
     from lockstep.integration.grpo.job import GrpoJob
 
     state = TrainerState({"fine": torch.ones(2), "broken": torch.tensor([1.0, float("nan")])}, {})
-    job = SimpleNamespace(backend=SimpleNamespace(state=lambda: state), ranks=SimpleNamespace(is_first=True))
     with pytest.raises(BrokenLogits, match=r"trained weights are not finite: broken$"):
-        GrpoJob._save_checkpoint(job, 3)
+        GrpoJob._write_checkpoint(SimpleNamespace(), 3, state)
 
 
 @pytest.mark.parametrize("whose", ["ours", "a user's"])
