@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,14 @@ class Ranks:
         if found is None:
             return []
         return [found[index % self.num_ranks][index // self.num_ranks] for index in range(sum(map(len, found)))]
+
+    def of_all(self, own: T) -> list[T]:
+        """Return the things of all ranks, in their order, on every rank. All ranks call it together. own: picklable."""
+        found: list[T | None] = [None] * self.num_ranks
+        if self.num_ranks == 1:
+            return [own]
+        dist.all_gather_object(found, own)
+        return [cast(T, one) for one in found]
 
     def first_alone(self, write: Callable[[], None]) -> None:
         """Let the first rank write files, while the others wait. All ranks call it together. Raises the first one's

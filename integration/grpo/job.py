@@ -40,6 +40,7 @@ from .results.checkpoint import (
     load_checkpoint,
     load_history,
     newest_checkpoint,
+    refuse_other_checkpoints,
     refuse_other_draws,
     save_checkpoint,
     saved_digest,
@@ -80,6 +81,8 @@ class GrpoJob:
         self.config = config
         self.ranks = ranks
         checkpoint = newest_checkpoint(config.folder / "checkpoints") if resume else None
+        if resume:
+            refuse_other_checkpoints(ranks, checkpoint)
         folder = Path(config.model.path) if config.model.path else self._built_model()
         self._model_folder = folder
         self.tokenizer, self.model = self._loaded(folder)

@@ -12,6 +12,7 @@ so no generator state is kept.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,7 @@ from ....kernels.sampling.definition import DRAW_DEFINITION
 from ....rollout.control.drafts import EngineDrafts
 from ....weight_sync.disk.atomic_folder import atomic_folder
 from ...failures import FileFailed, files_of
+from ...ranks import Ranks
 from ..backends.backend import TrainerState
 from .json_files import read_json, write_json
 from .tensor_file import OnBytes, save_tensors, sha256_of
@@ -75,6 +77,35 @@ def save_checkpoint(
 def newest_checkpoint(folder: Path) -> Path | None:
     """Find the checkpoint with the most steps, or None."""
     return _checkpoints(folder)[-1] if _checkpoints(folder) else None
+
+
+def refuse_other_checkpoints(ranks: Ranks, checkpoint: Path | None) -> None:
+    """Raise ValueError, on all ranks, unless all of them found the same checkpoint. All ranks call it together."""
+    found = ranks.of_all(_identity(checkpoint))
+    others = [rank for rank, one in enumerate(found) if one[1:] != found[0][1:]]
+    if not others:
+        return
+    shown = ", ".join(f"rank {rank} {_shown(found[rank])}" for rank in (0, *others[:3]))
+    raise ValueError(
+        f"the ranks do not see the same checkpoint: {shown}. The folder of run.dir must be shared by all machines of a "
+        "job: name one that is, or copy the newest checkpoint to each of them"
+    )
+
+
+def _identity(checkpoint: Path | None) -> tuple[str, int | None, str]:
+    """Return the place, the steps and a digest of a checkpoint. One that cannot be read is refused by its loading."""
+    if checkpoint is None:
+        return "", None, ""
+    try:
+        digest = hashlib.sha256((checkpoint / _STATE).read_bytes()).hexdigest()
+    except OSError:
+        digest = "cannot be read"
+    return str(checkpoint), _step_of(checkpoint), digest
+
+
+def _shown(found: tuple[str, int | None, str]) -> str:
+    path, step, digest = found
+    return "has none" if step is None else f"has {path} (SHA-256 of its {_STATE}: {digest[:16]})"
 
 
 def num_steps_done(folder: Path) -> int:

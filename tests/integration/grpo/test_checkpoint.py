@@ -15,9 +15,11 @@ from lockstep.integration.grpo.backends.ddp import DdpBackend
 from lockstep.integration.grpo.results import json_files, tensor_file
 from lockstep.integration.grpo.results.best_model import BestModel
 from lockstep.integration.grpo.results.checkpoint import (
+    _identity,
     load_checkpoint,
     load_history,
     newest_checkpoint,
+    refuse_other_checkpoints,
     refuse_other_draws,
     save_checkpoint,
     saved_digest,
@@ -72,6 +74,23 @@ def test_every_piece_of_a_checkpoint_is_told_while_it_is_written_and_read(make_m
     assert max(read) == 4096 and sum(read) == num_bytes
     assert found.model.keys() == state.model.keys()
     assert all(torch.equal(found.model[name], tensor) for name, tensor in state.model.items())
+
+
+@pytest.mark.parametrize("others", ["none", "of another step", "of another run"])
+def test_ranks_that_do_not_see_the_same_checkpoint_are_refused_by_name(make_model, tmp_path, others):
+    here = save_checkpoint(tmp_path / "here", 2, OneProcess(make_model("qwen2")).state())
+    there = None
+    if others != "none":
+        other = OneProcess(make_model("qwen2"))
+        there = save_checkpoint(tmp_path / "there", 4 if "step" in others else 2, other.state(), "another digest")
+
+    def as_seen(*checkpoints):
+        return SimpleNamespace(of_all=lambda own: [_identity(one) for one in checkpoints])
+
+    refuse_other_checkpoints(as_seen(here, here), here)
+    refuse_other_checkpoints(as_seen(None, None), None)
+    with pytest.raises(ValueError, match=r"do not see the same checkpoint: rank 0 has .*run\.dir must be shared"):
+        refuse_other_checkpoints(as_seen(here, there), here)
 
 
 def test_only_the_newest_two_are_kept_and_unfinished_ones_do_not_count(make_model, tmp_path):
