@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from ..failures import FileFailed, of_path
 from ..one_line import in_the_last_line
 from .settings.config import JobConfig, load_config
+from .settings.unread import unread_settings
 
 if TYPE_CHECKING:
     from ..ranks import Ranks
@@ -63,6 +64,8 @@ def _main(arguments: Sequence[str] | None) -> int:
             return 0
         if rank == "0" and (warning := distortion_warning(config)):
             logger.warning(warning)
+        if rank == "0" and (unread := unread_settings(config)):
+            logger.warning("settings that are not read: %s", "; ".join(unread))
     except (ValueError, OSError) as error:
         if isinstance(error, OSError) and of_path(error) is None:
             raise

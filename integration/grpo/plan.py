@@ -28,6 +28,7 @@ from .results.settings_kept import other_seed
 from .rewards.scorer import make_scorer
 from .sampling_check import check_sampling, distortions
 from .settings.config import JobConfig
+from .settings.unread import unread_settings
 from .tasks.arithmetic import CONTEXT_TOKENS, VOCAB_SIZE, ArithmeticSpec, build_tokenizer
 from .tasks.task import Task, build_task, check_lengths, described_drops
 from .tasks.warm_start import ModelSpec, WarmStartSpec, build_model
@@ -223,8 +224,15 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
         f"memory     per rank: {_weight_memory(config, model, num_ranks)}; {_activations(config, text, num_ranks)}; "
         f"KV pool {config.engine.kv_cache}{per_token}, released while training",
         f"results    {config.folder}",
+        *_notes(config),
     ]
     return "\n".join(lines)
+
+
+def _notes(config: JobConfig) -> list[str]:
+    """Describe settings that have no effect."""
+    unread = unread_settings(config)
+    return [f"{'not read' if number == 0 else '':<10} {one}" for number, one in enumerate(unread)]
 
 
 def _activations(config: JobConfig, text: PretrainedConfig, num_ranks: int) -> str:
