@@ -36,6 +36,7 @@ from .training.checkpointing import refuse_without_layers
 from .training.trainer import make_backend
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_LARGE_RATE = 1e-5  # of all weights of a pretrained model
 
 
 def model_spec(config: JobConfig) -> ModelSpec:
@@ -230,9 +231,13 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
 
 
 def _notes(config: JobConfig) -> list[str]:
-    """Describe settings that have no effect."""
+    """Describe settings that have no effect, and one that is seldom meant."""
+    rate, lines = config.train.learning_rate, []
+    if config.model.path and not config.train.lora.rank and rate > _LARGE_RATE:
+        why = f"AdamW may move each weight that far in a step, and pretrained models often break above {_LARGE_RATE:g}"
+        lines.append(f"warning    train.learning_rate={rate:g} of all weights: {why} (1e-6 is usual)")
     unread = unread_settings(config)
-    return [f"{'not read' if number == 0 else '':<10} {one}" for number, one in enumerate(unread)]
+    return lines + [f"{'not read' if number == 0 else '':<10} {one}" for number, one in enumerate(unread)]
 
 
 def _activations(config: JobConfig, text: PretrainedConfig, num_ranks: int) -> str:

@@ -57,6 +57,24 @@ def test_all_settings_of_our_configs_are_read(path):
     assert unread_settings(load_config(path)) == []
 
 
+@pytest.mark.parametrize(
+    ("overrides", "warns"),
+    [("train.learning_rate=2e-5", True), ("train.learning_rate=1e-5", False),
+     ("train.learning_rate=2e-5 train.lora.rank=4", False)],
+)  # fmt: skip
+def test_the_plan_warns_of_a_learning_rate_that_is_large_for_all_weights(tmp_path, make_model, overrides, warns):
+    make_model("qwen2").save_pretrained(tmp_path / "model")
+    config = job_config(tmp_path, f"model.path={tmp_path / 'model'} {overrides}")
+    assert ("warning    train.learning_rate=2e-05" in describe_plan(config, 1)) is warns
+    assert "train.learning_rate=" not in describe_plan(job_config(tmp_path, "train.learning_rate=1e-3"), 1)
+
+
+def test_the_config_for_a_users_own_model_has_no_value_of_a_toy():
+    config = load_config(next(path for path in CONFIGS if path.stem == "your_model"))
+    assert config.train.learning_rate == 1e-6 and not config.train.kl_coefficient
+    assert config.model.dtype == "bfloat16" and config.rollout.max_new_tokens >= 512
+
+
 def test_defaults_are_not_named(tmp_path):
     assert unread_settings(job_config(tmp_path, "deepspeed.zero_stage=2 weights.undo=tensors")) == []
 
