@@ -99,11 +99,12 @@ class GrpoJob:
         self.engine = make_engine(config, self.model, folder, self.tokenizer, ranks, self.backend)
         self.engine.activity = ranks.activity
         self._calls = UserCalls(config.rollout.reward_timeout_s)
+        self._progress = lambda: self.engine.num_steps() + self._calls.progress
         self.rollouts = Rollouts(
             config, ranks, self.engine, self.task, make_scorer(config, self._calls), self._player(),
             banned=banned_tokens(self.engine.hosted.module),
         )  # fmt: skip
-        self.evaluation = Evaluation(config, ranks, self.task.heldout, self.rollouts.answers, self.engine.num_steps)
+        self.evaluation = Evaluation(config, ranks, self.task.heldout, self.rollouts.answers, self._progress)
         self._sample_files: SampleFiles | None = None  # of the first rank, while the job runs
         self._weights_kept: WeightsKept | None = None  # likewise
         self.first_step = self.step = 0  # step: number of the current step, from 1
@@ -278,7 +279,7 @@ class GrpoJob:
         """Yield samples, tell the other ranks of each, and wait for theirs at the end, before a collective does."""
         activity, doing = self.ranks.activity, "playing episodes" if self.config.environment else "scoring"
         while True:
-            with activity.of(doing, self.engine.num_steps):  # but while the engine generates
+            with activity.of(doing, self._progress):  # but while the engine generates
                 sample = next(samples, None)
             if sample is None:
                 break

@@ -175,7 +175,7 @@ class EpisodePlayer:
         assert params.sampling_seed is not None
         seed, room = derive_seed(params.sampling_seed, index), self._service.engine.max_model_len
         agents = None if self._plays_ahead else agents  # what an agent does does not follow from tokens alone
-        return Session(turns, self._chat, replace(params, n=1), seed, room, agents)
+        return Session(turns, self._chat, replace(params, n=1), seed, room, agents, self._user.waits)
 
     async def _episode(
         self, problem: Problem, params: SamplingParams, index: int, places: asyncio.Semaphore, agents: AgentServer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from .served import AgentServer, ServedModel
 
 New = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | Sequence[int]
 ImageTensors = dict[str, Tensor]  # of all images of a conversation, by the names of the encoder's parameters
+Waits = Callable[[float], AbstractContextManager[None]]
 Generate = Callable[[list[int], SamplingParams, ImageTensors], Awaitable[Completion]]
 
 # These belong to the job: the trainer's log-probabilities have its temperature, and a turn is one sample.
@@ -46,10 +47,11 @@ class Session:
 
     def __init__(
         self, generate: Generate, chat: EpisodeChat, params: SamplingParams, seed: int, max_model_len: int,
-        agents: AgentServer | None = None,
+        agents: AgentServer | None = None, waits: Waits | None = None,
     ) -> None:  # fmt: skip
         """Begin without tokens. params: of every turn, where it sets nothing itself. seed: of this episode. agents: the
-        server of its agents; None: it may have none."""
+        server of its agents; None: it may have none. waits: see `outside`."""
+        self._waits: Waits = waits or (lambda limit_s: nullcontext())
         self._agents = agents
         self._num_served = 0
         self._served: list[Conversation] = []  # of its agents
@@ -139,6 +141,11 @@ class Session:
         self._num_served += 1
         async with self._agents.session(params, self._chat, self._served) as model:
             yield model
+
+    def outside(self, limit_s: float) -> AbstractContextManager[None]:
+        """Enclose work that asks the model nothing, as tests of a program, and ends in `limit_s` seconds at the latest.
+        Where a job has several ranks, one that does nothing for `run.timeout_s` is taken to hang, but for such work."""
+        return self._waits(limit_s)
 
     def episode(self, reward: float | Mapping[str, float]) -> Episode:
         """Return the episode, which ends with the last answer. reward: a number, or components by name, of which

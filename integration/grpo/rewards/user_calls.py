@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -34,11 +34,30 @@ class UserCalls:
         """Start nothing: the loop is made with the first coroutine. timeout_s: of one call of a coroutine function; 0:
         no limit. patience_s: seconds until a warning names calls."""
         self.timeout_s, self.patience_s = timeout_s, patience_s
+        self.num_over = 0  # calls so far
         self._runner = asyncio.Runner()
+        self._limits: dict[object, float] = {}  # ends, on the monotonic clock, of waits that have one
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine to its end, and return its result. Ctrl-C cancels it, and raises KeyboardInterrupt."""
         return self._runner.run(coroutine)
+
+    @contextmanager
+    def waits(self, limit_s: float) -> Iterator[None]:
+        """Enclose a wait that ends in so many seconds at the latest, so that the other ranks need not fear for it."""
+        key = object()
+        self._limits[key] = time.monotonic() + limit_s
+        try:
+            yield
+        finally:
+            del self._limits[key]
+
+    @property
+    def progress(self) -> int:
+        """A number that grows with each call that is over, and while some wait has not come to its limit. Another
+        thread may ask."""
+        now = time.monotonic()
+        return self.num_over + (int(now) if any(end > now for end in list(self._limits.values())) else 0)
 
     def close(self) -> None:
         """Close the loop, with what still waits in it. Calling it again does nothing."""
@@ -59,6 +78,10 @@ class UserFunction:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """See `UserCalls.run`."""
         return self._calls.run(coroutine)
+
+    def waits(self, limit_s: float) -> AbstractContextManager[None]:
+        """See `UserCalls.waits`."""
+        return self._calls.waits(limit_s)
 
     @contextmanager
     def batch(self, num_calls: int) -> Iterator[None]:
@@ -97,11 +120,12 @@ class UserFunction:
         finally:
             del self._open[key]
             self._num_over += 1
+            self._calls.num_over += 1
 
     async def awaited(self, function: Callable[[], Awaitable[T]], what: Callable[[], str]) -> T:
         """Call a coroutine function; see `call`. Raises CallTimedOut where it takes longer than the job allows."""
         limit_s = self._calls.timeout_s
-        with self.call(what):
+        with self.call(what), self._calls.waits(limit_s):
             try:
                 async with asyncio.timeout(limit_s or None) as limit:
                     return await function()

@@ -70,8 +70,10 @@ async def run(
         raise ValueError(f"the environment agent needs a text in the row's {prompt_field!r}, not {prompt!r:.200}")
     async with _place(at_a_time), _folder(files) as folder:
         async with session.served() as model:
-            variables = {**_variables(folder), **model.environment, **{k: str(v) for k, v in (env or {}).items()}}
-            done = await _run(_with_prompt(words, prompt), variables, folder / "work", timeout_s, model)
+            more = {name: str(value) for name, value in (env or {}).items()}
+            variables = {**_variables(folder), **model.environment, **more}
+            with session.outside(timeout_s):
+                done = await _run(_with_prompt(words, prompt), variables, folder / "work", timeout_s, model)
         if not done.turns:
             how = "ran out of time" if done.returncode is None else f"ended with {done.returncode}"
             raise ValueError(f"the agent {how} and had asked the model nothing: {done.stderr[-_SHOWN:].strip()}")

@@ -16,6 +16,7 @@ import pytest
 from lockstep.integration.grpo.engines.rollouts import Answer
 from lockstep.integration.grpo.environments.player import EpisodePlayer
 from lockstep.integration.grpo.rewards.score import Score
+from lockstep.integration.grpo.rewards.user_calls import UserCalls
 from lockstep.integration.grpo.settings.config import JobConfig
 from lockstep.integration.grpo.settings.sampling import RolloutSettings
 from lockstep.integration.grpo.settings.sections import RunSettings
@@ -241,6 +242,22 @@ def test_a_command_that_hangs_is_killed_with_what_it_started(service, command):
     assert [(one["code"], one["turns"]) for one in values] == [(-1.0, 1.0)] * 4
     left = subprocess.run(["pgrep", "-fx", "sleep 1000"], stdout=subprocess.PIPE).stdout.split()
     assert not left
+
+
+def test_a_command_is_work_that_the_other_ranks_need_not_fear_for(service, command):
+    calls, seen = UserCalls(), []
+    player = EpisodePlayer(command("works"), service, TOKENIZER, calls)
+    wait = asyncio.subprocess.Process.wait
+
+    async def noted(process):
+        seen.append(calls.progress)
+        return await wait(process)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio.subprocess.Process, "wait", noted)
+        player.play(PROBLEMS[:1], [SamplingParams(n=1, max_new_tokens=4, sampling_seed=1)])
+    assert seen[0] > 0 and calls.progress == 1
+    calls.close()
 
 
 def test_the_end_of_a_long_output_is_kept(service, command):

@@ -10,6 +10,7 @@ import threading
 
 import pytest
 
+from lockstep.integration.grpo.rewards import user_calls
 from lockstep.integration.grpo.rewards.scorer import Scorer
 from lockstep.integration.grpo.rewards.user_calls import CallTimedOut, UserCalls, UserFunction
 from lockstep.integration.grpo.tasks.problems import Problem
@@ -110,6 +111,37 @@ def test_a_client_that_lives_longer_than_a_group_is_met_by_one_loop(calls, clien
     assert not loop.is_closed()
     calls.close()
     assert loop.is_closed(), "it ends with the job"
+
+
+def test_what_is_over_and_waits_with_a_limit_are_progress(calls, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(user_calls.time, "monotonic", lambda: now[0])
+    assert calls.progress == calls.progress == 0
+    function = UserFunction("it", "a number", calls)
+    for num in (1, 2):
+        with function.call(lambda: "this"):
+            assert calls.progress == num - 1
+        assert calls.progress == num
+    with function.waits(50.0), function.waits(5.0):
+        seen = [calls.progress]
+        for now[0] in (120.0, 149.0, 151.0, 190.0):
+            seen.append(calls.progress)
+    assert seen == [102, 122, 151, 2, 2], "not beyond its limit"
+    assert calls.progress == 2
+
+
+def test_a_coroutine_with_a_limit_is_progress_while_it_waits():
+    calls = UserCalls(timeout_s=1000.0)
+    seen = []
+
+    async def waits():
+        seen.append(calls.progress)
+        return 1.0
+
+    function = UserFunction("it", "a number", calls)
+    assert calls.run(function.awaited(waits, lambda: "this")) == 1.0
+    assert seen[0] > 0 and calls.progress == 1
+    calls.close()
 
 
 def test_ctrl_c_ends_a_reward_that_waits(calls):
