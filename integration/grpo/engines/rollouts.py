@@ -171,6 +171,7 @@ class Rollouts:
         problems, rollout, ranks = list(problems), self._config.rollout, self._ranks
         for attempt in range(1, rollout.redraw + 1):
             flat = [at for at, answers in enumerate(answered) if is_flat(self._totals(answers))]
+            ranks.meet()  # some may still draw
             if not ranks.total(len(flat)):  # of all ranks: those of a replica generate together
                 break
             others, params = self._problems(step, attempt), self._params(step, len(problems), attempt)
