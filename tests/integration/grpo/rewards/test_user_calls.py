@@ -145,8 +145,12 @@ def test_a_coroutine_with_a_limit_is_progress_while_it_waits():
 
 
 def test_ctrl_c_ends_a_reward_that_waits(calls):
-    with pytest.raises(KeyboardInterrupt):
-        Scorer([f"{HERE}:interrupted"], calls=calls)(PROBLEMS[:1], ANSWERS[:1])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            Scorer([f"{HERE}:interrupted"], calls=calls)(PROBLEMS[:1], ANSWERS[:1])
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_tasks_that_a_reward_left_end_with_the_calls(calls):
