@@ -86,7 +86,7 @@ class Lags:
                 if _goes_on(sign.life, said):
                     sign.moved = now
                 sign.text, sign.life, sign.heard = text, said, now
-            if not sign.life.has_left and (found := self._judge(rank, sign, now)) is not None:
+            if (found := self._judge(rank, sign, now)) is not None:
                 return found
         return None
 
@@ -94,6 +94,11 @@ class Lags:
         own, other = self._own, sign.life
         if sign.missed is None or other.begun >= sign.missed[0]:  # what it says of itself is older than `own`
             sign.missed = (own.begun, now) if other.begun < own.begun else None
+        if other.has_left:  # in order only if it has come to all that this rank has
+            ended_s = 0.0 if sign.missed is None else now - sign.missed[1]
+            return (
+                failure(rank, "has ended, and comes to no collective", ended_s) if ended_s > self._timeout_s else None
+            )
         if sign.missed is not None and (late_s := now - max(sign.missed[1], sign.moved)) > self._timeout_s:
             work = f" ({other.doing})" if other.doing else ""
             why = "hangs, or is stopped"

@@ -150,7 +150,7 @@ class BackgroundServer:
         bound.
         """
         config.check_bind()
-        self._service = service
+        self._service, self._only_sessions = service, only_sessions
         self.app = create_app(service, config, kept_samples, only_sessions=only_sessions)
         self._socket = listen(config)
         self.port: int = self._socket.getsockname()[1]
@@ -184,7 +184,8 @@ class BackgroundServer:
         self._server.should_exit = True
         if self._thread.is_alive():
             self._thread.join()
-        self._service.pause_lease.cancel()
+        if not self._only_sessions:  # whose callers cannot pause: a lease is another server's
+            self._service.pause_lease.cancel()
         if not self._was_driven:
             self._service.engine.stop()
 

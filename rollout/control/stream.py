@@ -57,7 +57,7 @@ class Stream(Iterator[StreamChunk]):
             raise
 
     def close(self) -> None:
-        """End it, in any thread: no chunk follows."""
+        """End it, in any thread, while none takes a chunk: no chunk follows."""
         self._chunks.close()
         if ids := self._take_ids():
             self._abandoned.leave(ids)

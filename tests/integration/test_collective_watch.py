@@ -136,7 +136,15 @@ def test_a_silent_rank_is_named_only_while_this_rank_does_not_move():
 def test_a_rank_that_has_left_in_order_is_not_missed():
     lags = Lags(0, 2, timeout_s=10, now=0)
     assert lags.find(Life(3), sign(1, 3, has_left=True), 0) is None
-    assert lags.find(Life(4), sign(1, 3, has_left=True), 100) is None
+    assert lags.find(Life(3), sign(1, 3, has_left=True), 100) is None
+
+
+def test_a_rank_that_has_ended_and_comes_to_no_collective_any_more_is_named():
+    lags = Lags(0, 2, timeout_s=10, now=0)
+    assert lags.find(Life(3), sign(1, 3, has_left=True), 0) is None
+    assert lags.find(Life(4), sign(1, 3, has_left=True), 100) is None, "it may have failed, and tell so itself"
+    failure = lags.find(Life(4), sign(1, 3, has_left=True), 111)
+    assert failure is not None and str(failure) == "rank 1 has ended, and comes to no collective"
 
 
 @contextmanager

@@ -48,8 +48,8 @@ def partial_folder(target: Path) -> Iterator[Path]:
 def num_bytes_beside(target: Path) -> int:
     """Return how many bytes the parts of `target` have that are being filled."""
     found = 0
-    for file in target.parent.glob(f".{target.name}.partial-*/*"):
-        with suppress(OSError):  # it has just got another name
+    with suppress(OSError):  # of a part that has just got another name
+        for file in target.parent.glob(f".{target.name}.partial-*/*"):
             found += file.stat().st_size
     return found
 

@@ -123,9 +123,9 @@ def _mapped(path: Path, size: int) -> mmap.mmap:
 
 
 def _unlink(path: Path, file: int, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child inherits the finalizer, but not the segment
+    if os.getpid() == owner:  # a forked child inherits the finalizer, but neither the segment nor the descriptor
         path.unlink(missing_ok=True)
-    _unlock(file)
+        _unlock(file)
 
 
 def _unlock(file: int) -> None:

@@ -93,7 +93,7 @@ class EpisodePlayer:
         self._location = config.environment
         self._user = UserFunction(f"environment {self._location!r}", "an episode", calls or UserCalls())
         self._environment = job_environment(config)
-        self._weights = RewardWeights(config.reward_weights, (_REWARD,), f"those of {self._user.name}")
+        self._weights = RewardWeights(config.reward_weights, (_REWARD,), f"those of {self._user.name}", may_vary=True)
         self._plays_ahead = config.rollout.ahead > 0
         self._service = service
         self._chat = EpisodeChat(config.data, tokenizer, PictureReader(config.model.path))

@@ -67,7 +67,8 @@ class AgentServer:
         """Serve the model to one agent, and put its conversations into a list. params: of all turns, as far as a
         session has them; chat: of the job, whose template has its variables. Requests that are open at the end are
         aborted, and are no turns. Raises ValueError where the server cannot be, or the params have what an agent's
-        requests set themselves."""
+        requests set themselves, and RuntimeError where the engine has failed, or did not finish an answer: nothing may
+        be learned from that, whatever the agent made of it."""
         server = await self._started()
         from ...http.conversations.sampling import NAMES, SessionSampling
         from ...http.conversations.session import SessionOptions
@@ -87,17 +88,17 @@ class AgentServer:
             ),
         )  # fmt: skip
         model.url = server.url + path_of(found.id, "")
-        turns: list[HttpTurn] = []
         try:
             yield model
         finally:
             with sessions.lock:
-                turns = list(found.turns.values())
+                turns: list[HttpTurn] = list(found.turns.values())
                 open_rids = list(found.open_rids)
                 sessions.close(found.id)
+            into += conversations_of(turns, model.completions, chat.text)
             if open_rids:
                 await asyncio.to_thread(self._abort, open_rids)
-        into += conversations_of(turns, model.completions, chat.text)
+            self._refuse_unfinished(model)
 
     async def close(self) -> None:
         """End the server, if it runs."""
@@ -108,7 +109,12 @@ class AgentServer:
     async def _started(self) -> BackgroundServer:
         async with self._starting:
             if self._server is None:
-                self._server = await asyncio.to_thread(self._start)
+                starting = asyncio.ensure_future(asyncio.to_thread(self._start))
+                try:
+                    self._server = await asyncio.shield(starting)
+                except asyncio.CancelledError:
+                    self._server = await starting  # for `close`
+                    raise
             return self._server
 
     def _start(self) -> BackgroundServer:
@@ -120,6 +126,13 @@ class AgentServer:
         # Idle for hours, while it works: only the end of its episode ends a session.
         config = HttpConfig(port=0, session_idle_s=float("inf"), max_session_bytes=2**62, max_sessions=2**31)
         return serve_in_background(self._service, config, only_sessions=True)
+
+    def _refuse_unfinished(self, model: ServedModel) -> None:
+        if (error := self._service.engine.failure) is not None:
+            raise RuntimeError(f"the engine failed while it served an agent: {error}") from error
+        for completion in list(model.completions.values()):
+            if (why := completion.why_unfinished) is not None:
+                raise RuntimeError(f"a turn of the agent was not finished: {why}")
 
     def _abort(self, rids: Sequence[str]) -> None:
         for rid in rids:

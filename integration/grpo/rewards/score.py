@@ -28,9 +28,12 @@ class Score:
 class RewardWeights:
     """The weights of rewards and of their components, by name, which are told where nothing has the name."""
 
-    def __init__(self, by_name: Mapping[str, float], names: Collection[str], rewards: str) -> None:
-        """Take the weights. names: of the rewards; rewards: likewise, for messages. Raises ValueError for a weight that
-        is not finite."""
+    def __init__(
+        self, by_name: Mapping[str, float], names: Collection[str], rewards: str, *, may_vary: bool = False
+    ) -> None:
+        """Take the weights. names: of the rewards; rewards: likewise, for messages. may_vary: a reward may be a number
+        at first and have components later. Raises ValueError for a weight that is not finite."""
+        self._may_vary = may_vary
         if bad := {name: weight for name, weight in by_name.items() if not math.isfinite(weight)}:
             raise ValueError(f"reward_weights must be finite numbers, not {bad}")
         self.by_name = dict(by_name)
@@ -38,18 +41,20 @@ class RewardWeights:
         self._unused = set(by_name) - set(names)  # until a component has the name
 
     def check(self, values: Iterable[Value]) -> None:
-        """Look for the components that weights are of, once. values: the first ones. Raises ValueError for weights of a
-        name that no reward has, where none gives components. Where some do, warns: a component may come later."""
-        if not self._unused:
+        """Look for the components that weights are of, once. values: the first ones; none are looked at later. Raises
+        ValueError for weights of a name that no reward has, where none gives components. Where some do, or may
+        (`may_vary`), warns: a component may come later."""
+        values = list(values)
+        if not self._unused or not values:
             return
         known = {name for value in values if isinstance(value, dict) for name in value}
         left, self._unused = self._unused - known, set()
         if not left:
             return
         wrong = f"reward_weights are of {' and '.join(sorted(left))}, but the rewards are {self._rewards}"
-        if not known:
+        if not known and not self._may_vary:
             raise ValueError(wrong)
-        logger.warning("%s, and their components so far %s", wrong, ", ".join(sorted(known)))
+        logger.warning("%s, and their components so far %s", wrong, ", ".join(sorted(known)) or "none")
 
 
 def score_of(

@@ -115,7 +115,12 @@ async def _folder(files: str) -> AsyncIterator[Path]:
     try:
         (folder / "home").mkdir()
         if files:
-            await asyncio.to_thread(shutil.copytree, files, folder / "work", symlinks=True)
+            copying = asyncio.ensure_future(asyncio.to_thread(shutil.copytree, files, folder / "work", symlinks=True))
+            try:
+                await asyncio.shield(copying)
+            except asyncio.CancelledError:
+                await asyncio.wait([copying])  # what is copied after the folder's end would stay
+                raise
         else:
             (folder / "work").mkdir()
         yield folder

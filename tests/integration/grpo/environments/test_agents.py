@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import textwrap
 import urllib.error
 import urllib.request
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -23,6 +25,7 @@ from lockstep.integration.grpo.settings.sections import RunSettings
 from lockstep.integration.grpo.tasks.problems import Problem
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.rollout.engine.callers import trainer_logprobs
+from lockstep.tests.support.callers import held_steps, wait_until, while_it_steps
 from lockstep.tests.support.chat.tokenizer import byte_tokenizer, chat_template
 
 TOKENIZER = byte_tokenizer(chat_template("hermes"))
@@ -171,6 +174,53 @@ def test_an_agent_reaches_nothing_but_its_session(service, tmp_path):
         **dict.fromkeys(("pause", "abort", "chat", "open", "info", "other", "opens", "over"), 404),
         "replace": 400, "own": 200,
     }  # fmt: skip
+
+
+async def failing(row, session):
+    """Play an agent that fails after its first answer, which the environment catches."""
+    with contextlib.suppress(TimeoutError):
+        async with session.served() as model:
+            await asyncio.to_thread(chat, model.openai_url, [{"role": "user", "content": row["prompt"]}])
+            raise TimeoutError
+    return session.episode(0.0)
+
+
+def test_what_an_agent_has_said_counts_also_where_it_failed(service, tmp_path):
+    assert [one.num_turns for group in play(service, config(tmp_path, "failing")) for one in group] == [1] * 4
+
+
+async def aborted(row, session):
+    """Play an agent whose answer an operator aborts."""
+    async with session.served() as model:
+        asked = asyncio.to_thread(
+            chat, model.openai_url, [{"role": "user", "content": "x"}], ignore_eos=True, rid=row["answer"]
+        )
+        asking = asyncio.ensure_future(asked)
+        with held_steps(ENGINES[0]) as allowed:
+            allowed.release(3)
+            await asyncio.to_thread(wait_until, lambda: ENGINES[0].num_running)
+            abort = partial(ENGINES[0].abort_request, row["answer"])
+            await asyncio.to_thread(while_it_steps, allowed, abort)
+        await asking
+    return session.episode(1.0)
+
+
+ENGINES = []
+
+
+def test_nothing_is_learned_from_an_agents_turn_that_was_aborted(service, tmp_path):
+    ENGINES[:] = [service.engine]
+    player = EpisodePlayer(config(tmp_path, "aborted"), service, TOKENIZER)
+    with pytest.raises(RuntimeError, match="a turn of the agent was not finished"):
+        player.play(PROBLEMS[:1], [SamplingParams(n=1, max_new_tokens=200, sampling_seed=1)])
+
+
+def test_a_pause_of_another_servers_client_keeps_its_lease(service, tmp_path):
+    cancelled = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(service.pause_lease, "cancel", lambda: cancelled.append(1))
+        play(service, config(tmp_path, "mixed"))
+    assert not cancelled
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------

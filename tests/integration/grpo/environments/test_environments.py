@@ -232,13 +232,13 @@ def test_weights_of_an_environment_are_of_its_reward_or_its_components_and_one_o
     )
     assert scores("by_tokens", episode, reward=5.0)[0][0].total == 5.0
     name = f"environment '{__name__}:by_tokens'"
-    with pytest.raises(ValueError, match=f"^reward_weights are of digist, but the rewards are those of {name}$"):
-        scores("by_tokens", episode, digist=5.0)
+    assert scores("by_tokens", digist=5.0) == [[]], "a rank may have no episode of an evaluation"
     parts = replace(episode, value={"digits": 2.0})
     assert scores("by_tokens", parts, digits=3.0, reward=2.0)[0][0].total == 12.0 and not caplog.records
     assert scores("by_tokens", parts, digist=5.0)[0][0].total == 2.0
-    told = f"reward_weights are of digist, but the rewards are those of {name}, and their components so far digits"
-    assert [record.getMessage() for record in caplog.records] == [told]
+    scores("by_tokens", episode, digist=5.0)  # it may have components later, as where the first episodes fail
+    told = f"reward_weights are of digist, but the rewards are those of {name}, and their components so far"
+    assert [record.getMessage() for record in caplog.records] == [f"{told} digits", f"{told} none"]
 
 
 def test_all_plays_of_a_job_are_in_one_event_loop(service, tmp_path):
