@@ -16,6 +16,7 @@ from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.tests.support.framework_sender import serialize_for_engine
 from lockstep.weight_sync.digests.model_digest import model_digest, tensor_roots
+from lockstep.weight_sync.group.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.slow  # many small calls over real sockets
 
@@ -235,12 +236,16 @@ REFUSED_OVER_A_GROUP = {  # path, status, body
 }
 
 
+def join_alone(service, name, secret=None):
+    """Join a group that nobody else is in."""
+    service.groups.init(Rendezvous("127.0.0.1", free_port(), 0, 1, name, "gloo", 20.0, None, secret=secret))
+
+
 @pytest.mark.parametrize("reason", REFUSED_OVER_A_GROUP)
 def test_a_refused_update_over_a_group_breaks_it_for_broadcasts_are_under_way(server, client, reason):
     path, status, body = REFUSED_OVER_A_GROUP[reason]
     for name in ("mine", "others"):
-        _post(client, "init_weights_update_group", master_address="127.0.0.1", master_port=free_port(), rank_offset=0,
-              world_size=1, group_name=name, backend="gloo")  # fmt: skip
+        join_alone(server.app.state.service, name)
     body = body | ({"group_name": "mine"} if body else {})
     with server.app.state.updates.enter("another update") if status == 409 else contextlib.nullcontext():
         refused = _refused(client, path, status, **body)
@@ -253,10 +258,9 @@ def test_a_refused_update_over_a_group_breaks_it_for_broadcasts_are_under_way(se
     assert "not used" in again["message"] and again["message"].count("join a new one") == 1
 
 
-def test_a_body_that_cannot_be_read_breaks_the_groups_of_other_frameworks_alone(client):
+def test_a_body_that_cannot_be_read_breaks_the_groups_of_other_frameworks_alone(client, service):
     for name, secret in (("theirs", None), ("ours", "s" * 64)):
-        _post(client, "init_weights_update_group", master_address="127.0.0.1", master_port=free_port(), rank_offset=0,
-              world_size=1, group_name=name, group_secret=secret, backend="gloo")  # fmt: skip
+        join_alone(service, name, secret)
     assert client.post("/update_weights_from_distributed", content=b"{").status_code == 400
     groups = client.get("/state").json()["weight_groups"]
     assert groups["ours"] == "ready" != groups["theirs"]

@@ -35,7 +35,8 @@ Fault = Callable[[Stage], str]
 
 def a_group_that_is_too_small(stage: Stage) -> str:
     info = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 2, "world_size": 2}
-    assert "not in a group" in stage.post("/init_weight_transfer_engine", {"init_info": info}, 400)["error"]["message"]
+    refused = stage.post("/init_weight_transfer_engine", {"init_info": info}, 400)["error"]["message"]
+    assert "world_size 2 has no place for a rank from rank 2 on" in refused
     return "old"
 
 
