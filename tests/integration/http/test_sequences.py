@@ -28,9 +28,10 @@ pytestmark = pytest.mark.slow
 
 PROMPT = [3, 14, 15, 92, 65, 35, 89, 79]
 NUM_TOKENS = 12
+LONGEST = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 3000, "temperature": 0.0, "ignore_eos": True}}
 LONG = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 400, "temperature": 0.0, "ignore_eos": True}}
 _CONFIG = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": None,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "eos_token_id": None,
            "bos_token_id": None, "pad_token_id": None, "tie_word_embeddings": True}  # fmt: skip
 
 Named = tuple[str, torch.Tensor]
@@ -117,7 +118,7 @@ def workers(trainer, tmp_path_factory) -> Iterator[list[Worker]]:
     folder = tmp_path_factory.mktemp("model")
     trainer.model.save_pretrained(folder)
     command = [sys.executable, "-m", "lockstep.integration.cli", "serve", "--model", str(folder), "--port", "0"]
-    command += ["--engine", "kv_cache=96 blocks", "max_num_seqs=8"]
+    command += ["--engine", "kv_cache=512 blocks", "max_num_seqs=8"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = [prepared_python.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) for _ in range(2)]
     try:
@@ -293,7 +294,7 @@ def test_miles_disaggregated(workers, trainer, mode, until):
     with ThreadPoolExecutor(2) as pool:
         asked = []
         for worker in workers:  # one after the other: each is paused as soon as it runs
-            asked.append(pool.submit(worker.post, "/generate", LONG))
+            asked.append(pool.submit(worker.post, "/generate", LONGEST))
             until(lambda worker=worker: worker.client.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
             worker.post("/pause_generation", {"mode": mode})
             if mode != "in_place":
@@ -313,7 +314,7 @@ def test_miles_disaggregated(workers, trainer, mode, until):
         if mode == "abort":
             assert answer["meta_info"]["finish_reason"]["type"] == "abort"
         else:
-            assert len(answer["output_ids"]) == 400 and spans[-1] == f"3{mode}"
+            assert len(answer["output_ids"]) == 3000 and spans[-1] == f"3{mode}"
         worker.check(trainer, f"3{mode}")
     audit = workers[0].post("/weights_checker", {"action": "checksum", "allow_quant_error": False, "selector": "all"})
     other = workers[1].post("/weights_checker", {"action": "checksum"})
