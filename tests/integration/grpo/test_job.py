@@ -400,9 +400,7 @@ def test_each_sample_is_told_to_the_other_ranks_which_meet_after_the_last_one():
             seen.append(ranks.activity.doing)
             yield sample
 
-    job = SimpleNamespace(
-        ranks=ranks, engine=SimpleNamespace(num_steps=lambda: 0), config=SimpleNamespace(environment="")
-    )
+    job = SimpleNamespace(ranks=ranks, _progress=lambda: 0, config=SimpleNamespace(environment=""))
     with ranks.activity.of("training"):
         for sample in GrpoJob._followed(job, samples()):
             seen += [sample, ranks.activity.doing, ranks.activity.progress]
