@@ -177,9 +177,10 @@ def expected_outcome(fault: Fault, states: tuple[State, State]) -> tuple[str, ..
     """Return the possible outcomes. Only a sender that runs until the commit gives the new weights."""
     if fault.kind == "none":
         return ("new",)
-    if (fault.path, fault.kind) == ("delta by memory", "duplicate bucket"):
-        return ("new",)  # the same bytes once more; the delta's digests are of what they are together
     num_units = len(units_of(fault.path, *states))
+    if (fault.path, fault.kind) == ("delta by memory", "duplicate bucket"):
+        # The same bytes once more, of which the digests are one, but behind the last of them a delta begins anew.
+        return ("new",) if fault.unit < num_units - 1 else ("old",)
     # Tensors of one request are complete after the last one, and any call of `continue_generation` commits them.
     whole_from = (num_units - 1, True) if fault.path == "tensor by tensor" else (num_units, True)
     may_commit = fault.kind in ("kill", "hang") and (fault.unit, fault.within) >= whole_from
