@@ -13,24 +13,9 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.block_tables import BlockTables
+from lockstep.tests.rollout.sequences.watched import Watched
 
 NUM_STEPS = 20  # more than a block
-
-
-class Watched(list):
-    """Token ids that count how many of them are read in one operation."""
-
-    most = 0
-
-    def __getitem__(self, key):
-        found = super().__getitem__(key)
-        if isinstance(key, slice):
-            self.most = max(self.most, len(found))
-        return found
-
-    def __iter__(self):
-        self.most = max(self.most, len(self))
-        return super().__iter__()
 
 
 def decode(model, num_prompt_tokens: int, **config: object) -> tuple[Counter, int]:

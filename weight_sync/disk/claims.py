@@ -17,20 +17,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..locked_files import close_held, hold
+
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".lockstep-claim"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}  # of a file system
-_held: set[int] = set()  # descriptors that a forked child closes: else it would hold the lock after our end
-
-
-def _close_in_child() -> None:
-    for file in _held:
-        os.close(file)
-    _held.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 def open_locked(path: Path, flags: int = 0, *, waits: bool = False) -> int | None:
@@ -50,15 +42,13 @@ def open_locked(path: Path, flags: int = 0, *, waits: bool = False) -> int | Non
             os.close(file)
             raise
         logger.warning("the file system of %s has no locks (%s): other processes do not see its use", path, error)
-    _held.add(file)
+    hold(file)
     return file
 
 
 def close_locked(file: int) -> None:
     """Close a file of `open_locked`, and so release its lock. Does nothing in a forked child."""
-    if file in _held:
-        _held.remove(file)
-        os.close(file)
+    close_held(file)
 
 
 @contextmanager

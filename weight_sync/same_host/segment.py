@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..layout.bucket import BucketPiece, BucketPlan
+from ..locked_files import close_held, hold
 from .handover import copy_bytes
 
 HEADER_BYTES = 4096  # a page, so that the bucket starts on one
@@ -27,16 +28,6 @@ _SEQUENCE = struct.Struct("=Q")
 _NOTHING = 1  # odd: no description has it
 FILE_NAME = re.compile(r"lockstep-[0-9]+-[0-9a-f]{16}\.shm")
 _own: weakref.WeakSet[Segment] = weakref.WeakSet()  # of this process, unlinked ones among them
-_locked: set[int] = set()  # descriptors that a forked child closes: else it would hold the lock after our end
-
-
-def _close_in_child() -> None:
-    for file in _locked:
-        os.close(file)
-    _locked.clear()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _sequence_offset(half: int) -> int:
@@ -72,7 +63,7 @@ class Segment:
             self._map = _mapped(self.path, size)
         except OSError as error:
             self.path.unlink()
-            _unlock(file)
+            close_held(file)
             raise OSError(error.errno, error.strerror, str(folder)) from error
         self._map[: len(MAGIC)] = MAGIC
         self.data = torch.frombuffer(self._map, dtype=torch.uint8)[HEADER_BYTES:]
@@ -104,12 +95,12 @@ def _create_locked(folder: Path) -> tuple[int, Path]:
     while True:
         path = folder / f"lockstep-{os.getpid()}-{secrets.token_hex(8)}.shm"
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        _locked.add(file)
+        hold(file)
         fcntl.flock(file, fcntl.LOCK_EX)
         # Another sender may have treated the file as stale before we had the lock.
         if os.fstat(file).st_nlink:
             return file, path
-        _unlock(file)
+        close_held(file)
 
 
 def _mapped(path: Path, size: int) -> mmap.mmap:
@@ -125,14 +116,7 @@ def _mapped(path: Path, size: int) -> mmap.mmap:
 def _unlink(path: Path, file: int, owner: int) -> None:
     if os.getpid() == owner:  # a forked child inherits the finalizer, but neither the segment nor the descriptor
         path.unlink(missing_ok=True)
-        _unlock(file)
-
-
-def _unlock(file: int) -> None:
-    """Close a locked descriptor. Does nothing in a forked child, which has closed it."""
-    if file in _locked:
-        _locked.remove(file)
-        os.close(file)
+        close_held(file)
 
 
 def unlink_own_segments() -> None:

@@ -16,6 +16,7 @@ from lockstep.rollout.loop.grammar_steps import follow_output
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.rollout.sequences.sequence import Sequence
 from lockstep.tests.rollout.grammars.conftest import VOCAB
+from lockstep.tests.rollout.sequences.watched import Watched
 
 SCHEMA = json.dumps({
     "type": "array", "minItems": 3, "maxItems": 3, "items": {"type": "object", "additionalProperties": False,
@@ -41,26 +42,6 @@ def make_state(bpe_tokenizer):
 def ids_of(mask: np.ndarray) -> list[int]:
     """Return the tokens that a mask allows."""
     return np.flatnonzero(np.unpackbits(mask, bitorder="little", count=VOCAB)).tolist()
-
-
-class Watched(list):
-    """Token ids that count how many of them are read in one operation."""
-
-    most = 0
-
-    def __getitem__(self, key):
-        found = super().__getitem__(key)
-        if isinstance(key, slice):
-            self.most = max(self.most, len(found))
-        return found
-
-    def __iter__(self):
-        self.most = max(self.most, len(self))
-        return super().__iter__()
-
-    def __eq__(self, other):
-        self.most = max(self.most, len(self))
-        return super().__eq__(other)
 
 
 @pytest.mark.parametrize("mode", ["off", "exact", "text"])
