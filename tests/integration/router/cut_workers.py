@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import httpx
 
@@ -29,13 +29,21 @@ class CutWorker(FakeWorker):
                 handler.reply(answer.status_code, json.loads(answer.read()))
                 return
             handler.begin_stream()
-            rest = b""
-            for part in answer.iter_raw():
+            rest, parts = b"", answer.iter_raw()
+            for part in parts:
                 rest += part
                 while (end := rest.find(b"\n\n") + 2) >= 2:
                     if num_left == 0:
                         handler.close_connection = True  # no reset, which would drop what is sent already
+                        self._forget(body, parts)
                         return
                     handler.send_part(rest[:end])
                     rest, num_left = rest[end:], None if num_left is None else num_left - 1
             handler.send_part(b"")
+
+    def _forget(self, body: dict, parts: Iterator[bytes]) -> None:
+        """End the request at the real server, which all workers share: there its rid is taken until it has ended."""
+        if rid := body.get("rid"):
+            httpx.post(f"{self.real}/abort_request", json={"rid": rid}, timeout=WAIT_S).raise_for_status()
+            for _ in parts:
+                pass
