@@ -33,15 +33,15 @@ from ...rollout.ahead.rollouts import AheadCounts
 from ...rollout.sampling_params import SamplingParams
 from ..grpo.backends.ddp import DdpBackend
 from ..grpo.engines.aliased import AliasedEngine
+from ..grpo.engines.answers import Answer, StepSamples, waited
 from ..grpo.engines.engine import JobEngine, StepPrompts
-from ..grpo.engines.rollouts import Answer, StepSamples, waited
 from ..grpo.engines.separate import SeparateEngine
 from ..grpo.rewards.score import Score
 from ..grpo.settings.config import JobConfig
 from ..grpo.settings.sampling import RolloutSettings
 from ..grpo.settings.sections import EngineSettings, ModelSettings, RunSettings
 from ..grpo.settings.training import TrainSettings
-from ..grpo.training.loss import group_advantages
+from ..grpo.training.advantages import group_advantages
 from ..grpo.training.packing import Sample
 from ..grpo.training.trainer import GrpoTrainer
 from ..ranks import Ranks, process_group

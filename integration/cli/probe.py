@@ -29,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
     config = load_config(options.config, options.overrides)
     # Heavy imports come after the config, so that a wrong key is reported at once.
     from ..failures import show_place_in_user_code
-    from ..grpo.plan import check_job
+    from ..grpo.planning.checks import check_job
     from ..grpo.probe import probe, probed_config
     from ..ranks import this_rank
 

@@ -19,7 +19,8 @@ def run(arguments: Sequence[str]) -> int:
     # Heavy imports come after the config, so that a wrong key is reported at once.
     import torch
 
-    from ..grpo.plan import check_job, describe_plan
+    from ..grpo.planning.checks import check_job
+    from ..grpo.planning.description import describe_plan
 
     if (here := os.getcwd()) not in sys.path:  # where the ranks find the modules of rewards, for Python starts them -m
         sys.path.insert(0, here)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ...kernels.sampling.draws import derive_seed
 from ...rollout.sampling_params import SamplingParams
 from ..ranks import Ranks
-from .engines.rollouts import Answer
+from .engines.answers import Answer
 from .results.samples import sample_row, shown
 from .results.statistics import REWARD, num_successes, numbers_of, pass_at_k
 from .settings.config import JobConfig

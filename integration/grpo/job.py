@@ -4,37 +4,31 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from ...rollout.control.drafts import EngineDrafts
-from ...rollout.errors import BrokenLogits
 from ...rollout.model.loading import load_whole, named_by_folder, read_config
 from ...rollout.model.operations.indexer import freeze_indexers
 from ...rollout.model.supported import context_length
-from ...rollout.receipt import guarantee
-from ...weight_sync.disk.atomic_folder import num_bytes_beside
 from ..failures import FileFailed
 from ..image_inputs import banned_tokens
 from ..ranks import Ranks
-from .backends.backend import TrainerState
 from .backends.lora import add_adapters
+from .engines.answers import StepSamples
 from .engines.factory import make_engine
-from .engines.rollouts import Rollouts, StepSamples
+from .engines.rollouts import Rollouts
 from .engines.schedule import SCHEDULE
 from .environments.player import EpisodePlayer
 from .evaluation import Evaluation
 from .first_gap import FirstGap
-from .plan import warm_start_spec
+from .planning.models import DTYPES, warm_start_spec
 from .results.best_model import BestModel
 from .results.checkpoint import (
     load_checkpoint,
@@ -42,22 +36,19 @@ from .results.checkpoint import (
     newest_checkpoint,
     refuse_other_checkpoints,
     refuse_other_draws,
-    save_checkpoint,
     saved_digest,
 )
 from .results.json_files import read_json, write_json
-from .results.model_folder import write_model_folder
-from .results.processor_files import copy_processor
 from .results.run_folder import say
 from .results.run_log import RunLog, drop_lines_after
 from .results.samples import SampleFiles
 from .results.samples_page import samples_data
-from .results.settings_kept import changed_settings, describe, settings_of
+from .results.settings_kept import changed_settings, describe
 from .results.statistics import REWARD, step_statistics
 from .results.wandb_log import WandbLog
-from .results.weights_kept import WeightsKept
 from .rewards.scorer import make_scorer
 from .rewards.user_calls import UserCalls
+from .saving import SavedWeights
 from .settings.config import JobConfig
 from .tasks.task import build_task, described_drops
 from .tasks.warm_start import WarmStartProgress, warm_start
@@ -69,8 +60,6 @@ if TYPE_CHECKING:  # FastAPI is an extra
     from ..http.server import BackgroundServer
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class GrpoJob:
@@ -106,15 +95,15 @@ class GrpoJob:
         )  # fmt: skip
         self.evaluation = Evaluation(config, ranks, self.task.heldout, self.rollouts.answers, self._progress)
         self._sample_files: SampleFiles | None = None  # of the first rank, while the job runs
-        self._weights_kept: WeightsKept | None = None  # likewise
+        self._saved = SavedWeights(config, ranks, self.engine, self.backend, self.tokenizer, folder, self.adapted)
         self.first_step = self.step = 0  # step: number of the current step, from 1
         try:
             self.trainer = GrpoTrainer(
                 self.engine.hosted, self.backend, config.train, config.rollout.temperature, ranks,
                 num_steps=config.run.num_steps, max_new_tokens=config.rollout.max_new_tokens,
-                announce_step=self.engine.announce_step,
+                announce_step=self.engine.announce_step, reference=self._reference(),
             )  # fmt: skip
-            self.trainer.on_gap = FirstGap(config, ranks, self._save_model)
+            self.trainer.on_gap = FirstGap(config, ranks, self._saved.save_model)
             if checkpoint is not None:
                 refuse_other_draws(checkpoint)
                 if ranks.is_first and (changed := changed_settings(config, checkpoint)):
@@ -122,7 +111,7 @@ class GrpoJob:
                 self.first_step, state = load_checkpoint(checkpoint, ranks.activity.note)
                 ranks.meet()  # some may have read it in less time
                 self.backend.load_state(state)
-                if (drafts := self._drafts()) is not None:
+                if (drafts := self._saved.drafts()) is not None:
                     load_history(checkpoint, drafts)
             self.step = ranks.activity.step = self.first_step
             self.engine.sync(str(self.first_step))
@@ -140,11 +129,20 @@ class GrpoJob:
         try:
             with named_by_folder(folder):
                 tokenizer = AutoTokenizer.from_pretrained(folder)
-            return tokenizer, load_whole(folder, read_config(folder), _DTYPES[model.dtype], self.ranks.device)
+            return tokenizer, load_whole(folder, read_config(folder), DTYPES[model.dtype], self.ranks.device)
         except ValueError as error:
             if model.path:
                 raise
             raise ValueError(f"{error}; remove this folder, and it is made anew") from error
+
+    def _reference(self) -> PreTrainedModel | None:
+        """Load the model of the KL, where it is another one than the job's at the start."""
+        train = self.config.train
+        if not (train.kl_coefficient and train.reference):
+            return None
+        folder = Path(train.reference)
+        with named_by_folder(folder):
+            return load_whole(folder, read_config(folder), DTYPES[self.config.model.dtype], self.ranks.device)
 
     def _player(self) -> EpisodePlayer | None:
         """Return the player of the job's episodes, where it has an environment."""
@@ -174,8 +172,7 @@ class GrpoJob:
         if self.ranks.is_first:
             if (aside := BestModel(config.folder).set_aside_after(self.first_step)) is not None:
                 logger.warning("the best model was of a later step than the run goes on from: it is in %s now", aside)
-            self._weights_kept = self._describe_engines()
-            self._follow_weights(self.engine.weight_digest())
+            self._saved.describe_engines(self.first_step)
             if config.run.rollouts_every:
                 self._sample_files = SampleFiles(config.folder, config.run.rollouts_keep, self.first_step)
                 self._sample_files.write_tokenizer(self.tokenizer.save_pretrained)
@@ -189,25 +186,24 @@ class GrpoJob:
             for step in range(self.first_step, config.run.num_steps):
                 self.step = self.ranks.activity.step = step + 1
                 line = self.run_step(step)
-                self._follow_weights(cast("str | None", line["weight_digest"]))
+                self._saved.follow(self.step, cast("str | None", line["weight_digest"]))
                 is_last = step + 1 == config.run.num_steps
                 if is_last or (step + 1) % config.run.eval_every == 0:
                     line |= (found := self.evaluation.run())
-                    self._keep_if_best(step + 1, found)
+                    self._saved.keep_if_best(step + 1, found)
                     if log is not None:
                         log.show(self.evaluation.examples)
                 if log is not None:
                     log.step(line)
                 if is_last or (step + 1) % config.run.checkpoint_every == 0:
-                    self._save_checkpoint(step + 1)
+                    self._saved.save_checkpoint(step + 1)
         except FileFailed:
             is_writable = False
             raise
         finally:
             if log is not None:
                 log.close(draws=is_writable)
-        self._save_model(config.folder / "model")
-        self._keep_digest(config.folder / "model", config.run.num_steps, self.engine.weight_digest())
+        self._saved.save_last(config.run.num_steps)
         if log is not None:
             say(log.result(before))
         dist.barrier()  # no rank ends before the results are written, or while other ranks may call its engine
@@ -296,8 +292,6 @@ class GrpoJob:
         numbers = self.rollouts.numbers(done)
         return step_statistics(numbers, group_size) if numbers else {}
 
-    # -- files of the run -------------------------------------------------------------------------------------------
-
     def _reward_before(self) -> float:
         """Measure the mean held-out reward of the run's first model. A resumed run reads it from the run's folder."""
         path = self.config.folder / "before.json"
@@ -312,74 +306,6 @@ class GrpoJob:
     def _built_model(self) -> Path:
         cache_dir, device = self.config.warm_start.cache_dir, self.ranks.device
         return warm_start(warm_start_spec(self.config), cache_dir, device=device, on_progress=_report_warm_start)
-
-    def _save_checkpoint(self, step: int) -> None:
-        """Write a checkpoint on the first rank, while the others wait. All ranks call it together."""
-        with self.ranks.activity.of("writing a checkpoint"):
-            state = self.backend.state()  # called on every rank, because it gathers shards
-            self.ranks.first_alone(lambda: self._write_checkpoint(step, state))
-
-    def _write_checkpoint(self, step: int, state: TrainerState) -> None:
-        if broken := [name for name, tensor in state.model.items() if not tensor.isfinite().all()]:
-            raise BrokenLogits(f"trained weights are not finite: {', '.join(broken[:5])}")
-        folder, digest = self.config.folder / "checkpoints", self.engine.weight_digest()
-        settings, num_kept = settings_of(self.config), self.config.checkpoints.keep
-        note = self.ranks.activity.note
-        path = save_checkpoint(folder, step, state, digest, self._drafts(), num_kept, settings, note)
-        self._keep_digest(path, step, digest)
-
-    def _describe_engines(self) -> WeightsKept:
-        """Write what the engines are, and the digest of the weights that the run begins with. The first rank does."""
-        kept = WeightsKept(self.config.folder, self.config.model.dtype)
-        kept.write_engine(self.config.engine_config(), guarantee(self.engine.hosted), self._model_folder)
-        if self.adapted is None and not self.first_step:
-            kept.add(self._model_folder, "0", self.engine.weight_digest())
-        return kept
-
-    def _follow_weights(self, digest: str | None) -> None:
-        """Note the version of the present weights, of this digest, unless adapters alone are saved."""
-        if self._weights_kept is not None and self.adapted is None:
-            self._weights_kept.follow(str(self.step), digest)
-
-    def _keep_digest(self, path: Path, step: int, digest: str | None) -> None:
-        """Note the digest of weights that were saved in a folder, unless they are adapters alone."""
-        if self._weights_kept is not None and self.adapted is None:
-            self._weights_kept.add(path, str(step), digest)
-
-    def _keep_if_best(self, step: int, found: Mapping[str, float]) -> None:
-        """Save the model in the folder `best` if no evaluation before gave as large a mean reward. found: what the
-        evaluation after this step returned. All ranks call it together."""
-        if not self.config.checkpoints.best:
-            return
-        best = BestModel(self.config.folder)
-        if self.ranks.largest(float(self.ranks.is_first and best.is_beaten_by(found[REWARD]))):
-            digest = self.engine.weight_digest()
-            self._save_model(best.folder, best.described(step, found, digest))
-            self._keep_digest(best.folder, step, digest)
-
-    def _drafts(self) -> EngineDrafts | None:
-        """Return the drafts of the first rank's engine, if it is in this process."""
-        service = self.engine.service
-        return service.engine.drafts if self.ranks.is_first and service is not None else None
-
-    def _save_model(self, folder: Path, more: Mapping[str, str] | None = None) -> None:
-        """Write the model and its tokenizer as a folder, or not at all, on the first rank, while the others wait. All
-        ranks call it together. more: further files in it, text by name."""
-        tensors: dict[str, Tensor] = {}
-
-        def fill(empty: Path) -> None:
-            if self.adapted is not None:
-                self.adapted.save_pretrained(empty, save_embedding_layers=False)
-            else:
-                self.backend.save_pretrained(empty, tensors)
-            self.tokenizer.save_pretrained(empty)
-            copy_processor(self._model_folder, empty)
-            for name, text in (more or {}).items():
-                (empty / name).write_text(text, encoding="utf-8")
-
-        with self.ranks.activity.of("writing the model", partial(num_bytes_beside, folder)):
-            tensors = self.backend.on_first(self.backend.named_tensors())
-            self.ranks.first_alone(lambda: write_model_folder(folder, fill, self.ranks.activity.note))
 
 
 def ratio_metrics(ratios: RatioNumbers) -> dict[str, object]:

@@ -54,8 +54,9 @@ def _main(arguments: Sequence[str] | None) -> int:
     try:
         config = load_config(options.config, options.overrides)
         # Heavy imports come after the config, so that a wrong key is reported at once.
-        from .plan import check_job, describe_plan
-        from .sampling_check import distortion_warning
+        from .planning.checks import check_job
+        from .planning.description import describe_plan
+        from .planning.sampling_check import distortion_warning
 
         num_ranks = int(os.environ.get("WORLD_SIZE", "0")) or config.run.num_ranks or 1
         check_job(config, num_ranks, resume=options.resume)

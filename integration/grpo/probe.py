@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..ranks import Ranks, process_group
-from .engines.rollouts import StepSamples
+from .engines.answers import StepSamples
 from .job import GrpoJob
 from .results.samples import shown
 from .results.statistics import step_statistics

@@ -80,16 +80,15 @@ PLACES = {
     "weight_sync.manifest": "",
     "weight_sync.workers": "",
     "integration.grpo.__main__": "grpo.main launcher",
-    "integration.grpo.main": (
-        "failures grpo.job grpo.plan grpo.results grpo.sampling_check grpo.settings lost_ranks one_line ranks"
-    ),
+    "integration.grpo.main": ("failures grpo.job grpo.planning grpo.results grpo.settings lost_ranks one_line ranks"),
     "integration.bench.job": "bench.parts bench.rivals grpo.job grpo.settings ranks",
     "integration.bench.rivals": "bench.parts",
     "integration.bench.ahead": "bench.parts grpo.backends grpo.engines grpo.rewards grpo.settings grpo.training ranks",
     "integration.bench.serve": "bench.parts http.edge http.server service",
     "integration.cli": (
-        "explain failures grpo.plan grpo.probe grpo.results grpo.settings http.edge http.server launcher lost_ranks "
-        "one_line pages ranks replay router.config router.server service service_config tinker.serving tinker.training "
+        "explain failures grpo.planning grpo.probe grpo.results grpo.settings http.edge http.server launcher "
+        "lost_ranks one_line pages ranks replay router.config router.server service service_config tinker.serving "
+        "tinker.training "
         "version warming"
     ),
     "integration.warming": "",
@@ -97,9 +96,11 @@ PLACES = {
     "integration.grpo.first_gap": "failures grpo.results grpo.settings grpo.training ranks",
     "integration.grpo.probe": "grpo.engines grpo.job grpo.results grpo.settings grpo.training ranks",
     "integration.grpo.job": (
-        "failures grpo.backends grpo.engines grpo.environments grpo.evaluation grpo.first_gap grpo.plan grpo.results "
-        "grpo.rewards grpo.settings grpo.tasks grpo.training http.edge http.server image_inputs ranks"
+        "failures grpo.backends grpo.engines grpo.environments grpo.evaluation grpo.first_gap grpo.planning "
+        "grpo.results grpo.rewards grpo.saving grpo.settings grpo.tasks grpo.training http.edge http.server "
+        "image_inputs ranks"
     ),
+    "integration.grpo.saving": "grpo.backends grpo.engines grpo.results grpo.settings ranks",
     "integration.grpo.evaluation": "grpo.engines grpo.results grpo.settings grpo.tasks ranks",
     "integration.http.server": "http.app http.edge http.generation http.observe service",
     "integration.router.server": "http.edge router.app router.changes router.config router.fleet",
@@ -167,12 +168,10 @@ PLACES = {
         "http.edge one_line push.http_target router.calls router.fleet router.relay router.wire"
     ),
     "integration.router.sessions": "http.edge router.calls router.fleet",
-    "integration.grpo.plan": (
-        "grpo.backends grpo.engines grpo.environments grpo.model_sizes grpo.results grpo.rewards grpo.sampling_check "
-        "grpo.settings grpo.tasks grpo.training ranks"
+    "integration.grpo.planning": (
+        "grpo.backends grpo.engines grpo.environments grpo.results grpo.rewards grpo.settings grpo.tasks "
+        "grpo.training ranks"
     ),
-    "integration.grpo.model_sizes": "",
-    "integration.grpo.sampling_check": "grpo.settings",
     "integration.push.local_target": "plain_values service",
     "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",
     "integration.router.relay": "router.calls router.counters router.fleet router.wire",

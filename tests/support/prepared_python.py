@@ -41,7 +41,7 @@ PREPARED = (
     "torch.distributed.launcher.api", "torch.distributed.elastic.multiprocessing.api",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen2.modeling_qwen2", "transformers.models.qwen3.modeling_qwen3",
-    "lockstep.integration.service", "lockstep.integration.grpo.job", "lockstep.integration.grpo.plan",
+    "lockstep.integration.service", "lockstep.integration.grpo.job", "lockstep.integration.grpo.planning.checks",
 )  # fmt: skip
 LAUNCHER = "torch.distributed.run"
 # What ranks import besides, where it is installed: a job draws and logs, and a model that is saved makes accelerate

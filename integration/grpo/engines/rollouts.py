@@ -4,97 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import islice
+from dataclasses import replace
+from itertools import chain, islice
 from typing import TypeVar
 
 import torch
 
 from ....kernels.sampling.draws import derive_seed
 from ....rollout.ahead.rollouts import AheadCounts
-from ....rollout.completion import Completion, WeightSpan
+from ....rollout.completion import Completion
 from ....rollout.media.images import Images
 from ....rollout.sampling_params import SamplingParams
 from ...failures import RESUME, EngineFailed
 from ...ranks import Ranks
-from ..environments.episode import Episode
 from ..environments.player import EpisodePlayer, Play
 from ..results.samples import sample_row
-from ..results.statistics import SampleNumbers, compared_reward, is_flat, is_truncated, numbers_of
-from ..rewards.score import Score
+from ..results.statistics import LengthPenalty, SampleNumbers, compared_reward, is_flat, is_truncated, numbers_of
 from ..rewards.scorer import Scorer
 from ..settings.config import JobConfig
 from ..tasks.problems import Problem
 from ..tasks.task import Task
-from ..training.loss import group_advantages
+from ..training.advantages import group_advantages
 from ..training.packing import Sample
+from .answers import Answer, StepSamples, lag_of, waited
 from .engine import JobEngine, StepPrompts
 from .schedule import SCHEDULE, append_step, read_schedule, step_spans
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One sample of a problem, with its score."""
-
-    completion: Completion  # of an episode: the sampled tokens
-    score: Score
-    episode: Episode | None = None  # where the job has an environment
-
-    @property
-    def images(self) -> tuple[Images, ...]:
-        """The images of its prompts."""
-        if self.episode is not None:
-            return self.episode.all_images
-        drawn = self.completion.drawn_with
-        return () if drawn is None or drawn.images is None else (drawn.images,)
-
-    def samples(self, step: int, advantage: float, *, counts: bool) -> Iterator[Sample]:
-        """Yield it for the trainer of a step: a sample, or one of each conversation of an episode."""
-        if self.episode is None:
-            done, images = self.completion, self.images
-            yield Sample(
-                done.prompt_ids, done.token_ids, done.logprobs, advantage, _num_older(done.weight_versions, step),
-                counts, forced=done.forced, images=images[-1] if images else None,
-            )  # fmt: skip
-            return
-        parts = []
-        for one in self.episode.conversations:
-            images = one.images  # the last of them are all that are among its tokens
-            parts.append(Sample(
-                one.prompt_ids, one.token_ids, one.logprobs, advantage, _num_older(one.weight_versions, step), counts,
-                one.sampled, one.forced, images[-1] if images else None,
-            ))  # fmt: skip
-        size = sum(part.size for part in parts)
-        first = next((part for part in parts if part.size), parts[0])
-        yield from (replace(part, answer_size=size, is_first=part is first) for part in parts)
-
-
-@dataclass
-class StepSamples:
-    """The answers of one step so far, with their rewards."""
-
-    answers: list[Answer] = field(default_factory=list)  # with the scores that are trained on
-    advantages: list[float] = field(default_factory=list)  # of each answer
-    problems: list[Problem] = field(default_factory=list)  # of each answer
-    waited_s: float = 0.0  # for the engine, or while it generated in this process; with an environment for episodes
-    scored_s: float = 0.0  # for rewards
-    num_redrawn: int = 0  # groups that were drawn in the place of others
-    num_discarded_tokens: int = 0  # of those others
-    num_flat: int = (
-        0  # groups whose compared rewards are all equal, of those in `answers`; counted with `rollout.redraw`
-    )
-
-    @property
-    def completions(self) -> list[Completion]:
-        """The completions of the answers."""
-        return [answer.completion for answer in self.answers]
-
-    @property
-    def scores(self) -> list[Score]:
-        """The scores of the answers."""
-        return [answer.score for answer in self.answers]
 
 
 class Rollouts:
@@ -109,6 +45,9 @@ class Rollouts:
         self._config, self._ranks, self._engine, self._task, self._reward = config, ranks, engine, task, reward
         self._player = player
         self._banned = banned or {}
+        self._penalty = LengthPenalty(
+            config.train.truncated_penalty, config.train.overlong_tokens, config.rollout.max_new_tokens
+        )
         self._num_begun = 0  # steps whose prompts the engine has
         self._counts = AheadCounts()  # at the end of the step before
         path = config.run.replay_schedule
@@ -117,8 +56,8 @@ class Rollouts:
     def samples(self, step: int, into: StepSamples) -> Iterator[Sample]:
         """Yield this rank's samples of a step in order, waiting for each group; note their answers in `into`.
 
-        The steps that may be begun by now are begun. With `rollout.redraw` all groups are waited for before the first
-        sample is yielded, and all ranks come here together.
+        The steps that may be begun by now are begun. With `rollout.redraw`, and where advantages depend on the whole
+        step, all groups are waited for before the first sample is yielded, and all ranks come here together.
         """
         problems, train = self._problems(step), self._config.train
         answered = self._played(step, problems, into) if self._player else self._generated(step, problems, into)
@@ -126,15 +65,25 @@ class Rollouts:
             problems, answered = self._with_spread(step, problems, list(answered), into)
         if self._config.rollout.shuffle_rewards:
             answered = self._shuffled(step, list(answered))
-        for problem, answers in zip(problems, answered, strict=True):
+        of_step: list[float] = []
+        if train.needs_whole_step:
+            of_step = self._of_step(known := list(answered))
+            answered = iter(known)
+        for group, (problem, answers) in enumerate(zip(problems, answered, strict=True)):
             totals = torch.tensor([self._totals(answers)])
-            advantages = group_advantages(totals, train.scale_by_std)[0].tolist()
+            advantages = group_advantages(totals, train.baseline, train.scale_rewards, of_step)[0].tolist()
             into.answers += answers
             into.problems += [problem] * len(answers)
             into.advantages += advantages
             for answer, advantage in zip(answers, advantages, strict=True):
                 counts = train.truncated == "count" or not is_truncated(answer.completion)
-                yield from answer.samples(step, advantage, counts=counts)
+                yield from answer.samples(step, advantage, counts=counts, group=group)
+
+    def _of_step(self, answered: Sequence[Sequence[Answer]]) -> list[float]:
+        """Return the compared rewards of all ranks' groups, in the same order on any number of ranks."""
+        self._ranks.meet()  # some may still draw, or score
+        each = self._ranks.of_all([self._totals(answers) for answers in answered])
+        return list(chain.from_iterable(chain.from_iterable(zip(*each, strict=True))))
 
     def _generated(self, step: int, problems: Sequence[Problem], into: StepSamples) -> Iterator[list[Answer]]:
         """Yield the answers to each problem of a step as they come. Coming steps are begun as far as they may be."""
@@ -160,8 +109,7 @@ class Rollouts:
 
     def _totals(self, answers: Sequence[Answer]) -> list[float]:
         """Return the rewards of a group as its advantages compare them."""
-        penalty = self._config.train.truncated_penalty
-        return [compared_reward(one.completion, one.score, penalty) for one in answers]
+        return [compared_reward(one.completion, one.score, self._penalty) for one in answers]
 
     def _with_spread(
         self, step: int, problems: Sequence[Problem], answered: list[list[Answer]], into: StepSamples
@@ -227,8 +175,7 @@ class Rollouts:
 
     def numbers(self, samples: StepSamples) -> list[SampleNumbers]:
         """Return the numbers of a step's samples, those of all ranks on the first. All ranks call it together."""
-        penalty = self._config.train.truncated_penalty
-        own = [numbers_of(*pair, penalty) for pair in zip(samples.completions, samples.scores, strict=True)]
+        own = [numbers_of(*pair, self._penalty) for pair in zip(samples.completions, samples.scores, strict=True)]
         return self._of_all_ranks(own)
 
     def rows(self, samples: StepSamples) -> list[dict[str, object]]:
@@ -339,28 +286,3 @@ def _refuse_unfinished(problem: Problem, completion: Completion) -> None:
     if reason is not None and reason.type in ("ignored", "length"):
         raise ValueError(f"{where}: {why}: raise engine.kv_cache, or lower rollout.max_new_tokens")
     raise EngineFailed(f"{where} was not finished: {why}; {RESUME}")
-
-
-def _num_older(spans: Sequence[WeightSpan], step: int) -> int:
-    """Return the number of tokens that older weights than a step's have drawn: the first ones."""
-    return sum(span.end - span.start for span in spans if lag_of(span, step))
-
-
-def lag_of(span: WeightSpan, step: int) -> int:
-    """Return how many commits before a step's weights those of a span were.
-
-    The job's versions are the numbers of its commits; 0 for a label that an administrator gave the weights over HTTP.
-    """
-    version = span.version
-    return max(step - int(version), 0) if version.isdecimal() and len(version) <= len(str(step)) else 0
-
-
-def waited(groups: Iterator[T], into: StepSamples) -> Iterator[T]:
-    """Yield groups, and note how long they were waited for."""
-    while True:
-        began = time.perf_counter()
-        found = next(groups, None)
-        into.waited_s += time.perf_counter() - began
-        if found is None:
-            return
-        yield found

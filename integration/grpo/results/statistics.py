@@ -22,7 +22,7 @@ class SampleNumbers:
     sum_logprobs: float
     is_truncated: bool
     reward: float
-    compared: float  # the reward less `train.truncated_penalty`, as advantages compare it
+    compared: float  # the reward less the penalty of its length, as advantages compare it
     components: Mapping[str, float]
     is_success: bool | None
 
@@ -32,9 +32,28 @@ def is_truncated(completion: Completion) -> bool:
     return completion.finish_reason is not None and completion.finish_reason.type == "length"
 
 
-def compared_reward(completion: Completion, score: Score, truncated_penalty: float) -> float:
-    """Return a sample's reward as the advantages of its group compare it."""
-    return score.total - truncated_penalty * is_truncated(completion)
+@dataclass(frozen=True)
+class LengthPenalty:
+    """A penalty that is subtracted from the reward of a sample that is too long.
+
+    Source of the even growth: Yu et al., "DAPO", 2025, eq. 13 (arXiv 2503.14476).
+    """
+
+    value: float = 0.0  # of a sample that the largest number of new tokens has ended
+    num_tokens: int = 0  # last ones of these, over which the penalty grows from 0 to its value; 0: it does not grow
+    max_new_tokens: int = 0
+
+    def of(self, completion: Completion) -> float:
+        """Return the penalty of one sample."""
+        if is_truncated(completion):
+            return self.value
+        num_over = len(completion.token_ids) - (self.max_new_tokens - self.num_tokens)
+        return self.value * num_over / self.num_tokens if self.num_tokens and num_over > 0 else 0.0
+
+
+def compared_reward(completion: Completion, score: Score, penalty: LengthPenalty) -> float:
+    """Return a sample's reward as advantages compare it."""
+    return score.total - penalty.of(completion)
 
 
 def is_flat(compared: Iterable[float]) -> bool:
@@ -43,7 +62,7 @@ def is_flat(compared: Iterable[float]) -> bool:
     return len(set(array("f", compared))) == 1
 
 
-def numbers_of(completion: Completion, score: Score, truncated_penalty: float = 0.0) -> SampleNumbers:
+def numbers_of(completion: Completion, score: Score, penalty: LengthPenalty | None = None) -> SampleNumbers:
     """Return the numbers of one sample."""
     sum_logprobs = math.fsum(completion.logprobs)
     return SampleNumbers(
@@ -51,7 +70,7 @@ def numbers_of(completion: Completion, score: Score, truncated_penalty: float = 
         sum_logprobs,
         is_truncated(completion),
         score.total,
-        compared_reward(completion, score, truncated_penalty),
+        compared_reward(completion, score, penalty or LengthPenalty()),
         dict(score.components),
         score.is_success,
     )

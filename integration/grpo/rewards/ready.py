@@ -26,6 +26,11 @@ def exact_answer(prompt: str, completion: str, answer: str) -> float:
     return float(final == wanted or completion.strip() == wanted)
 
 
+def no_reward(row: Mapping[str, Any], completion: str) -> float:
+    """Return 0.0: a reference alone teaches (`train.reference`)."""
+    return 0.0
+
+
 def matches(row: Mapping[str, Any], completion: str, *, pattern: str = "", field: str = "pattern") -> float:
     """Return 1.0 if the whole completion, without white space around it, matches a regular expression, else 0.0.
 

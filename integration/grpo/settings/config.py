@@ -89,11 +89,15 @@ class JobConfig:
             found.append(("reward", "must name at least one function"))
         if self.train.lora.rank:
             found += self._refused_with_adapters()
-        if self.train.gradient_accumulation_steps > (num := self.rollout.prompts_per_step * self.rollout.group_size):
-            why = f"must be at most the {num} samples of a step, not {self.train.gradient_accumulation_steps}"
+        num = self.rollout.prompts_per_step * self.rollout.group_size // max(self.train.minibatches_per_step, 1)
+        if self.train.gradient_accumulation_steps > num:
+            why = (
+                f"must be at most the {num} samples of an optimizer step, not {self.train.gradient_accumulation_steps}"
+            )
             found.append(("train.gradient_accumulation_steps", why))
         if self.train.low_precision != "masters":
             found += self._refused_precision()
+        found += self._refused_advantages()
         if self.warm_start.enabled == bool(self.model.path):
             given = "false with model.path" if self.model.path else "true without model.path"
             found.append(("warm_start.enabled", f"must be {given}: the built model is warm-started, and no other"))
@@ -116,6 +120,23 @@ class JobConfig:
             found.append(("http.port", 'must be 0 with engines="separate": they are not in the ranks'))
         return found + self._refused_with_environment()
 
+    def _refused_advantages(self) -> list[Fault]:
+        """List what does not go with the way in which rewards are compared, and samples are divided."""
+        train, rollout, found = self.train, self.rollout, list[Fault]()
+        if train.compares_groups and rollout.group_size == 1:
+            why = f'must be at least 2 with train.baseline="{train.baseline}": the samples of a group are compared'
+            found.append(("rollout.group_size", why))
+        if rollout.redraw and not train.compares_groups:
+            why = f'must be 0 with train.baseline="{train.baseline}": groups of equal rewards teach something'
+            found.append(("rollout.redraw", why))
+        if train.minibatches_per_step > 0 and rollout.prompts_per_step % train.minibatches_per_step:
+            num, why = train.minibatches_per_step, "mini-batches have as many whole groups each"
+            found.append(("rollout.prompts_per_step", f"must divide by train.minibatches_per_step={num}: {why}"))
+        if train.overlong_tokens >= rollout.max_new_tokens > 0:
+            why = f"must be less than rollout.max_new_tokens={rollout.max_new_tokens}, not {train.overlong_tokens}"
+            found.append(("train.overlong_tokens", why))
+        return found
+
     def _refused_with_environment(self) -> list[Fault]:
         """List the settings that an environment of several turns does not go with."""
         if not self.environment:
@@ -130,6 +151,8 @@ class JobConfig:
         if self.data.too_long == "drop":
             why = 'must not be "drop" with environment, whose prompts are its own: `session.room` says what fits'
             found.append(("data.too_long", why))
+        if self.train.overlong_tokens:
+            found.append(("train.overlong_tokens", "must be 0 with environment, whose answers are of several turns"))
         if self.rollout.ahead and self.rollout.on_commit != "verify":
             found.append(("rollout.on_commit", 'must be "verify" with environment: its episodes are played again'))
         return found

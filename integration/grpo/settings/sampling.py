@@ -59,8 +59,6 @@ class RolloutSettings(Section):
         found += not_among(self, "on_commit", ON_COMMITS)
         if self.keep_kv and self.on_commit == "verify":
             found.append(("keep_kv", 'must be false with on_commit="verify", which computes all KV anew'))
-        if self.group_size < 2:
-            found.append(("group_size", "must be at least 2: advantages compare the samples of a group"))
         return found + self._sampling_faults()
 
     def _sampling_faults(self) -> list[Fault]:

@@ -13,6 +13,12 @@ CLIP_BOUNDS = {
     "cispo": (0.0, 4.0),
 }  # fmt: skip
 TRUNCATED = ("count", "mask")
+BASELINES = ("group", "leave_one_out", "batch", "none")
+# What advantages may be divided by, by what is subtracted from the rewards: a group of equal rewards has a standard
+# deviation of 0, which is none to divide by unless its advantages are 0 too.
+SCALES = {"group": ("group", "batch", "none"), "leave_one_out": ("group", "batch", "none"),
+          "batch": ("batch", "none"), "none": ("none",)}  # fmt: skip
+KL_PLACES = ("loss", "advantage")
 LOW_PRECISIONS = ("masters", "stochastic", "nearest")
 MAX_ZERO_STAGE = 3
 MICROBATCH_SIZES = ("microbatch_tokens", "gradient_accumulation_steps", "microbatch_bytes")  # at most one may be set
@@ -51,7 +57,9 @@ class TrainSettings(Section):
     schedule: str = "constant"  # of the learning rate after the warm-up: "constant", or "linear" or "cosine" to the end
     final_share: float = 0.0  # of learning_rate, what a "linear" or "cosine" schedule has at run.num_steps
     max_grad_norm: float = 1.0  # gradients are clipped to this norm
-    epochs_per_step: int = 1  # optimizer steps on each batch of samples
+    epochs_per_step: int = 1  # passes over the samples of each step
+    minibatches_per_step: int = 1  # parts of a step's samples, by whole groups, which have an optimizer step each in
+    # every pass; ratios are to the weights before the first of them
     microbatch_tokens: int = 0  # rows of one micro-batch; a longer sample has one of its own. 0: 16384, unless one of
     # the next two is set
     gradient_accumulation_steps: int = 0  # number of micro-batches of an optimizer step on each rank, with samples
@@ -59,7 +67,8 @@ class TrainSettings(Section):
     microbatch_bytes: str = ""  # activations of one micro-batch ("2GiB"), by what small forwards keep; a larger sample
     # has one of its own
     skip_forward: bool = False  # samples that have no gradient, as in groups of equal rewards, have no backward pass;
-    # true: no forward either, so that their gap is not measured
+    # true: no forward either, nor have those of later mini-batches one before the first optimizer step, so that their
+    # gap is not measured
     gradient_checkpointing: bool = False  # keep each layer's input alone, and compute the rest again in the backward
     # pass: less memory, more time, the same bits
     loss: str = "token_mean"  # "token_mean": clipped surrogate, mean over the step's tokens; "grpo": mean over each
@@ -71,17 +80,25 @@ class TrainSettings(Section):
     truncated: str = "count"  # samples that max_new_tokens ended: "count" in the loss, or "mask": in their group's mean
     # only
     truncated_penalty: float = 0.0  # subtracted from their rewards before advantages; of metrics flat_groups has it
+    overlong_tokens: int = 0  # last ones of rollout.max_new_tokens, over which truncated_penalty grows evenly from 0 to
+    # its value, for samples that end there by themselves too; 0: only truncated samples have it
     importance_bound: float = 2.0  # largest weight p / p_behaviour of a token that older weights have drawn
     sequence_bound: float = 0.0  # samples of older weights whose product of ratios is beyond it count nothing; 0: all
     # count
-    kl_coefficient: float = 0.0  # weight of the KL to the model at the start, of which a copy is kept unless
-    # adapters are trained: then it is the base; 0: none
-    scale_by_std: bool = True  # divide advantages by the group's standard deviation; must be false with "dr_grpo"
+    kl_coefficient: float = 0.0  # weight of the KL to the reference; 0: none
+    kl_in: str = "loss"  # where it is: in the "loss", as an estimate with a gradient, or in each token's "advantage"
+    reference: str = ""  # the model of the KL: a Hugging Face folder with the same tokens, say of a teacher; empty:
+    # the model at the start, of which a copy is kept unless adapters are trained: then it is the base
+    entropy_coefficient: float = 0.0  # weight of the tokens' entropy, which is added to what is maximised; 0: none
+    baseline: str = "group"  # what is subtracted from a reward: the mean of its "group", the mean of the others of it
+    # ("leave_one_out"), the mean of the step ("batch"), or nothing ("none")
+    scale_rewards: str = "group"  # what that is divided by: the standard deviation of the rewards of its "group" or of
+    # the step ("batch"), or nothing ("none"); must be "none" with "dr_grpo"
     lora: LoraSettings = field(default_factory=LoraSettings)
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
-        found = too_small(self, "epochs_per_step") + self._microbatch_faults()
+        found = too_small(self, "epochs_per_step", "minibatches_per_step") + self._microbatch_faults()
         found += not_among(self, "low_precision", LOW_PRECISIONS) + not_among(self, "schedule", SCHEDULES)
         for name in ("beta1", "beta2"):
             if not 0 <= (value := getattr(self, name)) < 1:
@@ -90,6 +107,7 @@ class TrainSettings(Section):
             found.append(("final_share", f"must be from 0 to 1, not {self.final_share}"))
         found += not_positive(self, "learning_rate", "max_grad_norm", "importance_bound")
         found += negative(self, "weight_decay", "num_warmup_steps", "kl_coefficient")
+        found += not_among(self, "kl_in", KL_PLACES) + self._advantage_faults()
         if self.sequence_bound and not self.sequence_bound > 1:
             found.append(("sequence_bound", f"must be 0 or more than 1, not {self.sequence_bound}"))
         found += not_among(self, "truncated", TRUNCATED) + self._loss_faults()
@@ -110,12 +128,39 @@ class TrainSettings(Section):
 
     def _loss_faults(self) -> list[Fault]:
         found = not_among(self, "loss", tuple(CLIP_BOUNDS))
-        found += negative(self, "clip_low", "clip_high", "truncated_penalty")
+        found += negative(self, "clip_low", "clip_high", "truncated_penalty", "overlong_tokens")
         if self.loss == "cispo" and self.clip_low:
             found.append(("clip_low", 'must be 0 with loss="cispo", which bounds its weights from above alone'))
-        if self.loss == "dr_grpo" and self.scale_by_std:
-            found.append(("scale_by_std", 'must be false with loss="dr_grpo", which divides advantages by nothing'))
+        if self.overlong_tokens > 0 and not self.truncated_penalty:
+            found.append(("overlong_tokens", "needs truncated_penalty, which grows over them"))
         return found
+
+    def _advantage_faults(self) -> list[Fault]:
+        found = not_among(self, "baseline", BASELINES) + not_among(self, "scale_rewards", SCALES["group"])
+        if found:
+            return found
+        if self.loss == "dr_grpo" and self.scale_rewards != "none":
+            return [("scale_rewards", 'must be "none" with loss="dr_grpo", which divides advantages by nothing')]
+        if self.scale_rewards not in (allowed := SCALES[self.baseline]):
+            names = " or ".join(f'"{name}"' for name in allowed)
+            why = "groups of equal rewards would be divided by a deviation of 0"
+            return [("scale_rewards", f'must be {names} with baseline="{self.baseline}": {why}')]
+        return []
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether a sample's advantage is 0 where its group's rewards are all equal."""
+        return self.baseline in ("group", "leave_one_out")
+
+    @property
+    def needs_whole_step(self) -> bool:
+        """Whether advantages depend on rewards of other groups."""
+        return "batch" in (self.baseline, self.scale_rewards)
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether samples have a gradient also where their advantage is 0."""
+        return self.kl_coefficient != 0.0 or self.entropy_coefficient != 0.0
 
     @property
     def num_microbatch_rows(self) -> int | None:

@@ -42,6 +42,7 @@ def _of_training(config: JobConfig) -> Iterator[Rule]:
     yield train.schedule == "constant", "train.final_share", 'train.schedule is "constant"'
     yield config.model.dtype == "float32", "train.low_precision", 'model.dtype is "float32"'
     yield bool(train.lora.rank), "train.low_precision", "adapters are in float32"
+    yield not train.kl_coefficient, "train.kl_in train.reference", "train.kl_coefficient is 0"
     bounds = "train.importance_bound train.sequence_bound"
     yield not config.depends_on_timing, bounds, "no token is of older weights"
     yield rollout.on_commit == "verify", "rollout.max_lag", 'rollout.on_commit is "verify"'

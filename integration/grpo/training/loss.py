@@ -1,6 +1,6 @@
-"""The arithmetic of GRPO as pure functions of tensors: advantages, policy loss, KL estimate.
+"""The arithmetic of a policy loss as pure functions of tensors: the loss, weights of older tokens, KL estimate.
 
-Dimension letters: P prompts, G samples of one prompt. Sampled tokens have any layout, with a mask.
+Sampled tokens have any layout, with a mask.
 """
 
 import math
@@ -12,29 +12,6 @@ import torch
 from torch import Tensor
 
 from .surrogates import SURROGATES, token_weights
-
-
-def group_advantages(rewards: Tensor, scale_by_std: bool = True, epsilon: float = 1e-6) -> Tensor:
-    """Compare each sample's reward with the other samples of its prompt: (reward - mean) / (std + epsilon).
-
-    rewards: [P, G], floating point. Returns [P, G]; each row sums to zero up to rounding. The standard
-    deviation is that of the population. A group whose rewards are all equal has advantages of exactly zero.
-    With `scale_by_std=False` the mean is subtracted and nothing is divided.
-
-    Source: GRPO, Shao et al., "DeepSeekMath", 2024, section 4.1.2 (arXiv 2402.03300); without the division:
-    Liu et al., "Understanding R1-Zero-Like Training", 2025 (Dr. GRPO, arXiv 2503.20783), which shows that it
-    favours prompts that are nearly always or nearly never solved.
-    """
-    if rewards.dim() != 2 or rewards.numel() == 0 or not rewards.is_floating_point():
-        raise ValueError(
-            f"rewards must be a non-empty floating-point [prompts, samples], not {rewards.dtype} {tuple(rewards.shape)}"
-        )
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
-    if scale_by_std:
-        centred = centred / (rewards.std(dim=1, correction=0, keepdim=True) + epsilon)
-    # The mean of equal rewards may differ from them by a rounding error, which the division would magnify.
-    is_degenerate = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
-    return centred.masked_fill(is_degenerate, 0.0)
 
 
 @dataclass(frozen=True)
@@ -63,6 +40,7 @@ def policy_loss(
     sizes: Sequence[int] = (),
     num_counted: int | None = None,
     kl_weights: Tensor | None = None,
+    bonus: Tensor | None = None,
 ) -> PolicyLoss:
     """Compute a policy loss, by default the clipped one per token, and the KL to a reference, with the same weights.
 
@@ -74,7 +52,8 @@ def policy_loss(
     number of tokens of each sequence, of all losses but "token_mean", "dapo", "dr_grpo" and "cispo", for one row [M];
     sizes: see `token_weights`. num_counted: what the numbers to log are divided by, the number of tokens that count
     over all ranks and micro-batches; None: num_tokens. kl_weights: same shape, without gradient, at least 0: of each
-    token's estimate, where another policy has drawn it (`importance_weights`); None: all 1.
+    token's estimate, where another policy has drawn it (`importance_weights`); None: all 1. bonus: same shape, with
+    gradient: added to each token's objective, such as its entropy times a coefficient; None: nothing.
 
     Raises ValueError for shapes that differ, a non-positive num_tokens, or a KL coefficient without a
     reference.
@@ -93,19 +72,25 @@ def policy_loss(
     def weighted_sum(values: Tensor) -> Tensor:
         return values.sum() if weights is None else (values * weights).sum()
 
-    loss = -weighted_sum(terms.objective) / num_tokens
+    objective = terms.objective if bonus is None else terms.objective + torch.where(mask, bonus, 0.0)
+    loss = -weighted_sum(objective) / num_tokens
     mean_kl, counted = 0.0, num_tokens if num_counted is None else num_counted
     if reference_logprobs is not None:
-        # Masked before the product, as above.
-        kept = mask if kl_weights is None else mask & (kl_weights > 0)
-        kl = kl_k3(torch.where(kept, reference_logprobs.detach() - logprobs, 0.0))
-        kl = kl if kl_weights is None else kl * kl_weights
+        kl = _weighted_kl(logprobs, reference_logprobs, mask, kl_weights)
         mean_kl = kl.detach().sum().item() / counted
         # A product with a coefficient of 0 would turn an infinite estimate into NaN.
         if kl_coefficient:
             loss = loss + kl_coefficient * (weighted_sum(kl) / num_tokens)
     clip_fraction = (terms.is_clipped & mask).sum().item() / counted
     return PolicyLoss(loss=loss, clip_fraction=clip_fraction, kl=mean_kl)
+
+
+def _weighted_kl(logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the estimate of each token, 0 where it does not count, times its weight."""
+    # Masked before the product, because 0 * inf is NaN, and its gradient too.
+    kept = mask if weights is None else mask & (weights > 0)
+    kl = kl_k3(torch.where(kept, reference_logprobs.detach() - logprobs, 0.0))
+    return kl if weights is None else kl * weights
 
 
 def importance_weights(

@@ -87,6 +87,23 @@ def even_microbatches(samples: Iterable[Sample], num: int, learns: Callable[[Sam
         yield Microbatch([learning[index] for index in sorted(part)], True, is_last=at + 1 == len(parts))
 
 
+def minibatches(samples: Iterable[Sample], num: int) -> list[list[Sample]]:
+    """Divide a step's samples, in order, into `num` parts with as many whole groups each. All samples are waited for.
+
+    Raises ValueError where the number of groups does not divide by it.
+    """
+    known = list(samples)
+    groups = sorted({sample.group for sample in known})
+    size, rest = divmod(len(groups), num)
+    if rest or not size:
+        raise ValueError(f"{len(groups)} groups of samples do not divide into {num} mini-batches")
+    parts: list[list[Sample]] = [[] for _ in range(num)]
+    place = {group: at // size for at, group in enumerate(groups)}
+    for sample in known:
+        parts[place[sample.group]].append(sample)
+    return parts
+
+
 def rows_of(sample: Sample) -> float:
     """Return the cost of a sample where rows are limited."""
     return sample.num_rows

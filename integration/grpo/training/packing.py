@@ -32,6 +32,7 @@ class Sample:
     images: Images | None = None  # among its tokens
     answer_size: int | None = None  # of a part of an answer: tokens of the whole that count; None: it is the whole
     is_first: bool = True  # among the parts with tokens that count, so that the answer counts as one
+    group: int = 0  # number of its prompt among those of the rank's step
 
     @property
     def size(self) -> int:
@@ -48,9 +49,9 @@ class Sample:
         """The positions in token_ids of the sampled tokens."""
         return [at for at in range(len(self.token_ids)) if self.sampled is None or self.sampled[at]]
 
-    def has_gradient(self, *, with_kl: bool) -> bool:
-        """Whether the loss depends on its log-probabilities. with_kl: the loss has a KL term."""
-        return self.counts and (with_kl or self.advantage != 0.0)
+    def has_gradient(self, *, always: bool) -> bool:
+        """Whether the loss depends on its log-probabilities. always: it has a term that needs no advantage."""
+        return self.counts and (always or self.advantage != 0.0)
 
     @property
     def num_rows(self) -> int:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from bisect import bisect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from ....kernels.sampling.entropy import row_entropy
 from ....kernels.sampling.logprobs import selected_logprobs
-from ....rollout.media.reader import why_no_images
 from ....rollout.model.hosted_model import HostedModel
 from ...ranks import Ranks
 from ..backends.adamw import learning_rate
@@ -25,11 +25,11 @@ from ..backends.fsdp2 import Fsdp2Backend
 from ..settings.config import JobConfig
 from ..settings.training import TrainSettings
 from . import checkpointing
-from .activations import measure
-from .loss import PolicyLoss, RatioNumbers, importance_weights, policy_loss, ratio_numbers
-from .microbatches import Microbatch, even_microbatches, microbatches, rows_of
-from .packing import PackedBatch, Sample, pack
-from .surrogates import SURROGATES, amount
+from .loss import PolicyLoss, RatioNumbers, importance_weights, policy_loss
+from .microbatches import minibatches
+from .packing import PackedBatch, Sample
+from .reference import Reference
+from .step_batches import Batch, BatchMaker, StepBatches, Turns
 
 # Losses are divided by it while the number of tokens is not known yet, and the gradients are scaled at the end. A power
 # of two: it rounds nothing.
@@ -38,18 +38,18 @@ _NORMALISER = 1024
 
 @dataclass(frozen=True)
 class TrainStats:
-    """The numbers of one update, over all ranks."""
+    """The numbers of one update, over all ranks. Those of the loss are of the last epoch."""
 
     logprob_gap: float  # largest |engine - trainer| over the step's tokens that these weights have drawn, before the
     # first optimizer step
-    loss: float
+    loss: float  # mean over the optimizer steps
     kl: float  # mean over the tokens that count, whatever the loss averages
     clip_fraction: float  # of those tokens
-    grad_norm: float
+    grad_norm: float  # mean over the optimizer steps
     learning_rate: float
     ratios: RatioNumbers  # of tokens of older weights, before the first optimizer step
     num_without_gradient: int = 0  # samples that had a forward, for the gap, and no backward pass
-    num_unmeasured: int = 0  # samples that had no forward either: their gap was not measured
+    num_unmeasured: int = 0  # samples whose gap was not measured: they had no forward before the first optimizer step
 
 
 @dataclass(frozen=True)
@@ -60,28 +60,12 @@ class SampleGap:
     sample: Sample
 
 
-@dataclass
-class _Batch:
-    """A micro-batch, with values that do not change from one pass to the next."""
+class _Done(NamedTuple):
+    """One optimizer step."""
 
-    samples: Sequence[Sample]
-    packed: PackedBatch
-    learns: bool
-    is_last: bool
-    reference: Tensor | None
-    proximal: Tensor | None = None  # its log-probabilities before the first optimizer step; the first pass sets it
-    ratios: RatioNumbers = field(default_factory=RatioNumbers)  # likewise
-
-
-@dataclass
-class _StepBatches:
-    """The micro-batches of a step so far, and what the step's samples amount to."""
-
-    learning: list[_Batch] = field(default_factory=list)
-    amount: int = 0  # what this rank's samples add to the divisor of the sum
-    num_counted: int = 0  # their tokens that count
-    num_without_gradient: int = 0
-    num_unmeasured: int = 0
+    losses: Sequence[PolicyLoss]  # of this rank's micro-batches
+    scale: float  # by which the losses were multiplied
+    norm: float
 
 
 def make_backend(config: JobConfig, ranks: Ranks) -> TrainerBackend:
@@ -101,6 +85,7 @@ class GrpoTrainer:
     numerics. num_steps: of the whole run, at whose end a schedule of the learning rate ends. max_new_tokens: the most
     that a sample may have, by which the loss "dr_grpo" divides. announce_step: makes a
     context for the optimizer's step; for an engine that aliases the module, it is `RolloutService.optimizer_step`.
+    reference: the model of the KL, which is frozen; None: the module as it is now, or without its adapters.
 
     on_gap: called on all ranks, before the optimizer's step, if any rank's gap is not 0.0: with the number of the step,
     the largest gap, and this rank's sample with its largest one. None: nothing is called.
@@ -119,6 +104,7 @@ class GrpoTrainer:
         num_steps: int = 0,
         max_new_tokens: int = 1,
         announce_step: Callable[[], AbstractContextManager[None]] = nullcontext,
+        reference: PreTrainedModel | None = None,
     ) -> None:
         self.backend = backend
         self._hosted = hosted
@@ -127,70 +113,112 @@ class GrpoTrainer:
         self._ranks = ranks
         self._announce_step = announce_step
         self._num_steps = num_steps
-        self._max_new_tokens = max_new_tokens
-        self._takes_images = why_no_images(hosted.module) is None
-        self._reference: HostedModel | None = None
-        if settings.kl_coefficient and not hosted.adapters:
-            frozen = copy.deepcopy(hosted.trained_module).requires_grad_(False).eval()  # before it is sharded
-            invariant = hosted.numerics.guarantee is not None
-            self._reference = HostedModel.adopt(
-                frozen, dtype=None, device=None, invariant=invariant, k_blocks=hosted.k_blocks
-            )
+        self._reference = Reference(hosted, temperature, reference) if settings.kl_coefficient else None
         if settings.gradient_checkpointing:
             checkpointing.switch_on(hosted.trained_module)
-        self._activations = measure(hosted) if settings.microbatch_bytes else None  # before it is sharded
+        self._maker = BatchMaker(hosted, backend, settings, ranks, max_new_tokens, self._reference_logprobs)
+        self._turns = Turns(hosted, backend, ranks)
         backend.wrap(hosted.trained_module)
 
     def update(self, samples: Iterable[Sample], step: int) -> TrainStats:
         """Update the model with one step's samples (this rank's share of them). All ranks call it together.
 
-        Samples may come while the first of them are trained on, if the backend does not need all ranks in each forward.
-        Those without a gradient, whose advantage is 0 or whose tokens do not count, have no backward pass, and none of
-        their rows is in another sample's micro-batch; they count in the divisor of the loss. Where micro-batches have
-        the same rows as with backward passes of zeros, the gradient has the same bits; where they do not, its sums are
-        over other groups of rows, and differ by rounding.
+        Samples may come while the first of them are trained on, if the backend does not need all ranks in each forward
+        and there are no mini-batches. Those without a gradient, whose advantage is 0 or whose tokens do not count, have
+        no backward pass, and none of their rows is in another sample's micro-batch; they count in the divisor of the
+        loss. Where micro-batches have the same rows as with backward passes of zeros, the gradient has the same bits;
+        where they do not, its sums are over other groups of rows, and differ by rounding.
+
+        Of mini-batches each has an optimizer step of its own, in the order of the samples' groups. Ratios are to the
+        weights before the first of these steps: to the engine's log-probabilities, which are the trainer's to the bit,
+        so that nothing is computed for them; only the gap of the later mini-batches costs a forward before it.
+
+        Raises ValueError where the groups cannot be divided into mini-batches.
         """
-        settings = self._settings
-        rate = learning_rate(settings, step, self._num_steps)
+        rate = learning_rate(self._settings, step, self._num_steps)
         self.backend.set_learning_rate(rate)
         self._hosted.trained_module.train()
-        made = _StepBatches()
-        passing: Iterable[_Batch] = self._made(samples, made)
-        if self.backend.needs_all_batches:
-            passing = list(passing)
-        normaliser = _NORMALISER
-        if not self.backend.scales_gradients:
-            normaliser = self._divisor(made)
-        gap = norm = 0.0
-        for epoch in range(settings.epochs_per_step):
-            losses, own = self._backward(passing, normaliser)
-            if epoch == 0:
-                gap = self._ranks.largest(own.gap if own is not None else 0.0)
-                if gap != 0.0 and self.on_gap is not None:
-                    self.on_gap(step, gap, own)
-            passing = made.learning
-            scale = normaliser / self._divisor(made)
-            with self._announce_step():
-                norm = self.backend.step(scale)
+        parts = [StepBatches() for _ in range(self._settings.minibatches_per_step)]
+        first, *later = self._made(samples, parts)
+        worst, gap = self._measured(later, parts[1:]), 0.0
+        for epoch in range(self._settings.epochs_per_step):
+            done: list[_Done] = []
+            for part in parts:
+                is_first = epoch == 0 and part is parts[0]
+                normaliser = _NORMALISER if self.backend.scales_gradients else self._divisor(part)
+                losses, own = self._backward(first if is_first else part.learning, normaliser)
+                if is_first:
+                    gap = self._reported(step, _larger(worst, own))
+                scale = normaliser / self._divisor(part)
+                with self._announce_step():
+                    done.append(_Done(losses, scale, self.backend.step(scale)))
+        return self._stats(gap, rate, parts, done)
+
+    def _made(self, samples: Iterable[Sample], parts: Sequence[StepBatches]) -> list[Iterable[Batch]]:
+        """Return the micro-batches of each part of a step that have a forward. Those of a single part are made as they
+        are asked for, where the backend may have them so."""
+        if len(parts) == 1:
+            made = self._maker.made(samples, parts[0])
+            return [list(made) if self.backend.needs_all_batches else made]
+        divided = zip(minibatches(samples, len(parts)), parts, strict=True)
+        return [list(self._maker.made(its, part)) for its, part in divided]
+
+    def _measured(self, made: Sequence[Iterable[Batch]], parts: Sequence[StepBatches]) -> SampleGap | None:
+        """Run the later parts of a step forward, before the first optimizer step. Returns the sample with the largest
+        gap; None: no gap, or `skip_forward` is set, and no token is of older weights, whose ratios need the forward."""
+        batches = [batch for its in made for batch in its]
+        if not parts:
+            return None
+        if self._settings.skip_forward and not self._ranks.largest(float(any(one.has_older for one in batches))):
+            for part in parts:
+                part.num_unmeasured += sum(len(batch.samples) for batch in part.learning)
+            for batch in batches:
+                batch.note_proximal(batch.packed.logprobs, *self._bounds)
+            return None
+        worst = None
+        for batch, _, _, is_extra in self._turns.of(batches, forward_only=True):
+            with torch.no_grad(), self._hosted.training_numerics():
+                logprobs = self._logprobs(self._logits(batch.packed), batch.packed)
+            if not is_extra:
+                batch.note_proximal(logprobs, *self._bounds)
+                worst = _larger(worst, _gap_of(batch, logprobs))
+        return worst
+
+    def _reported(self, step: int, own: SampleGap | None) -> float:
+        """Return the largest gap of all ranks, and pass it on if there is one."""
+        gap = self._ranks.largest(own.gap if own is not None else 0.0)
+        if gap != 0.0 and self.on_gap is not None:
+            self.on_gap(step, gap, own)
+        return gap
+
+    def _stats(self, gap: float, rate: float, parts: Sequence[StepBatches], done: Sequence[_Done]) -> TrainStats:
+        """Return the numbers of an update. done: the optimizer steps of its last epoch."""
         total = self._ranks.total
-        of_a_token = _NORMALISER / max(total(made.num_counted), 1)
+        losses = [loss for one in done for loss in one.losses]
+        of_a_token = _NORMALISER / max(total(sum(part.num_counted for part in parts)), 1)
         return TrainStats(
             logprob_gap=gap,
-            loss=total(sum(item.loss.item() for item in losses)) * scale,
+            loss=sum(total(sum(item.loss.item() for item in one.losses)) * one.scale for one in done) / len(done),
             kl=total(sum(item.kl for item in losses)) * of_a_token,
             clip_fraction=total(sum(item.clip_fraction for item in losses)) * of_a_token,
-            grad_norm=norm,
+            grad_norm=sum(one.norm for one in done) / len(done),
             learning_rate=rate,
-            ratios=self._ratios(made.learning),
-            num_without_gradient=int(total(made.num_without_gradient)),
-            num_unmeasured=int(total(made.num_unmeasured)),
+            ratios=self._ratios([batch for part in parts for batch in part.learning]),
+            num_without_gradient=int(total(sum(part.num_without_gradient for part in parts))),
+            num_unmeasured=int(total(sum(part.num_unmeasured for part in parts))),
         )
 
-    def _divisor(self, made: _StepBatches) -> int:
-        """Return what the sum over all tokens of the step is divided by; 1 where no token of any rank counts."""
-        return max(int(self._ranks.total(made.amount)), 1)
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        """Return the bounds of the weights of tokens that older weights have drawn."""
+        return self._settings.importance_bound, self._settings.sequence_bound
 
-    def _ratios(self, batches: Sequence[_Batch]) -> RatioNumbers:
+    def _divisor(self, part: StepBatches) -> int:
+        """Return what the sum over all tokens of an optimizer step is divided by; 1 where no token of any rank
+        counts."""
+        return max(int(self._ranks.total(part.amount)), 1)
+
+    def _ratios(self, batches: Sequence[Batch]) -> RatioNumbers:
         """Return the numbers of the ratios of all ranks' batches."""
         own, total = [batch.ratios for batch in batches], self._ranks.total
         return RatioNumbers(
@@ -199,49 +227,15 @@ class GrpoTrainer:
             self._ranks.largest(max((one.most for one in own), default=0.0)),
         )  # fmt: skip
 
-    def _divided(self, samples: Iterable[Sample]) -> Iterator[Microbatch]:
-        """Divide samples into micro-batches, as the settings say."""
-        settings = self._settings
-        learns = partial(Sample.has_gradient, with_kl=settings.kl_coefficient != 0.0)
-        if num := settings.gradient_accumulation_steps:
-            return even_microbatches(samples, num, learns)
-        limit, cost = settings.num_microbatch_rows, rows_of
-        if self._activations is not None:
-            limit, cost = settings.num_microbatch_bytes, self._activations.of
-        return microbatches(samples, limit or 0, cost, learns, needs_last=self.backend.needs_last)
-
-    def _made(self, samples: Iterable[Sample], into: _StepBatches) -> Iterator[_Batch]:
-        """Yield the micro-batches of a step that have a forward; note all in `into`."""
-        divisor = SURROGATES[self._settings.loss].divisor
-        for part in self._divided(samples):
-            packed = pack(part.samples, self._ranks.device, self._hosted.module)
-            into.num_counted += int(packed.mask.sum())
-            into.amount += amount(divisor, packed.mask, packed.num_answers, self._max_new_tokens)
-            if not part.learns and self._settings.skip_forward:
-                into.num_unmeasured += len(part.samples)
-                continue
-            batch = _Batch(
-                part.samples,
-                packed,
-                part.learns,
-                part.is_last,
-                self._reference_logprobs(packed) if part.learns else None,
-            )
-            if part.learns:
-                into.learning.append(batch)
-            else:
-                into.num_without_gradient += len(part.samples)
-            yield batch
-
-    def _backward(self, batches: Iterable[_Batch], normaliser: int) -> tuple[list[PolicyLoss], SampleGap | None]:
+    def _backward(self, batches: Iterable[Batch], normaliser: int) -> tuple[list[PolicyLoss], SampleGap | None]:
         """Accumulate the gradients of one pass. Returns its losses and the sample with the largest gap in its forwards;
         None: no gap."""
         losses, worst = [], None
-        for batch, is_last, is_extra in self._in_turn(batches):
+        for batch, learns, is_last, is_extra in self._turns.of(batches):
             with self._hosted.training_numerics():
-                if not batch.learns:
+                if not learns:
                     with torch.no_grad():
-                        logprobs = self._logprobs(batch.packed)
+                        logprobs = self._logprobs(self._logits(batch.packed), batch.packed)
                 else:
                     with self.backend.microbatch(is_last=is_last):
                         logprobs, loss = self._loss(batch, normaliser)
@@ -250,83 +244,67 @@ class GrpoTrainer:
                     if not is_extra:
                         losses.append(loss)
             if not is_extra:
-                # Of older weights' tokens, the log-probabilities differ because the weights do.
-                gaps = torch.where(batch.packed.is_older, 0.0, logprobs.detach() - batch.packed.logprobs).abs()
-                gap, token = (value.item() for value in gaps.max(0))
-                if gap != 0.0 and (worst is None or not gap <= worst.gap):
-                    worst = SampleGap(gap, batch.samples[bisect(list(accumulate(batch.packed.lengths)), int(token))])
+                worst = _larger(worst, _gap_of(batch, logprobs))
         return losses, worst
 
-    def _in_turn(self, batches: Iterable[_Batch]) -> Iterator[tuple[_Batch, bool, bool]]:
-        """Yield each batch, whether it is the last with a backward pass, and whether its numbers do not count.
+    def _logits(self, packed: PackedBatch) -> Tensor:
+        """Compute the logits [M, V] from which a batch's tokens were drawn."""
+        return packed.kept(self.backend.forward(**packed.model_inputs()))
 
-        Other ranks may have more micro-batches, and their collectives in forward and backward passes need this rank:
-        where there are such, all ranks run those without a backward pass first, then the others, as many as any has.
-        """
-        if not self.backend.talks_in_forward:
-            yield from ((batch, batch.is_last, False) for batch in batches)
-            return
-        own = list(batches)
-        for learns in (False, True):
-            kind = [batch for batch in own if batch.learns is learns]
-            extra = own[-1] if learns else replace(own[-1], learns=False)
-            num_forwards = int(self._ranks.largest(len(kind)))
-            for index in range(num_forwards):
-                is_extra = index >= len(kind)
-                batch = extra if is_extra else kind[index]
-                self._refuse_other_kind(batch)
-                yield batch, learns and index + 1 == num_forwards, is_extra
-
-    def _refuse_other_kind(self, batch: _Batch) -> None:
-        """Raise ValueError, on all ranks, where some run the encoder of images and others do not: its parts are
-        sharded, and the ranks would wait for each other."""
-        num_ranks = self._ranks.num_ranks
-        if num_ranks > 1 and self._takes_images:
-            num = int(self._ranks.total(float(bool(batch.packed.of_images))))
-            if 0 < num < num_ranks:
-                raise ValueError(
-                    f"{num} of {num_ranks} ranks have images in this micro-batch: a trainer that shards the encoder of "
-                    'images needs some in each. Use trainer="ddp", or images in every prompt'
-                )
-
-    def _logprobs(self, packed: PackedBatch) -> Tensor:
-        """Compute the log-probabilities of a batch's tokens."""
-        logits = packed.kept(self.backend.forward(**packed.model_inputs()))
+    def _logprobs(self, logits: Tensor, packed: PackedBatch) -> Tensor:
         return selected_logprobs(logits, packed.targets, self._temperature)
 
-    def _loss(self, batch: _Batch, normaliser: int) -> tuple[Tensor, PolicyLoss]:
+    def _loss(self, batch: Batch, normaliser: int) -> tuple[Tensor, PolicyLoss]:
         """Compute the log-probabilities of a batch's tokens, and its share of the loss."""
         packed, settings = batch.packed, self._settings
-        logprobs = self._logprobs(packed)
-        bounds = settings.importance_bound, settings.sequence_bound
-        if batch.proximal is None:
-            batch.proximal = logprobs.detach()
-            if any(sample.num_older for sample in batch.samples):
-                batch.ratios = ratio_numbers(
-                    batch.proximal, packed.logprobs, packed.has_ratio, packed.lengths, *bounds
-                )  # fmt: skip
-        weights = importance_weights(batch.proximal, packed.logprobs, packed.has_ratio, packed.lengths, *bounds)
+        logits = self._logits(packed)
+        logprobs = self._logprobs(logits, packed)
+        batch.note_proximal(logprobs, *self._bounds)
+        assert batch.proximal is not None
+        behaviour = torch.where(packed.is_older, batch.proximal, packed.logprobs)
+        weights = importance_weights(
+            batch.proximal, packed.logprobs, packed.has_ratio, packed.lengths, *self._bounds
+        )  # fmt: skip
+        advantages, kl_coefficient = packed.advantages, settings.kl_coefficient
+        if settings.kl_in == "advantage" and batch.reference is not None:
+            advantages = advantages - kl_coefficient * (behaviour - batch.reference)
+            kl_coefficient = 0.0
+        bonus = None
+        if settings.entropy_coefficient:
+            bonus = settings.entropy_coefficient * row_entropy(logits, self._temperature)
         return logprobs, policy_loss(
             logprobs,
-            torch.where(packed.is_older, batch.proximal, packed.logprobs),
-            packed.advantages * weights,
+            behaviour,
+            advantages * weights,
             packed.mask,
             normaliser,
             *settings.clip_bounds,
             batch.reference,
-            settings.kl_coefficient,
+            kl_coefficient,
             name=settings.loss,
             lengths=packed.lengths,
             sizes=packed.sizes,
             num_counted=_NORMALISER,
             kl_weights=weights,
+            bonus=bonus,
         )
 
     def _reference_logprobs(self, batch: PackedBatch) -> Tensor | None:
-        """Compute the log-probabilities of the model at the start: a copy, or the base without its adapters."""
-        if not self._settings.kl_coefficient:
-            return None
-        reference = self._reference or self._hosted
-        with torch.no_grad(), reference.adapters.switched_off(), reference.training_numerics():
-            logits = batch.kept(reference.trained_module(**batch.model_inputs()).logits)
-            return selected_logprobs(logits, batch.targets, self._temperature)
+        return None if self._reference is None else self._reference.logprobs(batch)
+
+
+def _gap_of(batch: Batch, logprobs: Tensor) -> SampleGap | None:
+    """Return the sample of a batch whose log-probabilities differ most from the engine's; None: they are equal."""
+    # Of older weights' tokens, the log-probabilities differ because the weights do.
+    gaps = torch.where(batch.packed.is_older, 0.0, logprobs.detach() - batch.packed.logprobs).abs()
+    gap, token = (value.item() for value in gaps.max(0))
+    if gap == 0.0:
+        return None
+    return SampleGap(gap, batch.samples[bisect(list(accumulate(batch.packed.lengths)), int(token))])
+
+
+def _larger(first: SampleGap | None, second: SampleGap | None) -> SampleGap | None:
+    """Return the larger gap, the first of equal ones; one that is not a number is larger than any."""
+    if first is None or second is None:
+        return first or second
+    return first if second.gap <= first.gap else second

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.integration.grpo.engines.rollouts import lag_of
-from lockstep.integration.grpo.plan import describe_plan
+from lockstep.integration.grpo.engines.answers import lag_of
+from lockstep.integration.grpo.planning.description import describe_plan
 from lockstep.integration.grpo.settings.config import load_config
 from lockstep.rollout.completion import WeightSpan
 from lockstep.tests.integration.grpo import test_job

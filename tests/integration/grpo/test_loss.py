@@ -6,7 +6,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.integration.grpo.training.loss import (
     RatioNumbers,
-    group_advantages,
     importance_weights,
     kl_k3,
     policy_loss,
@@ -16,35 +15,6 @@ from lockstep.integration.grpo.training.loss import (
 
 def ones_mask(tensor):
     return torch.ones_like(tensor, dtype=torch.bool)
-
-
-def test_advantages_are_rewards_normalised_within_their_group():
-    advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0], [3.0, 0.0, 0.0, 0.0]]), epsilon=0.0)
-    root3 = math.sqrt(3.0)
-    expected = torch.tensor([[1.0, -1.0, -1.0, 1.0], [root3, -1 / root3, -1 / root3, -1 / root3]])
-    torch.testing.assert_close(advantages, expected)
-
-
-def test_advantages_without_std_are_differences_from_the_mean():
-    advantages = group_advantages(torch.tensor([[3.0, 0.0, 0.0, 1.0]]), scale_by_std=False)
-    assert advantages.tolist() == [[2.0, -1.0, -1.0, 0.0]]
-
-
-@pytest.mark.parametrize("scale_by_std", [True, False])
-def test_groups_of_equal_rewards_have_advantages_of_exactly_zero(scale_by_std):
-    # The float mean of three times 0.1 is not 0.1.
-    rewards = torch.tensor([[0.1, 0.1, 0.1], [1e-30, 1e-30, 1e-30], [0.7, 0.7, 0.7]])
-    assert group_advantages(rewards, scale_by_std, epsilon=0.0).tolist() == [[0.0] * 3] * 3
-
-
-def test_a_group_of_one_sample_has_no_advantage():
-    assert group_advantages(torch.tensor([[0.3]])).tolist() == [[0.0]]
-
-
-@pytest.mark.parametrize("rewards", [torch.ones(4), torch.ones(2, 0), torch.ones(2, 2, dtype=torch.int64)])
-def test_rewards_of_another_form_are_refused(rewards):
-    with pytest.raises(ValueError, match="rewards must be"):
-        group_advantages(rewards)
 
 
 def test_loss_and_gradient_on_policy_are_those_of_reinforce():

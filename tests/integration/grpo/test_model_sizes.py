@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING
 
-from lockstep.integration.grpo.model_sizes import kv_bytes_per_token, layer_configs, mlp_width
+from lockstep.integration.grpo.planning.model_sizes import kv_bytes_per_token, layer_configs, mlp_width
 from lockstep.rollout.model.hosted_model import HostedModel
 from lockstep.rollout.ranks.mesh import MeshPlan
 from lockstep.rollout.sharding.skeleton import auto_class

@@ -103,7 +103,7 @@ def test_settings_that_do_not_go_together_are_named(overrides, message):
 )
 def test_a_job_that_cannot_be_divided_is_refused_before_it_starts(overrides, message):
     pytest.importorskip("matplotlib")
-    from lockstep.integration.grpo.plan import check_job
+    from lockstep.integration.grpo.planning.checks import check_job
 
     with pytest.raises(ValueError, match=message):
         check_job(load_config(CONFIG, overrides), num_ranks=4)
@@ -112,7 +112,7 @@ def test_a_job_that_cannot_be_divided_is_refused_before_it_starts(overrides, mes
 @pytest.mark.parametrize("key", ["model.path", "data.path", "run.replay_schedule"])
 def test_an_input_in_the_runs_own_folder_is_refused_before_the_folder_is_moved(tmp_path, key):
     pytest.importorskip("matplotlib")
-    from lockstep.integration.grpo.plan import check_job
+    from lockstep.integration.grpo.planning.checks import check_job
 
     inside = tmp_path / "mine" / "model"
     inside.mkdir(parents=True)
@@ -130,7 +130,7 @@ def test_a_runs_name_is_one_of_a_folder(name):
 
 
 def test_the_plan_states_the_mesh_and_what_a_rank_holds_of_the_engine():
-    from lockstep.integration.grpo.plan import describe_plan
+    from lockstep.integration.grpo.planning.description import describe_plan
 
     alone = describe_plan(load_config(CONFIG), num_ranks=8)
     assert "mesh       dp=8 x pp=1 x tp=1: 8 replicas of 1 rank" in alone and "aliases its weights" in alone

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lockstep.integration.grpo.engines.rollouts import Rollouts, StepSamples
+from lockstep.integration.grpo.engines.answers import StepSamples
+from lockstep.integration.grpo.engines.rollouts import Rollouts
 from lockstep.integration.grpo.results.samples import read_samples
 from lockstep.integration.grpo.results.statistics import step_statistics
 from lockstep.integration.grpo.rewards.scorer import Scorer
@@ -99,7 +100,7 @@ def sampled(tmp_path, ranks, texts, redraw=2, **settings):
 def rollouts_of(tmp_path, ranks, texts, redraw, truncated_penalty=0.0, **settings):
     config = JobConfig(
         RunSettings("x", str(tmp_path), seed=5), rollout=RolloutSettings(4, 2, 2, redraw=redraw),
-        train=TrainSettings(scale_by_std=False, truncated_penalty=truncated_penalty), **settings,
+        train=TrainSettings(scale_rewards="none", truncated_penalty=truncated_penalty), **settings,
     )  # fmt: skip
     engine = CountingEngine(texts)
     reward = Scorer([f"{__name__}:length"])

@@ -213,7 +213,7 @@ def test_wrong_forms_options_and_names_are_refused(user_module):
 
 def test_ready_rewards():
     packages = {"math_verify", "reasoning_gym"}
-    assert {"exact_answer", "matches", "follows_schema", "short_enough"} | packages == set(READY)
+    assert {"exact_answer", "no_reward", "matches", "follows_schema", "short_enough"} | packages == set(READY)
     assert [matches({}, text, pattern=r"\d+") for text in ("12\n", "12a", "")] == [1.0, 0.0, 0.0]
     assert matches({"form": "a+"}, "aaa", field="form") == 1.0
     with pytest.raises(ValueError, match="no text in its field 'pattern'"):

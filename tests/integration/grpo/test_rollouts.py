@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lockstep.integration.failures import EngineFailed
-from lockstep.integration.grpo.engines.rollouts import Answer, Rollouts, StepSamples
+from lockstep.integration.grpo.engines.answers import Answer, StepSamples
+from lockstep.integration.grpo.engines.rollouts import Rollouts
 from lockstep.integration.grpo.results.samples import sample_row
 from lockstep.integration.grpo.rewards.score import Score
 from lockstep.integration.grpo.rewards.scorer import Scorer
@@ -81,7 +82,7 @@ def sampled(tmp_path, reward=length, ends=ENDS, **train):
     config = JobConfig(
         RunSettings("x", str(tmp_path)),
         rollout=RolloutSettings(prompts_per_step=1, group_size=4, max_new_tokens=2),
-        train=TrainSettings(scale_by_std=False, **train),
+        train=TrainSettings(scale_rewards="none", **train),
     )
     problems = [Problem("a", "b")]
     task = Task(lambda step, num: problems[:num], problems, problems)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,13 @@ from lockstep.integration.grpo.results.samples import (
     saved_steps,
     shown,
 )
-from lockstep.integration.grpo.results.statistics import SampleNumbers, numbers_of, pass_at_k, step_statistics
+from lockstep.integration.grpo.results.statistics import (
+    LengthPenalty,
+    SampleNumbers,
+    numbers_of,
+    pass_at_k,
+    step_statistics,
+)
 from lockstep.integration.grpo.rewards.score import Score
 from lockstep.integration.grpo.tasks.problems import Problem
 from lockstep.rollout.completion import Completion, FinishReason, WeightSpan
@@ -75,11 +82,28 @@ def test_no_text_of_the_models_controls_the_terminal():
     )
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "end", "expected"),
+    [
+        (6, "stop", 0.0),
+        (7, "stop", 0.5),
+        (9, "stop", 1.5),
+        (10, "stop", 2.0),  # by itself, with the last token
+        (10, "length", 2.0),
+        (4, "length", 2.0),  # of an answer that something else has cut
+    ],
+)
+def test_the_penalty_grows_evenly_over_the_last_tokens(num_tokens, end, expected):
+    answer = replace(ANSWER, token_ids=(1,) * num_tokens, finish_reason=FinishReason(end))
+    assert LengthPenalty(2.0, 4, 10).of(answer) == expected
+    assert LengthPenalty(2.0, 0, 10).of(answer) == (2.0 if end == "length" else 0.0)
+
+
 def test_statistics_of_a_step_are_those_computed_by_hand():
     assert numbers_of(ANSWER, Score(0.5, {"short": 1.0}, False)) == SampleNumbers(
         2, -0.75, True, 0.5, 0.5, {"short": 1.0}, False
     )
-    assert numbers_of(ANSWER, Score(0.5), 0.75) == SampleNumbers(2, -0.75, True, 0.5, -0.25, {}, None)
+    assert numbers_of(ANSWER, Score(0.5), LengthPenalty(0.75)) == SampleNumbers(2, -0.75, True, 0.5, -0.25, {}, None)
     samples = [
         SampleNumbers(2, -1.0, False, 1.0, 1.0, {"a": 1.0}, True),
         SampleNumbers(4, -2.0, True, 0.0, 0.0, {"a": 0.0}, False),

@@ -11,9 +11,10 @@ import torch
 
 from lockstep.integration.grpo import main as grpo
 from lockstep.integration.grpo.evaluation import Evaluation
-from lockstep.integration.grpo.plan import check_job, describe_plan
+from lockstep.integration.grpo.planning.checks import check_job
+from lockstep.integration.grpo.planning.description import describe_plan
+from lockstep.integration.grpo.planning.sampling_check import distortion_warning, distortions
 from lockstep.integration.grpo.results.samples import read_samples
-from lockstep.integration.grpo.sampling_check import distortion_warning, distortions
 from lockstep.integration.grpo.settings.config import JobConfig, load_config
 from lockstep.integration.grpo.tasks.problems import Problem
 from lockstep.integration.ranks import Ranks

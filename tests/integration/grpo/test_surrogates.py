@@ -165,14 +165,14 @@ def updated(model, settings, change=lambda samples: samples):
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_micro_batches_do_not_change_the_update_of_any_loss(group, make_model, name):
-    settings = TrainSettings(num_warmup_steps=0, loss=name, scale_by_std=False)
+    settings = TrainSettings(num_warmup_steps=0, loss=name, scale_rewards="none")
     one, several = (updated(make_model("qwen3"), replace(settings, microbatch_tokens=rows)) for rows in (10_000, 20))
     torch.testing.assert_close(one, several, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", SURROGATES)
 def test_samples_that_do_not_count_are_as_if_they_were_not_there(group, make_model, name):
-    settings = TrainSettings(num_warmup_steps=0, loss=name, scale_by_std=False, microbatch_tokens=30)
+    settings = TrainSettings(num_warmup_steps=0, loss=name, scale_rewards="none", microbatch_tokens=30)
     without = updated(make_model("qwen3"), settings, lambda samples: samples[1:4])
     masked = updated(
         make_model("qwen3"), settings, lambda s: [replace(one, counts=1 <= i < 4) for i, one in enumerate(s)]
@@ -191,11 +191,17 @@ def test_a_step_in_which_nothing_counts_changes_nothing(group, make_model):
     ("settings", "words"),
     [
         ({"loss": "ppo"}, "loss must be"),
-        ({"loss": "dr_grpo"}, "scale_by_std must be false with loss"),
+        ({"loss": "dr_grpo"}, 'scale_rewards must be "none" with loss'),
         ({"loss": "cispo", "clip_low": 0.2}, 'clip_low must be 0 with loss="cispo"'),
         ({"clip_high": -0.1}, "clip_high must not be negative"),
         ({"truncated": "drop"}, "truncated must be"),
         ({"truncated_penalty": -1.0}, "truncated_penalty must not be negative"),
+        ({"overlong_tokens": 5}, "overlong_tokens needs truncated_penalty"),
+        ({"minibatches_per_step": 0}, "minibatches_per_step must be at least 1"),
+        ({"baseline": "mean"}, "baseline must be"),
+        ({"baseline": "batch"}, 'scale_rewards must be "batch" or "none" with baseline="batch"'),
+        ({"baseline": "none", "scale_rewards": "batch"}, 'scale_rewards must be "none" with baseline="none"'),
+        ({"kl_in": "reward"}, "kl_in must be"),
     ],
 )
 def test_losses_that_cannot_be_are_named(settings, words):

@@ -15,7 +15,7 @@ from functools import partial
 
 import pytest
 
-from lockstep.integration.grpo.engines.rollouts import Answer
+from lockstep.integration.grpo.engines.answers import Answer
 from lockstep.integration.grpo.environments.player import EpisodePlayer
 from lockstep.integration.grpo.rewards.score import Score
 from lockstep.integration.grpo.rewards.user_calls import UserCalls

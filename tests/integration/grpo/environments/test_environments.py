@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lockstep.integration.grpo.backends.ddp import DdpBackend
-from lockstep.integration.grpo.engines.rollouts import Answer, Rollouts, StepSamples
+from lockstep.integration.grpo.engines.answers import Answer, StepSamples
+from lockstep.integration.grpo.engines.rollouts import Rollouts
 from lockstep.integration.grpo.environments.episode import Episode
 from lockstep.integration.grpo.environments.player import EpisodePlayer, Play, job_environment, load_environment
 from lockstep.integration.grpo.environments.session import NoRoom

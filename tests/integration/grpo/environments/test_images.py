@@ -14,7 +14,7 @@ from transformers import ProcessorMixin
 pytest.importorskip("PIL.Image")
 from PIL import Image
 
-from lockstep.integration.grpo.engines.rollouts import Answer
+from lockstep.integration.grpo.engines.answers import Answer
 from lockstep.integration.grpo.environments.chat import EpisodeChat
 from lockstep.integration.grpo.environments.session import Session, with_images
 from lockstep.integration.grpo.environments.turns import Turns

@@ -18,7 +18,7 @@ from lockstep.integration.failures import FileFailed, files_of
 from lockstep.integration.grpo.backends.backend import TrainerState
 from lockstep.integration.grpo.environments.session import NoRoom
 from lockstep.integration.grpo.main import main
-from lockstep.integration.grpo.plan import check_job
+from lockstep.integration.grpo.planning.checks import check_job
 from lockstep.integration.grpo.results.best_model import BestModel
 from lockstep.integration.grpo.results.checkpoint import (
     load_checkpoint,

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from lockstep.integration.grpo.plan import check_job
+from lockstep.integration.grpo.planning.checks import check_job
 from lockstep.integration.grpo.results.run_log import RunLog
 from lockstep.integration.grpo.results.wandb_log import WandbLog
 from lockstep.integration.grpo.settings.config import JobConfig

@@ -50,6 +50,26 @@ def test_overrides_replace_the_files_values_and_keep_their_types(tmp_path):
         ('[run]\nname = "x"\n', ["train.clip_low=high"], "train.clip_low must be a number, not 'high'"),
         ("run = 3\n", [], "run must be a section, not 3"),
         ('[run]\nname = "x"\n', ["rollout.group_size=1"], "rollout.group_size must be at least 2"),
+        (
+            '[run]\nname = "x"\n',
+            ["rollout.redraw=1", "train.baseline=batch", "train.scale_rewards=none"],
+            'rollout.redraw must be 0 with train.baseline="batch"',
+        ),
+        (
+            '[run]\nname = "x"\n',
+            ["train.minibatches_per_step=3"],
+            "rollout.prompts_per_step must divide by train.minibatches_per_step=3",
+        ),
+        (
+            '[run]\nname = "x"\n',
+            ["train.truncated_penalty=1", "train.overlong_tokens=16"],
+            "train.overlong_tokens must be less than rollout.max_new_tokens=16, not 16",
+        ),
+        (
+            '[run]\nname = "x"\n',
+            ["train.minibatches_per_step=32", "train.gradient_accumulation_steps=17"],
+            "train.gradient_accumulation_steps must be at most the 16 samples of an optimizer step, not 17",
+        ),
         ('[run]\nname = "x"\n', ["num_steps"], "override 'num_steps' is not of the form key=value"),
         ('[run]\nname = "x"\n', ["run.name.deep=1"], "run.name.deep: name is a value, not a section"),
         ('[run]\nname = "x"\n', ["http.port=70000"], "http.port must be from 0 to 65535, not 70000"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.integration.grpo.main import main
-from lockstep.integration.grpo.plan import describe_plan
+from lockstep.integration.grpo.planning.description import describe_plan
 from lockstep.integration.grpo.settings.config import JobConfig, load_config
 from lockstep.integration.grpo.settings.unread import unread_settings
 

@@ -20,7 +20,7 @@ from PIL import Image
 
 from lockstep.integration.cli import replay
 from lockstep.integration.grpo.job import GrpoJob
-from lockstep.integration.grpo.plan import check_job
+from lockstep.integration.grpo.planning.checks import check_job
 from lockstep.integration.grpo.results.run_folder import prepare_folder
 from lockstep.integration.grpo.results.sample_images import images_path, read_images
 from lockstep.integration.grpo.results.samples import read_samples, sample_path

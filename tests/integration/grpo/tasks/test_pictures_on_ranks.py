@@ -13,7 +13,7 @@ import torch.distributed as dist
 pytest.importorskip("PIL.Image")
 
 from lockstep.integration.grpo.job import GrpoJob
-from lockstep.integration.grpo.plan import check_job
+from lockstep.integration.grpo.planning.checks import check_job
 from lockstep.integration.grpo.results.run_folder import prepare_folder
 from lockstep.integration.ranks import Ranks
 from lockstep.tests.integration.grpo.tasks.test_pictures import SMALL, STEPS, config_of, example

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.integration.grpo.plan import check_job, describe_plan
+from lockstep.integration.grpo.planning.checks import check_job
+from lockstep.integration.grpo.planning.description import describe_plan
 from lockstep.integration.grpo.settings.config import JobConfig
 from lockstep.integration.grpo.settings.sampling import RolloutSettings
 from lockstep.integration.grpo.settings.sections import DataSettings, RunSettings

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.integration.grpo.training.packing import Sample, pack
-from lockstep.integration.grpo.training.trainer import GrpoTrainer
+from lockstep.integration.grpo.training.step_batches import Turns
 from lockstep.integration.image_inputs import banned_tokens, image_keywords, image_parameters, joined, rotary_keywords
 from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.config import EngineConfig
@@ -105,8 +105,8 @@ def test_tensors_that_no_encoder_takes_are_named():
 @pytest.mark.parametrize(("num_with", "is_refused"), [(0, False), (1, True), (2, False)])
 def test_ranks_that_shard_an_encoder_run_it_together(num_with, is_refused):
     ranks = SimpleNamespace(num_ranks=2, total=lambda own: float(num_with))
-    trainer: Any = SimpleNamespace(_ranks=ranks, _takes_images=True)
+    turns: Any = SimpleNamespace(_ranks=ranks, _takes_images=True)
     batch: Any = SimpleNamespace(packed=SimpleNamespace(of_images={"pixel_values": 1}))
     refused = pytest.raises(ValueError, match="1 of 2 ranks have images in this micro-batch")
     with refused if is_refused else nullcontext():
-        GrpoTrainer._refuse_other_kind(trainer, batch)
+        Turns._refuse_other_kind(turns, batch)

@@ -23,7 +23,7 @@ LONG_Z = Sample((6,), (7, 8, 9, 9, 9), (-0.3,) * 5, 0.0)  # 5 rows, no gradient
 
 
 def learns(sample: Sample) -> bool:
-    return sample.has_gradient(with_kl=False)
+    return sample.has_gradient(always=False)
 
 
 def of_rows(num_rows: int, advantage: float = 1.0) -> Sample:
@@ -89,7 +89,7 @@ def test_where_none_has_to_be_the_last_a_full_one_does_not_wait_for_the_next_sam
     ],
 )
 def test_a_sample_has_a_gradient_by_its_advantage_or_by_the_kl(sample, with_kl, expected):
-    assert sample.has_gradient(with_kl=with_kl) is expected
+    assert sample.has_gradient(always=with_kl) is expected
 
 
 def test_a_number_of_micro_batches_has_samples_spread_evenly_by_tokens():

@@ -75,13 +75,13 @@ class Run:
 @pytest.fixture
 def all_backward(monkeypatch):
     """Return a function that gives every sample a backward pass, of zeros where it has no gradient."""
-    return lambda: monkeypatch.setattr(Sample, "has_gradient", lambda self, with_kl: True)
+    return lambda: monkeypatch.setattr(Sample, "has_gradient", lambda self, always: True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("loss", SURROGATES)
 def test_the_update_has_the_bits_of_one_with_backward_passes_of_zeros(group, make_model, all_backward, loss, dtype):
-    settings = replace(SETTINGS, loss=loss, scale_by_std=False)
+    settings = replace(SETTINGS, loss=loss, scale_rewards="none")
     run = Run(make_model("qwen3", dtype), settings)
     samples = run.samples()
     stats = run.update(samples)

@@ -6,10 +6,10 @@ from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from ...rollout.grammars.catalog import Grammars
-from ...rollout.grammars.token_text import FastTokenizer
-from ...rollout.sampling_params import GRAMMARS, SamplingParams
-from .settings.config import JobConfig
+from ....rollout.grammars.catalog import Grammars
+from ....rollout.grammars.token_text import FastTokenizer
+from ....rollout.sampling_params import GRAMMARS, SamplingParams
+from ..settings.config import JobConfig
 
 _DISTORTS = {
     "top_p": "less likely tokens are never drawn",

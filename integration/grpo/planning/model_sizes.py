@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ...rollout.ranks.mesh import MeshPlan
+from ....rollout.ranks.mesh import MeshPlan
 
 
 def layer_configs(text: PretrainedConfig) -> Sequence[PretrainedConfig]:

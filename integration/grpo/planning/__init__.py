@@ -1,0 +1,1 @@
+"""The plan of a job, checked and described before it starts."""
