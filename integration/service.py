@@ -170,7 +170,7 @@ class RolloutService(MemoryVerbs, LoraVerbs, PauseVerbs, OfOneProcess):
     # -- answers ----------------------------------------------------------------------------------------------------
 
     def renew(self, completions: Completion | Sequence[Completion]) -> list[Completion]:
-        """Return the answers that the present weights give to the same requests, see `RequestDesk.renew`."""
+        """Return the answers that the present weights give to the same requests, see `WaitingCalls.renew`."""
         return self.engine.renew(completions)
 
     def replay(

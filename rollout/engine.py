@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -12,19 +12,18 @@ from transformers import PreTrainedTokenizerBase
 
 from .completion import Completion, FinishReason, StreamChunk
 from .config import EngineConfig
+from .control.cache_commands import CacheCommands
+from .control.desk.inbox import Inbox
+from .control.desk.intake import Params, Prompt
+from .control.desk.mailboxes import Mailboxes
+from .control.desk.requests import RequestDesk
+from .control.desk.waiting import ManyOptions, ManyParams, Prompts, WaitingCalls
 from .control.drafts import EngineDrafts
 from .control.driver import Driver
-from .control.inbox import Inbox
-from .control.intake import Params, Prompt
-from .control.mailboxes import Mailboxes
-from .control.requests import ManyOptions, ManyParams, Prompts, RequestDesk
 from .control.weights import EngineWeights
-from .kv.cache_tree import CacheTree
-from .kv.events import KVEventLog
-from .kv.pins import PinReport, UnpinReport
 from .loop.assemble import assemble, make_runner
 from .loop.between_steps import BetweenSteps
-from .loop.commands import AbortReport, ContinueReport, EvictReport, FlushReport, PauseMode, PauseReport, check_pause
+from .loop.commands import AbortReport, ContinueReport, PauseMode, PauseReport, check_pause
 from .loop.gate import StepGate
 from .loop.loop import Loop
 from .loop.parts import MakeRunner
@@ -39,7 +38,7 @@ from .request_options import RequestOptions
 T = TypeVar("T")
 
 
-class Engine(OfOneProcess):
+class Engine(CacheCommands, OfOneProcess):
     """Generate with a hosted causal LM: a transformers module that the caller trains, or a folder of weights.
 
     Example:
@@ -52,8 +51,8 @@ class Engine(OfOneProcess):
 
     Commands run between two steps, with no step in flight, and their effect holds when they return. A command repeated
     under its `op_id` runs once (OpIdTaken for an id that names another call); `timeout_s` limits its wait to begin
-    (DeadlineExceeded). `drafts` has draft sources and history. A service also uses `requests`, `driver` and `weights`,
-    metrics and benchmarks `parts`. `gate` and `mailboxes` are internal.
+    (DeadlineExceeded). `drafts` has draft sources and history. A service also uses `requests`, `waiting`, `driver` and
+    `weights`, metrics and benchmarks `parts`. `gate` and `mailboxes` are internal.
     """
 
     def __init__(
@@ -81,7 +80,8 @@ class Engine(OfOneProcess):
         self.driver = Driver(parts, self.gate, inbox, self.mailboxes)
         self._calls = RankCalls(self.ranks, parts.runner)
         self._between_steps.give_way = self.driver.give_way
-        self.requests = RequestDesk(parts, self.driver, inbox, self.mailboxes, self._between_steps, self._calls)
+        self.requests = RequestDesk(parts, self.driver, inbox, self.mailboxes, self._between_steps)
+        self.waiting = WaitingCalls(parts, self.driver, self.requests, self.mailboxes, self._calls)
         self.drafts = EngineDrafts(parts, self.driver)
         self.weights = EngineWeights(parts, self.driver, self.gate, self._between_steps)
         self._owned_phase = ExitStack()
@@ -108,30 +108,30 @@ class Engine(OfOneProcess):
         and every rank gets the same completions, or the controller's error. Raises RankFailure on all ranks if one of
         them ends or hangs, EngineStopped where the engine is closed, here or by the controller.
         """
-        return self.requests.generate(prompts, sampling_params, options)
+        return self.waiting.generate(prompts, sampling_params, options)
 
     def renew(self, completions: Completion | Sequence[Completion]) -> list[Completion]:
-        """Return the answers that `generate` gives now to the same requests, bit for bit, as `RequestDesk.renew`."""
-        return self.requests.renew(completions)
+        """Return the answers that `generate` gives now to the same requests, bit for bit, as `WaitingCalls.renew`."""
+        return self.waiting.renew(completions)
 
     async def agenerate(
         self, prompts: Prompts, sampling_params: ManyParams = None, *, options: ManyOptions = None
     ) -> list[Completion]:
         """Complete every prompt as `generate` does, in a coroutine. Calls that run at the same time share steps."""
-        return await self.requests.agenerate(prompts, sampling_params, options)
+        return await self.waiting.agenerate(prompts, sampling_params, options)
 
     def stream(
         self, prompt: Prompt, sampling_params: Params = None, *, options: RequestOptions | None = None
     ) -> Iterator[StreamChunk]:
         """Complete one prompt, chunk by chunk as steps run; a sequence's last chunk has its completion. Abort the
         request when the caller stops iterating. Outside a phase each step begins one, of a trainer's module."""
-        return self.requests.stream(prompt, sampling_params, options)
+        return self.waiting.stream(prompt, sampling_params, options)
 
     def astream(
         self, prompt: Prompt, sampling_params: Params = None, *, options: RequestOptions | None = None
     ) -> AsyncIterator[StreamChunk]:
         """Complete one prompt as `stream` does, for `async for`."""
-        return self.requests.astream(prompt, sampling_params, options)
+        return self.waiting.astream(prompt, sampling_params, options)
 
     # -- replicas of several ranks ----------------------------------------------------------------------------------
 
@@ -250,96 +250,6 @@ class Engine(OfOneProcess):
             "abort_request", lambda: self._between_steps.abort(None if abort_all else rid, reason), op_id, timeout_s,
             rid=rid, abort_all=abort_all, message=message, finished_reason=finished_reason,
         )  # fmt: skip
-
-    def flush_cache(
-        self, *, retracts: bool = False, op_id: str | None = None, timeout_s: float | None = None
-    ) -> FlushReport:
-        """Empty the prefix cache and drop every pin, unless sequences hold blocks. Waiting requests do not matter.
-        retracts: those that run are retracted first, with no step in between."""
-        flush = self._between_steps.flush
-        return self.driver.control("flush_cache", lambda: flush(retracts), op_id, timeout_s, retracts=retracts)
-
-    # -- the prefix cache -------------------------------------------------------------------------------------------
-
-    def pin_blocks(
-        self,
-        hashes: Iterable[int],
-        owner: str | None = None,
-        ttl_s: float | None = None,
-        *,
-        op_id: str | None = None,
-        timeout_s: float | None = None,
-    ) -> PinReport:
-        """Protect cached blocks and their parents from eviction until they are unpinned as often as pinned.
-
-        ttl_s: time until these pins end. A flush or a weight commit ends pins, as does a request that could not
-        run otherwise; the end of a request does not. Unknown hashes count 0. Blocks over the budget
-        (`EngineConfig.pin_budget`) are refused and counted. Raises ValueError for a bad hash (not 64 bits) or ttl_s.
-        """
-        hashes = tuple(hashes)
-        return self.driver.control(
-            "pin_blocks", lambda: self.parts.ledger.pins.pin(hashes, owner, ttl_s), op_id, timeout_s,
-            hashes=hashes, owner=owner, ttl_s=ttl_s,
-        )  # fmt: skip
-
-    def unpin_blocks(
-        self,
-        hashes: Iterable[int],
-        owner: str | None = None,
-        *,
-        op_id: str | None = None,
-        timeout_s: float | None = None,
-    ) -> UnpinReport:
-        """Remove one pin of this owner from each block; a block without one counts 0."""
-        hashes = tuple(hashes)
-        return self.driver.control(
-            "unpin_blocks", lambda: self.parts.ledger.pins.unpin(hashes, owner), op_id, timeout_s,
-            hashes=hashes, owner=owner,
-        )  # fmt: skip
-
-    def pin_prefix(
-        self,
-        prompt: Prompt,
-        owner: str | None = None,
-        ttl_s: float | None = None,
-        *,
-        extra_key: str = "",
-        op_id: str | None = None,
-        timeout_s: float | None = None,
-    ) -> PinReport:
-        """Pin the cached blocks at the start of a prompt. The report has their hashes, for `unpin_blocks`, and counts
-        full blocks of the prompt that are not cached as unknown."""
-        ids, images = self.requests.tokens_of(prompt)
-        return self.driver.control(
-            "pin_prefix", lambda: self._between_steps.pin_prefix(ids, images, extra_key, owner, ttl_s), op_id,
-            timeout_s, token_ids=ids, owner=owner, ttl_s=ttl_s, extra_key=extra_key,
-        )  # fmt: skip
-
-    def evict_descendants(self, hash: int, *, op_id: str | None = None, timeout_s: float | None = None) -> EvictReport:
-        """Free every cached block below this one that no sequence holds and no pin protects."""
-        evict = self._between_steps.evict_descendants
-        return self.driver.control("evict_descendants", lambda: evict(hash), op_id, timeout_s, hash=hash)
-
-    def cache_tree(
-        self,
-        depth: int | None = None,
-        under: int | None = None,
-        *,
-        prompt: Prompt | None = None,
-        extra_key: str = "",
-        timeout_s: float | None = None,
-    ) -> CacheTree:
-        """Return the prefix cache between two steps: all of it or the blocks under one, at most `depth` levels. With a
-        prompt it also names the prompt's first block that is not cached. Raises ValueError for an unknown block or a
-        depth below 1."""
-        its = None if prompt is None else self.requests.tokens_of(prompt)
-        look = self._between_steps.cache_tree
-        return self.driver.control("cache_tree", lambda: look(depth, under, its, extra_key), None, timeout_s)
-
-    @property
-    def kv_events(self) -> KVEventLog:
-        """The events of the prefix cache; recorded only while a sink is attached."""
-        return self.parts.ledger.events
 
     # -- reports ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from ...rollout.proving.claim import Claim
 from ...rollout.request_options import RequestOptions
 
 if TYPE_CHECKING:
-    from ...rollout.control.intake import CheckedPrompt, Prompt
+    from ...rollout.control.desk.intake import CheckedPrompt, Prompt
     from ...rollout.engine import Engine
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from ...kernels.sampling.draws import derive_seed
 from ..completion import Completion, StreamChunk
-from ..control.intake import CheckedPrompt
-from ..control.requests import renewal_of
+from ..control.desk.intake import CheckedPrompt
+from ..control.desk.waiting import renewal_of
 from ..engine import Engine
 from ..errors import EngineStopped
 from ..request_options import Begun, RequestOptions

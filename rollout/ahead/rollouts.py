@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Literal
 
 from ..completion import Completion
-from ..control.intake import Params, Prompt, as_params
+from ..control.desk.intake import Params, Prompt, as_params
 from ..engine import Engine
 from ..errors import EngineStopped
 from ..request_options import RequestOptions
@@ -136,18 +136,18 @@ class RolloutsAhead:
         and log-probabilities bit for bit. Raises KeyError for a batch that was not begun, ReplayDiverged for a schedule
         of another run, and EngineStopped.
         """
-        return self._engine.requests.together(lambda: self._take(key, 0, len(self._begun(key))))
+        return self._engine.waiting.together(lambda: self._take(key, 0, len(self._begun(key))))
 
     def finish_groups(self, key: int, first: int) -> list[Completion]:
         """Return the samples of the prompt `first` of a batch, while further ones of it still run, and those of the
         prompts behind it that are there already: a caller in another process waits for the engine once. The batch is
         over with its last prompt. Raises as `finish`, and IndexError."""
-        return self._engine.requests.together(lambda: self._take(key, first, first + 1, and_ready=True))
+        return self._engine.waiting.together(lambda: self._take(key, first, first + 1, and_ready=True))
 
     def settle(self) -> None:
         """Wait until all that a schedule gives the present weights is drawn; before each commit of a run that is
         repeated. All ranks of a replica call it together."""
-        self._engine.requests.together(self._settle)
+        self._engine.waiting.together(self._settle)
 
     def _settle(self) -> list[Completion]:
         engine = self._engine

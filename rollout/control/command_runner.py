@@ -11,8 +11,8 @@ from ..loop.commands import Command, check_timeout
 from ..loop.loop import Loop
 from ..loop.on_host import on_host
 from ..loop.parts import Parts
+from .desk.inbox import Inbox
 from .fair_lock import FairLock
-from .inbox import Inbox
 from .once_per_id import OncePerId
 from .shared_step import KeptPhase
 

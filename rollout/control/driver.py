@@ -22,8 +22,8 @@ from ..loop.on_host import on_host
 from ..loop.parts import Parts
 from .before_sampling import BeforeSampling
 from .command_runner import CommandRunner
+from .desk.inbox import Inbox
 from .fair_lock import FairLock
-from .inbox import Inbox
 from .long_waits import LongWaits
 from .own_process import OwnProcess
 from .shared_step import KeptPhase, SharedStep

@@ -26,9 +26,9 @@ ROOMS = {  # room: the rooms that it may import
 PLACES = {
     "rollout.ahead": "completion control engine errors request_options sampling_params",
     "rollout.proving": ("control grammars kv loop model receipt request_options running sampling_params sequences"),
-    "rollout.engine": "completion config control kv loop one_process ranks replica reports request_options",
+    "rollout.engine": "completion config control loop one_process ranks replica reports request_options",
     "rollout.control": (
-        "check completion errors giving_way grammars held_signals kept_kv loop media model replica request_options "
+        "check completion errors giving_way grammars held_signals kept_kv kv loop media model replica request_options "
         "sampling_params sequences speculation"
     ),
     "rollout.loop": (

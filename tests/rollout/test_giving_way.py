@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.rollout import giving_way as module
 from lockstep.rollout.config import EngineConfig
-from lockstep.rollout.control.intake import prompt_ids
+from lockstep.rollout.control.desk.intake import prompt_ids
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.giving_way import give_way, giving_way, others_compute
 from lockstep.rollout.grammars.cache import GrammarCache

@@ -17,7 +17,7 @@ from ....rollout.ahead.group import Spans
 from ....rollout.ahead.rollouts import AheadCounts, OnCommitPolicy, RolloutsAhead
 from ....rollout.completion import Completion
 from ....rollout.config import EngineConfig
-from ....rollout.control.intake import Prompt
+from ....rollout.control.desk.intake import Prompt
 from ....rollout.engine import Engine
 from ....rollout.model.hosted_model import HostedModel
 from ....rollout.ranks.channel import RankChannel

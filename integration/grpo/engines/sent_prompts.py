@@ -9,7 +9,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from ....rollout.control.intake import Prompt
+from ....rollout.control.desk.intake import Prompt
 
 _TENSORS = "tensors"
 

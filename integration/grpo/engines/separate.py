@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ....rollout.ahead.rollouts import AheadCounts
 from ....rollout.completion import Completion
-from ....rollout.control.intake import Prompt
+from ....rollout.control.desk.intake import Prompt
 from ....rollout.sampling_params import SamplingParams
 from ...failures import RESUME, EngineFailed, OtherRankFailed
 from ...push.failures import PushFailed

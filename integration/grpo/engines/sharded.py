@@ -8,7 +8,7 @@ from dataclasses import asdict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ....rollout.completion import Completion
-from ....rollout.control.intake import Prompt
+from ....rollout.control.desk.intake import Prompt
 from ....rollout.engine import Engine
 from ....rollout.ranks.channel import RankChannel
 from ....rollout.sampling_params import SamplingParams

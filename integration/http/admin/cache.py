@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import Field
 
-from ....rollout.control.intake import Prompt
+from ....rollout.control.desk.intake import Prompt
 from ....rollout.kv.cache_tree import CacheTree
 from ..edge.bodies import AdminBody, Timeout, fields_of
 from ..edge.errors import BadField

@@ -28,7 +28,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ....rollout.completion import Completion, StreamChunk
-from ....rollout.control.intake import Prompt
+from ....rollout.control.desk.intake import Prompt
 from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped, GrammarError
 from ....rollout.grammars.cache import Promise

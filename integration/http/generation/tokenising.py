@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
-from ....rollout.control.intake import prompt_ids
+from ....rollout.control.desk.intake import prompt_ids
 from ....rollout.engine import Engine
 from ....rollout.giving_way import give_way, others_compute
 from ....rollout.sampling_params import SamplingParams

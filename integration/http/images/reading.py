@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import TypeVar
 
-from ....rollout.control.intake import CheckedPrompt, Prompt
+from ....rollout.control.desk.intake import CheckedPrompt, Prompt
 from ....rollout.engine import Engine
 from ....rollout.errors import DeadlineExceeded, MemoryReleased, SamplingRefused
 from ....rollout.giving_way import others_compute

@@ -10,8 +10,8 @@ import torch
 
 from lockstep.rollout.completion import StreamChunk
 from lockstep.rollout.config import EngineConfig
+from lockstep.rollout.control.desk.intake import Intake
 from lockstep.rollout.control.driver import SLICE
-from lockstep.rollout.control.intake import Intake
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import EngineStopped
 from lockstep.rollout.sampling_params import SamplingParams
@@ -183,7 +183,7 @@ def test_a_retry_of_the_same_id_is_answered_though_its_first_caller_leaves_late(
         monkeypatch.setattr(owner, name, run)
 
     if when == "before the mailboxes are closed":
-        around(desk, "_let_go", after=False)
+        around(desk, "let_go", after=False)
     else:
         around(desk._between_steps, "abort_listed", after=when == "after the abort")
     assert desk.withdraw({first}) == [id]

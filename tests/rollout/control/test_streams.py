@@ -42,14 +42,14 @@ def test_a_stream_that_is_collected_while_a_request_is_posted_waits_for_no_lock(
         cycle: list[object] = [stream]
         cycle.append(cycle)
         del stream, cycle
-        numbers = engine.requests._intake.numbers
+        numbers = engine.requests.intake.numbers
 
         def collected(num: int) -> int:
             gc.collect()
             return numbers(num)
 
         with monkeypatch.context() as patched:
-            patched.setattr(engine.requests._intake, "numbers", collected)
+            patched.setattr(engine.requests.intake, "numbers", collected)
             return engine.add([4, 5], PARAMS)
 
     gc.disable()

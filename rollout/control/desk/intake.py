@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from ...kernels.sampling.draws import derive_seed
-from ..giving_way import give_way, others_compute
-from ..grammars.catalog import Grammars
-from ..grammars.matcher import CompiledGrammar
-from ..kept_kv import KeptKV, KVStart
-from ..media.images import Images, PromptWithImages
-from ..media.reader import IDS, ImageReader
-from ..request_options import Begun, Renewal, RequestOptions
-from ..sampling_params import LEAST_BIAS, SamplingParams
-from ..sequences.detokenizer import IncrementalDetokenizer
-from ..sequences.request import Request
-from ..sequences.search_time import SearchTime
-from ..sequences.sequence import Sequence as TokenSequence
+from ....kernels.sampling.draws import derive_seed
+from ...giving_way import give_way, others_compute
+from ...grammars.catalog import Grammars
+from ...grammars.matcher import CompiledGrammar
+from ...kept_kv import KeptKV, KVStart
+from ...media.images import Images, PromptWithImages
+from ...media.reader import IDS, ImageReader
+from ...request_options import Begun, Renewal, RequestOptions
+from ...sampling_params import LEAST_BIAS, SamplingParams
+from ...sequences.detokenizer import IncrementalDetokenizer
+from ...sequences.request import Request
+from ...sequences.search_time import SearchTime
+from ...sequences.sequence import Sequence as TokenSequence
 
 _SHORT = reprlib.Repr()  # the repr of a long value takes seconds
 _SHORT.maxother = 100

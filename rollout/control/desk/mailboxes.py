@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..completion import Completion, StreamChunk
-from ..errors import BrokenLogits, EngineStopped
-from ..sequences.output_record import OutputRecord
-from ..sequences.request import Request
+from ...completion import Completion, StreamChunk
+from ...errors import BrokenLogits, EngineStopped
+from ...sequences.output_record import OutputRecord
+from ...sequences.request import Request
 
 
 class Listener(Protocol):

@@ -10,8 +10,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 
-from ..completion import StreamChunk
-from .fair_lock import FairLock
+from ...completion import StreamChunk
+from ..fair_lock import FairLock
 from .inbox import Inbox
 
 

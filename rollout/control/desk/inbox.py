@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 
-from ..sequences.request import Request
-from .step_alarm import StepAlarm
+from ...sequences.request import Request
+from ..step_alarm import StepAlarm
 
 
 class Inbox:
