@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import abc
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from .kept_kv import KVStart
+from .sampling_params import MOST_TEMPERATURE
 
 
 class _Drawn(Protocol):
@@ -114,9 +114,11 @@ class RequestOptions:
             if type(value := getattr(self, name)) is not int or value < least:
                 wrong.append(f"{name} must be a whole number from {least} on, not {value!r:.100}")
         if (divisor := self.prompt_temperature) is not None and not (
-            type(divisor) in (int, float) and 0 < divisor < math.inf
+            type(divisor) in (int, float) and 0 < divisor <= MOST_TEMPERATURE
         ):
-            wrong.append(f"prompt_temperature must be a positive number, not {divisor!r:.100}")
+            wrong.append(
+                f"prompt_temperature must be a positive number up to {MOST_TEMPERATURE:g}, not {divisor!r:.100}"
+            )
         for name in ("extra_key", "base_id"):
             if not isinstance(value := getattr(self, name), str):
                 wrong.append(f"{name} must be a text, not {value!r:.100}")

@@ -286,9 +286,9 @@ class GrpoJob:
         """Keep the step's samples where it is their turn, and return their statistics, on the first rank."""
         every, group_size = self.config.run.rollouts_every, self.config.rollout.group_size
         if every and (step + 1) % every == 0:
-            rows, images = self.rollouts.rows(done), self.rollouts.images(done)
+            groups, images = self.rollouts.packed(done), self.rollouts.images(done)
             if self._sample_files is not None:
-                self._sample_files.write(step + 1, rows, images)
+                self._sample_files.write(step + 1, groups, images)
         numbers = self.rollouts.numbers(done)
         return step_statistics(numbers, group_size) if numbers else {}
 

@@ -59,6 +59,7 @@ def probed_config(config: JobConfig, num_prompts: int, num_samples: int) -> JobC
             on_commit="verify",
             redraw=0,
         ),
+        train=replace(config.train, minibatches_per_step=1),  # of few prompts
         trainer="ddp",
         sync="in_place",
         engines="local",

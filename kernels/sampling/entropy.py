@@ -33,13 +33,18 @@ def _blocks(logits: Tensor, temperatures: Tensor) -> Iterator[tuple[slice, Tenso
         yield rows, scaled_logprobs(logits[rows], temperatures[rows])
 
 
+def _weighted(probabilities: Tensor, values: Tensor) -> Tensor:
+    """Multiply; a token of the probability 0 adds nothing, whatever its value is."""
+    return torch.where(probabilities > 0, probabilities * values, 0.0)
+
+
 class _RowEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, temperatures: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)
         out = logits.new_empty(len(logits), dtype=torch.float32)
         for rows, logprobs in _blocks(logits, temperatures):
-            out[rows] = -(logprobs.exp() * logprobs).sum(-1)
+            out[rows] = -_weighted(logprobs.exp(), logprobs).sum(-1)
         ctx.save_for_backward(logits, out, temperatures)
         return out
 
@@ -53,5 +58,5 @@ class _RowEntropy(torch.autograd.Function):
         for rows, logprobs in _blocks(logits, temperatures):
             factor = grad[rows].unsqueeze(-1) * (logprobs + entropy[rows].unsqueeze(-1))
             factor = factor / temperatures[rows].unsqueeze(-1)
-            slope[rows] = -(logprobs.exp() * factor).to(logits.dtype)
+            slope[rows] = -_weighted(logprobs.exp(), factor).to(logits.dtype)
         return slope, None

@@ -17,29 +17,47 @@ class PromptsUnderWay:
         self._computing: dict[int, Request] = {}  # hash of a prompt block under way -> the request that computes it
         self._blocks: dict[Request, list[tuple[int, int]]] = {}  # its (last token + 1, hash), last block first
         self._parked: dict[int, list[Request]] = {}  # requests that wait for the block of that hash
-        self.num_parked = 0  # in all lists, requests that have ended since included
 
     def hash_to_wait_for(self, request: Request, num_matched: int) -> int | None:
-        """Return the hash of the first block that is not in the cache, if a request computes it now.
+        """Return the hash of the last block of the request that is not in the cache and that another computes now.
 
         With recurrent layers: of the last block with a snapshot that a request computes now.
 
-        num_matched: blocks of the request that are in the cache. Returns None if no request computes the block, or this
-        request could not reuse it.
+        num_matched: blocks of the request that are in the cache. Returns None if no request computes the first block
+        after them, or this request could not reuse it.
         """
-        if not self._computing or num_matched >= request.max_reusable_tokens // self._ledger.block_size:
+        end = request.max_reusable_tokens // self._ledger.block_size
+        if not self._computing or num_matched >= end:
             return None
         if self._ledger.states is None:
-            hash = self._ledger.hash_of_block(request, num_matched)
-            return hash if hash in self._computing else None
-        last = request.max_reusable_tokens // self._ledger.block_size  # blocks before the last snapshot are of no use
-        hashes = (self._ledger.hash_of_block(request, index) for index in reversed(range(num_matched, last)))
+            return self._last_under_way(request, num_matched, end)
+        hashes = (self._ledger.hash_of_block(request, index) for index in reversed(range(num_matched, end)))
         return next((hash for hash in hashes if hash in self._computing), None)
+
+    def _last_under_way(self, request: Request, first: int, end: int) -> int | None:
+        """Return the hash of the last block from `first` to `end` - 1 that is computed now; None: not even the first.
+
+        A hash chains those before it, so that blocks under way are the first ones of these. Steps that double find the
+        end of a short common part of two long prompts without hashing the rest.
+        """
+
+        def is_under_way(index: int) -> bool:
+            return self._ledger.hash_of_block(request, index) in self._computing
+
+        if not is_under_way(first):
+            return None
+        low, step = first, 1
+        while low + step < end and is_under_way(low + step):
+            low, step = low + step, 2 * step
+        high = min(low + step, end)  # low is under way, high is not, or is beyond
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if is_under_way(middle) else (low, middle)
+        return self._ledger.hash_of_block(request, low)
 
     def park(self, request: Request, hash: int) -> None:
         """Keep the request until `end` returns it."""
         self._parked.setdefault(hash, []).append(request)
-        self.num_parked += 1
 
     def begin(self, request: Request, num_matched: int) -> None:
         """Record that the request runs and computes its full blocks from number `num_matched` on."""
@@ -70,7 +88,6 @@ class PromptsUnderWay:
             waited += self._parked.pop(hash, ())
         if blocks is not None and not blocks:
             del self._blocks[request]
-        self.num_parked -= len(waited)
         return waited
 
     def leave(self, request: Request) -> list[Request]:

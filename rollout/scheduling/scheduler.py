@@ -282,11 +282,12 @@ class Scheduler:
     def _admit(self, draft: ScheduleDraft) -> None:
         """Admit waiting requests in the order of the policy until rows, places or blocks run out.
 
-        Parks and rejects at most as many as may run, so that a step never examines all waiting requests.
+        Parks and rejects at most as many as may run, so that a step never examines all waiting requests. Those that
+        earlier steps have parked hold up no others.
         """
-        most = self._limits.max_num_seqs
+        most, num_parked = self._limits.max_num_seqs, 0
         reserve: int | None = None  # counted once there is a request to admit
-        while draft.budget > 0 and len(self._running) < most and self._under_way.num_parked < most:
+        while draft.budget > 0 and len(self._running) < most and num_parked < most:
             request = self._queue.peek(self._now)
             if request is None or len(draft.ignored) + len(draft.exhausted) >= most:
                 break
@@ -299,6 +300,7 @@ class Scheduler:
             if (hash := self._under_way.hash_to_wait_for(request, len(nodes))) is not None:
                 self._queue.discard(request)
                 self._under_way.park(request, hash)
+                num_parked += 1
                 continue
             if not self._running:  # otherwise running requests will make room when they end
                 self._unpin(request, partial(self._admission.num_blocks_to_take, request, nodes))

@@ -54,7 +54,7 @@ PLACES = {
     "rollout.ranks": "errors",
     "rollout.completion": "kept_kv media request_options sampling_params",
     "rollout.receipt": "model sampling_params",
-    "rollout.request_options": "kept_kv",
+    "rollout.request_options": "kept_kv sampling_params",
     "rollout.kept_kv": "",
     "rollout.config": "",
     "rollout.errors": "",

@@ -18,7 +18,7 @@ from ....rollout.sampling_params import SamplingParams
 from ...failures import RESUME, EngineFailed
 from ...ranks import Ranks
 from ..environments.player import EpisodePlayer, Play
-from ..results.samples import sample_row
+from ..results.samples import packed, sample_row
 from ..results.statistics import LengthPenalty, SampleNumbers, compared_reward, is_flat, is_truncated, numbers_of
 from ..rewards.scorer import Scorer
 from ..settings.config import JobConfig
@@ -179,18 +179,21 @@ class Rollouts:
         return self._of_all_ranks(own)
 
     def rows(self, samples: StepSamples) -> list[dict[str, object]]:
-        """Return a step's samples as they are kept, likewise."""
-        return self._of_all_ranks(
-            [
-                sample_row(problem, answer.completion, answer.score, advantage, answer.episode, answer.images)
-                for problem, answer, advantage in zip(
-                    samples.problems, samples.answers, samples.advantages, strict=True
-                )
-            ]
-        )
+        """Return this rank's samples of a step as they are kept."""
+        answered = zip(samples.problems, samples.answers, samples.advantages, strict=True)
+        return [
+            sample_row(problem, answer.completion, answer.score, advantage, answer.episode, answer.images)
+            for problem, answer, advantage in answered
+        ]
+
+    def packed(self, samples: StepSamples) -> list[bytes]:
+        """Return the samples of a step, group by group, as they are written, those of all ranks on the first. All ranks
+        call it together."""
+        rows, size = self.rows(samples), self._config.rollout.group_size
+        return self._ranks.in_turn([packed(rows[at : at + size]) for at in range(0, len(rows), size)])
 
     def images(self, samples: StepSamples) -> dict[str, Images]:
-        """Return the images of a step's samples by their SHA-256, likewise."""
+        """Return the images of a step's samples by their SHA-256, those of all ranks on the first, likewise."""
         own = {images.digest: images for answer in samples.answers for images in answer.images}
         return {digest: images for its in self._ranks.in_turn([own]) for digest, images in its.items()}
 

@@ -1,8 +1,9 @@
 """Samples of a run on disk: for each step one file of lines of JSON, compressed with zstandard.
 
 `rollouts/step-000040.jsonl.zst` has a line for each sample of the step, prompt by prompt: everything that says what was
-sampled, from which weights, and what it was given. Images of prompts lie in a file beside it (`sample_images`). The
-files are a view of the run: one that cannot be written is reported once, and the run goes on.
+sampled, from which weights, and what it was given. Each prompt's samples are a frame of their own: the rank that has
+them compresses it, and the first one writes them one after another. Images of prompts lie in a file beside it
+(`sample_images`). The files are a view of the run: one that cannot be written is reported once, and the run goes on.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ TOKENIZER = "tokenizer"  # in that folder
 _SUFFIX = ".jsonl.zst"
 _NAME = re.compile(rf"step-(\d+){re.escape(_SUFFIX)}")
 _LEVEL = 3
+_CHUNK = 1 << 20  # bytes that are decompressed at a time: what follows a frame in them is copied
 
 
 def sample_row(
@@ -90,6 +92,14 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
+def packed(rows: Iterable[Mapping[str, object]]) -> bytes:
+    """Return the samples of a group as a part of a file."""
+    import zstandard  # of the extra `train`
+
+    data = "".join(json.dumps(row) + "\n" for row in rows).encode("ascii")  # json escapes the rest
+    return zstandard.ZstdCompressor(level=_LEVEL).compress(data)
+
+
 class UnreadableSamples(ValueError):
     """A file of samples is damaged, or cannot be read."""
 
@@ -115,24 +125,20 @@ class SampleFiles:
         except OSError as error:
             logger.error("%s is not written, the run goes on: %s", path, error)
 
-    def write(
-        self, step: int, rows: Iterable[Mapping[str, object]], images: Mapping[str, Images] | None = None
-    ) -> None:
-        """Write the samples of a step, counted from 1, and remove the oldest beyond the number that is kept. images: of
-        their prompts, by their SHA-256."""
+    def write(self, step: int, groups: Iterable[bytes], images: Mapping[str, Images] | None = None) -> None:
+        """Write the `packed` samples of a step, counted from 1, and remove the oldest beyond the number that is kept.
+        images: of their prompts, by their SHA-256."""
         if self._has_failed:
             return
-        import zstandard  # of the extra `train`
-
         path = sample_path(self._folder.parent, step)
         partial = path.with_suffix(".partial")
-        data = "".join(json.dumps(row) + "\n" for row in rows).encode("ascii")  # json escapes the rest
         try:
             self._folder.mkdir(exist_ok=True)
             if images:
                 partial.write_bytes(images_bytes(images))
                 os.replace(partial, images_path(path))
-            partial.write_bytes(zstandard.ZstdCompressor(level=_LEVEL).compress(data))
+            with open(partial, "wb") as file:
+                file.writelines(groups)
             os.replace(partial, path)
             if self._num_kept:
                 for old in saved_steps(self._folder.parent)[: -self._num_kept]:
@@ -175,11 +181,7 @@ def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
 
     path = sample_path(folder, step)
     try:
-        decompressor = zstandard.ZstdDecompressor().decompressobj()
-        data = decompressor.decompress(path.read_bytes())
-        if not decompressor.eof:
-            raise ValueError("it is cut off")
-        rows = [json.loads(line) for line in data.decode("ascii").splitlines()]
+        rows = [json.loads(line) for line in _unpacked(path.read_bytes()).decode("ascii").splitlines()]
         for number, row in enumerate(rows, 1):
             if wrong := _wrong_fields(row):
                 raise ValueError(f"line {number} is no sample: {', '.join(wrong)}")
@@ -190,6 +192,23 @@ def read_samples(folder: Path, step: int) -> list[dict[str, Any]]:
         raise ValueError(f"{folder} has no samples of step {step}: {there}") from None
     except (OSError, ValueError, RecursionError, zstandard.ZstdError) as error:
         raise UnreadableSamples(f"{path} cannot be read: {error}") from error
+
+
+def _unpacked(data: bytes) -> bytes:
+    """Decompress frames one after another. Raises ValueError where the last one is cut off, or there is none."""
+    import zstandard
+
+    parts, reader = [], None
+    for at in range(0, len(data), _CHUNK):
+        left = data[at : at + _CHUNK]
+        while left:
+            reader = reader or zstandard.ZstdDecompressor().decompressobj()
+            parts.append(reader.decompress(left))
+            left = reader.unused_data if reader.eof else b""
+            reader = None if reader.eof else reader
+    if reader is not None or not parts:
+        raise ValueError("it is cut off")
+    return b"".join(parts)
 
 
 def _wrong_fields(row: object) -> list[str]:

@@ -29,6 +29,7 @@ from starlette.requests import ClientDisconnect
 
 from ....rollout.errors import Overloaded
 from ....rollout.giving_way import give_way
+from ....rollout.sampling_params import MOST_TEMPERATURE
 from .config import HttpConfig
 from .disconnect import unless_gone
 from .errors import BadField, HttpError
@@ -50,7 +51,7 @@ _SURROGATE = re.compile(
 )
 
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Divisor = Annotated[float, Field(gt=0, le=MOST_TEMPERATURE, allow_inf_nan=False)]  # of logits
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 ReceiptKind = bool | Literal["digests"]  # of a receipt that is asked for
 B = TypeVar("B", bound="Body")

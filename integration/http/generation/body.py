@@ -19,7 +19,7 @@ from ....rollout.sequences.request import fresh_ids
 from ..conversations.joined import joined_prompt, processed_prompt
 from ..conversations.next_turn import NextTurn
 from ..conversations.params import SessionParams, read_session_params, refuse_samples
-from ..edge.bodies import Positive, ReceiptKind, fields_of
+from ..edge.bodies import Divisor, ReceiptKind, fields_of
 from ..edge.errors import BadField
 from ..images.image_data import read_image_data
 from ..images.pictures import SentPicture
@@ -59,7 +59,7 @@ class GenerateBody(MovingBody):
     return_logprob: bool | list[bool] = False
     logprob_start_len: int | list[int] = Field(-1, description="-1: log-probabilities of the output only")
     top_logprobs_num: int | list[int] = 0
-    input_logprob_temperature: Positive | list[Positive] = Field(
+    input_logprob_temperature: Divisor | list[Divisor] = Field(
         1.0, description="divides the logits of the prompt's log-probabilities, as `temperature` the output's"
     )
     token_ids_logprob: list[Any] | None = Field(None, description="token ids, or a list of such lists")

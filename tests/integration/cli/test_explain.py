@@ -17,7 +17,7 @@ from lockstep.integration.cli import main as cli
 from lockstep.integration.explain.runs import run_way
 from lockstep.integration.explain.sequence import TokenSequence
 from lockstep.integration.explain.ways import Way
-from lockstep.integration.grpo.results.samples import SampleFiles
+from lockstep.integration.grpo.results.samples import SampleFiles, packed
 from lockstep.tests.support import prepared_python
 from lockstep.tests.support.random_models import random_model
 
@@ -125,7 +125,7 @@ def test_another_engines_answer_brings_its_own_sequence(model, logprobs, tmp_pat
 def test_a_sample_of_a_run_is_explained(model, logprobs, tmp_path, capsys):
     other = {"prompt_ids": [1], "token_ids": [2], "logprobs": [0.0], "prompt": "", "text": "", "sample": 0, "reward": 0}
     row = {"prompt_ids": SEQUENCE.prompt_ids, "token_ids": SEQUENCE.token_ids, "logprobs": logprobs}
-    SampleFiles(tmp_path, 0, 0).write(2, [other, {**other, **row}])
+    SampleFiles(tmp_path, 0, 0).write(2, [packed([other, {**other, **row}])])
     code, out, _ = explained(capsys, tmp_path, "--sample", 1, "--model", model, "--way", "decode", "--way", "prefill")
     assert code == 0
     assert f"sample 1 of step 2 of {tmp_path}" in out

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.integration.cli import main as cli
-from lockstep.integration.grpo.results.samples import SampleFiles, sample_path
+from lockstep.integration.grpo.results.samples import SampleFiles, packed, sample_path
 from lockstep.integration.replay.digest_index import IndexedWeights, add_to_index
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
@@ -149,7 +149,7 @@ def test_by_default_a_damaged_file_of_a_run_is_named_and_the_search_goes_on(made
     files = SampleFiles(run, num_kept=0, first_step=0)
     for step, one in ((1, receipt), (2, receipt), (3, elsewhere)):
         lists = {"prompt_ids": one["prompt"], "token_ids": one["output"], "logprobs": [0.0] * len(one["output"])}
-        files.write(step, [{**texts, **lists, "reward": 0.0, "sample": 0, "receipts": [one]}])
+        files.write(step, [packed([{**texts, **lists, "reward": 0.0, "sample": 0, "receipts": [one]}])])
     add_to_index(run, [IndexedWeights("model", receipt["spans"][0]["digest"], "float32", "1")])
     assert replay(run) == 0
     assert capsys.readouterr().err.startswith(f"{run}: step 2, the newest whose weights it has\n")

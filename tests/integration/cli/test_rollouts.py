@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.integration.cli import main as cli
-from lockstep.integration.grpo.results.samples import SampleFiles
+from lockstep.integration.grpo.results.samples import SampleFiles, packed
 from lockstep.tests.support.closed_folders import closed
 
 
@@ -26,14 +26,18 @@ def row(name: str, reward: float, num_tokens: int, **more: object) -> dict[str, 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     files = SampleFiles(tmp_path, 0, 0)
-    files.write(1, [row("old", 0.0, 1)])
+    files.write(1, [packed([row("old", 0.0, 1)])])
     files.write(
         3,
         [
-            row("a", 0.5, 3, components={"short": 0.1}, is_success=False),
-            row("b", 0.25, 9, components={"short": 0.9}, finish_reason="length", is_success=False),
-            row("c", 1.0, 6, components={"short": 0.5}, is_success=True),
-            *[row(f"d{i}", 0.75, 4, components={"short": 0.2}, is_success=True) for i in range(5)],
+            packed(
+                [
+                    row("a", 0.5, 3, components={"short": 0.1}, is_success=False),
+                    row("b", 0.25, 9, components={"short": 0.9}, finish_reason="length", is_success=False),
+                    row("c", 1.0, 6, components={"short": 0.5}, is_success=True),
+                    *[row(f"d{i}", 0.75, 4, components={"short": 0.2}, is_success=True) for i in range(5)],
+                ]
+            )
         ],
     )
     return tmp_path
@@ -104,7 +108,7 @@ def test_a_folder_without_samples_and_a_number_below_one_are_named(tmp_path, cap
 
 def test_a_reader_that_ends_early_ends_the_command_quietly_and_nothing_heavy_is_imported(folder):
     files = SampleFiles(folder, 0, 3)
-    files.write(4, [row("x" * 1000, 1.0, 3) for _ in range(500)])
+    files.write(4, [packed([row("x" * 1000, 1.0, 3) for _ in range(500)])])
     code = (
         "import sys\nfrom lockstep.integration.cli.main import main\n"
         f"status = main(['rollouts', {str(folder)!r}, '--all'])\n"

@@ -9,6 +9,8 @@ import pytest
 
 from lockstep.integration.grpo.results.samples import (
     SampleFiles,
+    UnreadableSamples,
+    packed,
     read_samples,
     sample_path,
     sample_row,
@@ -35,7 +37,7 @@ ROW = sample_row(Problem("2+2?", "4", "rows:7"), ANSWER, Score(0.5, {"short": 1.
 
 
 def test_a_step_of_samples_is_read_as_it_was_written(tmp_path):
-    SampleFiles(tmp_path, 0, 0).write(40, [ROW, ROW])
+    SampleFiles(tmp_path, 0, 0).write(40, [packed([ROW, ROW])])
     assert sample_path(tmp_path, 40) == tmp_path / "rollouts/step-000040.jsonl.zst"
     row, same = read_samples(tmp_path, 40)
     assert row == same == {
@@ -50,7 +52,7 @@ def test_a_step_of_samples_is_read_as_it_was_written(tmp_path):
         sample_path(tmp_path, 40).write_bytes(part)
         with pytest.raises(ValueError, match=r"step-000040.jsonl.zst cannot be read: it is cut off"):
             read_samples(tmp_path, 40)
-    SampleFiles(tmp_path, 0, 40).write(40, [ROW, {**ROW, "reward": "much", "prompt_ids": None}])
+    SampleFiles(tmp_path, 0, 40).write(40, [packed([ROW, {**ROW, "reward": "much", "prompt_ids": None}])])
     with pytest.raises(ValueError, match="line 2 is no sample: prompt_ids is no list, reward is no number"):
         read_samples(tmp_path, 40)
     sample_path(tmp_path, 40).write_bytes(b"cut off")
@@ -58,10 +60,24 @@ def test_a_step_of_samples_is_read_as_it_was_written(tmp_path):
         read_samples(tmp_path, 40)
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+def test_the_groups_of_a_step_are_read_one_after_another(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr("lockstep.integration.grpo.results.samples._CHUNK", chunk)
+    groups = [[{**ROW, "sample": 2 * at}, {**ROW, "sample": 2 * at + 1}] for at in range(3)]
+    SampleFiles(tmp_path, 0, 0).write(1, [packed(group) for group in groups])
+    assert [row["sample"] for row in read_samples(tmp_path, 1)] == list(range(6))
+    path = sample_path(tmp_path, 1)
+    whole = path.read_bytes()
+    for data in (whole[:-1], whole + b"\x28", b""):
+        path.write_bytes(data)
+        with pytest.raises(UnreadableSamples, match="cannot be read"):
+            read_samples(tmp_path, 1)
+
+
 def test_the_newest_steps_are_kept_and_a_resumed_run_drops_later_ones(tmp_path):
     files = SampleFiles(tmp_path, 2, 0)
     for step in (1, 2, 3, 12):
-        files.write(step, [ROW])
+        files.write(step, [packed([ROW])])
     assert saved_steps(tmp_path) == [3, 12]
     SampleFiles(tmp_path, 2, 5)
     assert saved_steps(tmp_path) == [3]
@@ -70,8 +86,8 @@ def test_the_newest_steps_are_kept_and_a_resumed_run_drops_later_ones(tmp_path):
 def test_files_that_cannot_be_written_are_reported_once_and_end_nothing(tmp_path, caplog):
     (tmp_path / "rollouts").write_text("no folder")
     files = SampleFiles(tmp_path, 2, 0)
-    files.write(1, [ROW])
-    files.write(2, [ROW])
+    files.write(1, [packed([ROW])])
+    files.write(2, [packed([ROW])])
     assert caplog.text.count("samples end before") == 1 and "the run goes on" in caplog.text
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from lockstep.integration.cli import main as cli
-from lockstep.integration.grpo.results.samples import SampleFiles
+from lockstep.integration.grpo.results.samples import SampleFiles, packed
 from lockstep.integration.grpo.results.samples_page import samples_data
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.server import BackgroundServer, serve_in_background
@@ -105,7 +105,7 @@ def test_the_file_holds_the_data_and_no_markup_of_a_sample():
 def test_a_step_that_is_not_there_is_named(tmp_path):
     with pytest.raises(ValueError, match="has no samples"):
         samples_data(tmp_path, None, None)
-    SampleFiles(tmp_path, 0, 0).write(2, [row("a", 0, 1.0, [1])])
+    SampleFiles(tmp_path, 0, 0).write(2, [packed([row("a", 0, 1.0, [1])])])
     with pytest.raises(ValueError, match="no samples of step 5: it has steps 2 to 2"):
         samples_data(tmp_path, 5, None)
     assert samples_data(tmp_path, None, None)["step"] == 2
@@ -114,7 +114,7 @@ def test_a_step_that_is_not_there_is_named(tmp_path):
 def test_the_command_writes_the_page_with_the_runs_own_tokenizer(tmp_path, capsys, bpe_tokenizer):
     files = SampleFiles(tmp_path, 0, 0)
     ids = bpe_tokenizer("2+2=4")["input_ids"]
-    files.write(2, [row("a", 0, 1.0, ids)])
+    files.write(2, [packed([row("a", 0, 1.0, ids)])])
     assert cli.main(["rollouts", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
     assert "1 samples of step 2 in" in (said := capsys.readouterr().out) and "shown by their ids" in said
     files.write_tokenizer(bpe_tokenizer.save_pretrained)
@@ -236,8 +236,8 @@ def run_server(service, tmp_path) -> Iterator[BackgroundServer]:
     """Serve the engine of a run that has kept samples of steps 2 and 3."""
     files = SampleFiles(tmp_path / "mine", 0, 0)
     (tmp_path / "mine").mkdir()
-    files.write(2, [row("two", 0, 1.0, [0, 1])])
-    files.write(3, [row(NASTY[0], n, 0.5, [0, 2]) for n in range(2)])
+    files.write(2, [packed([row("two", 0, 1.0, [0, 1])])])
+    files.write(3, [packed([row(NASTY[0], n, 0.5, [0, 2]) for n in range(2)])])
     samples = partial(samples_data, tmp_path / "mine", tokenizer=Letters(["x", "y", NASTY[0]]))
     with serve_in_background(service, HttpConfig(port=0, admin_api_key="k"), samples) as server:
         yield server

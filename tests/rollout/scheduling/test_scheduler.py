@@ -110,6 +110,18 @@ def test_waiting_for_a_block_does_not_hold_up_other_prompts():
     assert [id for id, *_ in rows(loop.step())] == ["a", "other"]
 
 
+def test_more_samples_of_a_prompt_than_may_run_hold_up_other_prompts_for_a_step_at_most():
+    loop = Loop(64, chunk=4, seqs=4)
+    prompt = list(range(40))
+    for number in range(9):
+        loop.add(f"sample {number}", prompt)
+    loop.add("other", 3)
+    scheduled = [[id for id, *_ in rows(loop.step())] for _ in range(3)]
+    assert scheduled[0] == ["sample 0"]
+    assert "other" in scheduled[2], "they waited for the whole prompt"
+    loop.drain()
+
+
 def test_those_who_wait_take_over_when_the_first_is_aborted():
     loop = Loop(16, chunk=4)
     prompt = list(range(12))
