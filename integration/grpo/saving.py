@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from ...rollout.errors import BrokenLogits
 from ...rollout.receipt import guarantee
 from ...weight_sync.disk.atomic_folder import num_bytes_beside
 from ..ranks import Ranks
-from .backends.backend import TrainerBackend, TrainerState
+from .backends.backend import GatheredState, Gathering, TrainerBackend
 from .engines.engine import JobEngine
 from .results.best_model import BestModel
 from .results.checkpoint import save_checkpoint
@@ -61,9 +61,22 @@ class SavedWeights:
 
     def save_checkpoint(self, step: int) -> None:
         """Write a checkpoint on the first rank, while the others wait. All ranks call it together."""
+        state = self._backend.state()
+        state = GatheredState(FiniteTensors(state.model), state.optimizer)
         with self._ranks.activity.of("writing a checkpoint"):
-            state = self._backend.state()  # called on every rank, because it gathers shards
-            self._ranks.first_alone(lambda: self._write_checkpoint(step, state))
+            try:
+                if self._ranks.is_first:
+                    self._write_checkpoint(step, state)
+            except (OSError, BrokenLogits):  # the other ranks gather all the same
+                self._finish(state)
+                raise
+            self._finish(state)
+
+    def _finish(self, state: GatheredState) -> None:
+        """Gather what is left of a state, with the other ranks, and wait for them."""
+        state.model.finish()
+        state.optimizer.finish()
+        self._ranks.meet()
 
     def save_last(self, step: int) -> None:
         """Write the model of the last step. All ranks call it together."""
@@ -106,8 +119,7 @@ class SavedWeights:
         service = self._engine.service
         return service.engine.drafts if self._ranks.is_first and service is not None else None
 
-    def _write_checkpoint(self, step: int, state: TrainerState) -> None:
-        refuse_broken(state)
+    def _write_checkpoint(self, step: int, state: GatheredState) -> None:
         folder, digest = self._config.folder / "checkpoints", self._engine.weight_digest()
         settings, num_kept = settings_of(self._config), self._config.checkpoints.keep
         note = self._ranks.activity.note
@@ -120,7 +132,18 @@ class SavedWeights:
             self._kept.add(path, str(step), digest)
 
 
-def refuse_broken(state: TrainerState) -> None:
-    """Raise BrokenLogits, naming the tensors, for weights that are not finite."""
-    if broken := [name for name, tensor in state.model.items() if not tensor.isfinite().all()]:
-        raise BrokenLogits(f"trained weights are not finite: {', '.join(broken[:5])}")
+class FiniteTensors(Gathering):
+    """Gathered tensors of which none may have a number that is not finite."""
+
+    def __init__(self, tensors: Gathering) -> None:
+        super().__init__(tensors.names, tensors.make, tensors.ranks)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Begin to gather. Raises BrokenLogits, naming the tensors, at the end."""
+        broken = []
+        for name, tensor in super().__iter__():
+            if not tensor.isfinite().all():
+                broken.append(name)
+            yield name, tensor
+        if broken:
+            raise BrokenLogits(f"trained weights are not finite: {', '.join(broken[:5])}")

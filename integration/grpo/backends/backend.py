@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,6 +15,8 @@ from torch.nn.utils import get_total_norm
 from transformers import PreTrainedModel
 
 from ....weight_sync.manifest import NamedTensors
+from ...push.adapters.cast import Cast
+from ...push.adapters.named_tensors import unwrapped
 from ...ranks import Ranks
 from ..settings.training import TrainSettings
 from .adamw import TrainerAdamW, make_adamw
@@ -25,10 +27,46 @@ _SHARD_SIZE = "2GB"  # of a model's files: each is flushed by itself, and other 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The state of a trainer for a checkpoint, as whole tensors. Rank 0 has it; on the other ranks it is empty."""
+    """The state of a trainer from a checkpoint, as whole tensors, which may be read from a file when asked for."""
 
-    model: dict[str, Tensor] = field(default_factory=dict)  # by Hugging Face name
-    optimizer: dict[str, Tensor] = field(default_factory=dict)  # by names that the backend chooses
+    model: Mapping[str, Tensor]  # by Hugging Face name
+    optimizer: Mapping[str, Tensor]  # by names that the backend chooses
+
+
+class Gathering:
+    """Tensors that all ranks gather together, one after another: every rank iterates to the end. Rank 0 gets them whole
+    and in main memory, those of the largest elements first; what the others get is of no use."""
+
+    def __init__(self, names: Sequence[str], make: Callable[[], NamedTensors], ranks: Ranks) -> None:
+        """Gather nothing yet. names: of all tensors, in any order; make: gathers them."""
+        self.names, self.make, self.ranks = names, make, ranks
+        self._left: Iterator[tuple[str, Tensor]] | None = None  # of the last iteration
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Begin to gather."""
+        self._left = self._gathered()
+        return self._left
+
+    def finish(self) -> None:
+        """Gather what the last iteration has left, or all where there was none: in each, the other ranks wait for this
+        one."""
+        for _ in self._left or self._gathered():
+            pass
+
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self.make():
+            if self.ranks.is_first:
+                self.ranks.activity.note(tensor.nbytes)
+            yield name, tensor.detach().cpu() if self.ranks.is_first else tensor
+
+
+@dataclass(frozen=True)
+class GatheredState:
+    """The state of a trainer for a checkpoint, of which rank 0 has one tensor at a time. All ranks iterate over the
+    model, then over the optimizer."""
+
+    model: Gathering
+    optimizer: Gathering
 
 
 class TrainerBackend(ABC):
@@ -46,6 +84,8 @@ class TrainerBackend(ABC):
     needs_all_batches: bool = True
     # Whether the last micro-batch has to be known as such.
     needs_last: bool = True
+    # The dtype to which `named_tensors` casts by itself; None: each tensor has its own.
+    gathered_dtype: torch.dtype | None = None
     # Whether `step` can scale the gradients. All that can are used so: then they train alike, to the bit.
     scales_gradients: bool = True
 
@@ -96,16 +136,25 @@ class TrainerBackend(ABC):
         """Write the model as a folder. tensors: `named_tensors`, whole."""
         self.model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size=_SHARD_SIZE)
 
-    def state(self) -> TrainerState:
-        """Gather the trained parameters and the optimizer state on rank 0. Changes nothing."""
+    def state(self) -> GatheredState:
+        """Return the trained parameters and the optimizer state, to be gathered on rank 0. Changes nothing."""
         trained = self._trained()
-        moments = (
-            (f"{key}/{name}", _whole(value))
+        moments = {
+            f"{key}/{name}": value
             for name, parameter in trained.items()
             for key, value in self.optimizer.state_of(parameter).items()
+        }
+
+        sizes = self._element_sizes(trained)
+
+        def kept() -> NamedTensors:
+            for name in sorted(moments, key=lambda name: (-moments[name].element_size(), name)):
+                yield name, _whole(moments[name])
+
+        return GatheredState(
+            Gathering(tuple(trained), lambda: by_size(self.named_tensors, sizes), self.ranks),
+            Gathering(tuple(moments), kept, self.ranks),
         )
-        tensors = ((name, tensor) for name, tensor in self.named_tensors() if name in trained)
-        return TrainerState(self.on_first(tensors), self.on_first(moments))
 
     def load_state(self, state: TrainerState) -> None:
         """Copy a state into model and optimizer, in place. `state` gathered it on rank 0; here every rank passes it.
@@ -114,9 +163,9 @@ class TrainerBackend(ABC):
         """
         parameters = self._trained()
         refuse_other_model(state.model, {name: parameter.shape for name, parameter in parameters.items()})
-        moments = [(*key_and_name.partition("/")[::2], value) for key_and_name, value in state.optimizer.items()]
-        saved = {f"{key}/{name}" for key, name, _ in moments}
-        foreign = [f"{key}/{name}" for key, name, _ in moments if name not in parameters]
+        saved = list(state.optimizer)
+        moments = [key_and_name.partition("/")[::2] for key_and_name in saved]
+        foreign = [f"{key}/{name}" for key, name in moments if name not in parameters]
         foreign += [
             f"master/{name}"
             for name, parameter in parameters.items()
@@ -128,8 +177,8 @@ class TrainerBackend(ABC):
             for name, parameter in parameters.items():
                 parameter.copy_(_laid_out_like(parameter, state.model[name]))
                 self.optimizer.reset(parameter)
-        for key, name, value in moments:
-            parameter = parameters[name]
+        for key, name in moments:
+            parameter, value = parameters[name], state.optimizer[f"{key}/{name}"]
             # Step counters stay on the CPU, where the optimizer makes them; moments are on their parameter's device.
             # Moments are copied, because a shard would keep the whole tensor's memory.
             self.optimizer.load_state_of(parameter, key, value if key == "step" else _laid_out_like(parameter, value))
@@ -137,6 +186,11 @@ class TrainerBackend(ABC):
     def adamw(self, model: nn.Module) -> TrainerAdamW:
         """Make the optimizer of the model's parameters that are not frozen, as the settings say."""
         return make_adamw(model, self.settings)
+
+    def _element_sizes(self, parameters: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the bytes of an element of each parameter, as `named_tensors` gathers it."""
+        cast = Cast(unwrapped(self.model), self.gathered_dtype)
+        return {name: cast.dtype_of(name, parameter).itemsize for name, parameter in parameters.items()}
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are not frozen, by name."""
@@ -150,6 +204,13 @@ class TrainerBackend(ABC):
                 kept[name] = tensor.detach().cpu()
                 self.ranks.activity.note(tensor.nbytes)
         return kept
+
+
+def by_size(gather: Callable[[], NamedTensors], sizes: Mapping[str, int]) -> NamedTensors:
+    """Yield the tensors that `sizes` names, those of the largest elements first: so each lies aligned in a file. Where
+    there are several sizes, all are gathered for each. sizes: bytes of an element, by name."""
+    for size in sorted(set(sizes.values()), reverse=True):
+        yield from ((name, tensor) for name, tensor in gather() if sizes.get(name) == size)
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,7 +18,17 @@ from ...push.adapters.deepspeed import prepare_deepspeed, zero_tensors
 from ...ranks import Ranks
 from ..settings.training import TrainSettings
 from .adamw import adamw_options
-from .backend import TrainerBackend, TrainerState, clip, gradients_of, refuse_other_model, scale_gradients
+from .backend import (
+    GatheredState,
+    Gathering,
+    TrainerBackend,
+    TrainerState,
+    by_size,
+    clip,
+    gradients_of,
+    refuse_other_model,
+    scale_gradients,
+)
 
 _MAX_COMM_ELEMENTS = 50_000_000  # elements of one collective; DeepSpeed's default keeps buffers of 2 GB
 
@@ -102,11 +112,17 @@ class DeepSpeedBackend(TrainerBackend):
 
     # -- checkpoints: the optimizer's flat partitions, unchanged -----------------------------------------------------
 
-    def state(self) -> TrainerState:
-        """Gather parameters and optimizer state on rank 0. The optimizer's tensors fit only this ZeRO stage and number
-        of ranks: "exp_avg/1/0" belongs to the first partition of rank 1. Changes nothing."""
-        parameters = zero_tensors(self._engine, buffers=False)
-        return TrainerState(self.on_first(parameters), self.on_first(self._gathered_partitions()))
+    def state(self) -> GatheredState:
+        """Return parameters and optimizer state, to be gathered on rank 0. The optimizer's tensors fit only this ZeRO
+        stage and number of ranks: "exp_avg/1/0" belongs to the first partition of rank 1. Changes nothing."""
+        sizes = self._element_sizes(dict(self.model.named_parameters()))
+        kept = [f"{key}/{rank}/{index}" for index, rank, key in self._partition_keys()]
+        return GatheredState(
+            Gathering(
+                tuple(sizes), lambda: by_size(lambda: zero_tensors(self._engine, buffers=False), sizes), self.ranks
+            ),
+            Gathering(kept, self._gathered_partitions, self.ranks),
+        )
 
     def load_state(self, state: TrainerState) -> None:
         import deepspeed
@@ -134,7 +150,8 @@ class DeepSpeedBackend(TrainerBackend):
             with torch.no_grad():
                 partition.copy_(found.pop("master"))
             self._basic_optimizer.state[partition] = {
-                key: value if key == "step" else value.to(partition.device) for key, value in found.items()
+                key: value.clone() if key == "step" else value.to(partition.device, copy=True)
+                for key, value in found.items()
             }
 
     @property
@@ -148,11 +165,20 @@ class DeepSpeedBackend(TrainerBackend):
             return self._engine.optimizer.fp32_partitioned_groups_flat
         return [tensor for group in self._basic_optimizer.param_groups for tensor in group["params"]]
 
+    @property
+    def _num_shards(self) -> int:
+        return self.ranks.num_ranks if self.zero_stage else 1  # stage 0: every rank has the same
+
+    def _partition_keys(self) -> Iterator[tuple[int, int, str]]:
+        """Yield the number, the rank and the key of each tensor of the optimizer, of all ranks."""
+        for index, partition in enumerate(self._partitions):
+            for key in ("master", *self._basic_optimizer.state[partition]):
+                yield from ((index, rank, key) for rank in range(self._num_shards))
+
     def _gathered_partitions(self) -> Iterable[tuple[str, Tensor]]:
-        num_shards = self.ranks.num_ranks if self.zero_stage else 1  # stage 0: every rank has the same
         for index, partition in enumerate(self._partitions):
             for key, value in {"master": partition, **self._basic_optimizer.state[partition]}.items():
-                shards = self._gathered(value.detach()) if num_shards > 1 else [value]
+                shards = self._gathered(value.detach()) if self._num_shards > 1 else [value]
                 yield from ((f"{key}/{rank}/{index}", shard) for rank, shard in enumerate(shards))
 
     def _gathered(self, value: Tensor) -> list[Tensor]:

@@ -32,6 +32,7 @@ class Fsdp2Backend(TrainerBackend):
 
     def wrap(self, model: PreTrainedModel) -> None:
         self.model, self._dtype = model, model.dtype
+        self.gathered_dtype = self._dtype
         self._has_masters = model.dtype != torch.float32 and self.settings.low_precision == "masters"
         policy = MixedPrecisionPolicy(
             param_dtype=model.dtype if self._has_masters else None,

@@ -4,10 +4,10 @@ A checkpoint is a folder `step-000020` with the trained parameters (of adapters:
 the step, the SHA-256 of its files, the settings of the run, the digest of all weights, by which a resumed run finds out
 that its frozen base is another one, and the number of the definition of draws, under which its seeds mean the same
 tokens. The samples that the first rank's engine keeps for drafts are in it, too; they change the speed of a resumed run
-alone. Its tensors are whole, also when the trainer is sharded. It is written under another name, flushed to the disk
-and renamed, so it is complete or absent. An older one is removed after its successor stands, and loses its name first.
-No pickle: tensors are safetensors, the rest is JSON. Every random choice of the job is a pure function of (seed, step),
-so no generator state is kept.
+alone. Its tensors are whole, also when the trainer is sharded; they are gathered, written and read one by one. It is
+written under another name, flushed to the disk and renamed, so it is complete or absent. An older one is removed after
+its successor stands, and loses its name first. No pickle: tensors are safetensors, the rest is JSON. Every random
+choice of the job is a pure function of (seed, step), so no generator state is kept.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from ....kernels.sampling.definition import DRAW_DEFINITION
 from ....rollout.control.drafts import EngineDrafts
 from ....weight_sync.disk.atomic_folder import atomic_folder
 from ...failures import FileFailed, files_of
 from ...ranks import Ranks
-from ..backends.backend import TrainerState
+from ..backends.backend import GatheredState, TrainerState
 from .json_files import read_json, write_json
-from .tensor_file import OnBytes, save_tensors, sha256_of
+from .tensor_file import OnBytes, TensorFile, save_tensors, sha256_of
 
 _PREFIX = "step-"
 _STATE = "state.json"
@@ -46,14 +44,15 @@ def _unheard(_num_bytes: int) -> None:
 def save_checkpoint(
     folder: Path,
     step: int,
-    state: TrainerState,
+    state: GatheredState,
     digest: str | None = None,
     drafts: EngineDrafts | None = None,
     num_kept: int = 2,
     settings: Mapping[str, object] | None = None,
     on_bytes: OnBytes = _unheard,
 ) -> Path:
-    """Write the state after `step` finished steps, and delete all but the newest checkpoints. One rank calls it.
+    """Write the state after `step` finished steps, and delete all but the newest checkpoints. One rank calls it, while
+    the others iterate over the same state; each tensor is on the disk before the next one is gathered.
 
     drafts: of its engine, if that is in this process. num_kept: number of checkpoints that stay; 0: all. settings: of
     the run, by their keys. on_bytes: is called after each piece that is written. Raises FileFailed; then nothing is
@@ -61,8 +60,8 @@ def save_checkpoint(
     """
     path = folder / f"{_PREFIX}{step:06d}"
     with files_of(path), atomic_folder(path) as partial:
-        for name in ("model", "optimizer"):
-            save_tensors(getattr(state, name), partial / f"{name}.safetensors", on_bytes)
+        for name, tensors in (("model", state.model), ("optimizer", state.optimizer)):
+            save_tensors(tensors, tensors.names, partial / f"{name}.safetensors", on_bytes)
         if drafts is not None and drafts.keeps_history:
             drafts.save_history(partial / _HISTORY)
         files = {file.name: sha256_of(file, on_bytes) for file in partial.iterdir()}
@@ -121,7 +120,7 @@ def load_checkpoint(path: Path, on_bytes: OnBytes = _unheard) -> tuple[int, Trai
     for name in ("model.safetensors", "optimizer.safetensors"):
         with files_of(path, "read", _REMEDY):
             _refuse_other_file(path / name, saved, _REMEDY, on_bytes)
-            tensors.append(load_file(path / name))
+            tensors.append(TensorFile(path / name))
     return saved["step"], TrainerState(*tensors)
 
 

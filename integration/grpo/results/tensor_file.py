@@ -10,10 +10,11 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, cast
 
+from safetensors import safe_open
 from torch import Tensor
 
 from ....weight_sync.disk.safetensors_file import ShardWriter
@@ -24,15 +25,38 @@ _ENTRY_BYTES = 256  # of a tensor in the header, beside its name
 OnBytes = Callable[[int], None]  # called with the number of bytes of each piece that is done
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: Path, on_bytes: OnBytes) -> None:
-    """Write tensors to a new file, which is on the disk then."""
+def save_tensors(
+    tensors: Iterable[tuple[str, Tensor]], names: Sequence[str], path: Path, on_bytes: OnBytes
+) -> None:  # fmt: skip
+    """Write tensors, as they come, to a new file, which is on the disk then. names: of all of them, in any order. Those
+    of the largest elements come first, so that each is aligned."""
     with open(path, "xb") as file:
         pieces = _Pieces(file, on_bytes)
-        writer = ShardWriter(cast(IO[bytes], pieces), sum(len(json.dumps(name)) + _ENTRY_BYTES for name in tensors))
-        for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):  # each aligned
-            writer.add(name, tensors[name].detach().contiguous())
+        writer = ShardWriter(cast(IO[bytes], pieces), sum(len(json.dumps(name)) + _ENTRY_BYTES for name in names))
+        for name, tensor in tensors:
+            writer.add(name, tensor.detach().contiguous())
         writer.finish()
         pieces.flush()
+
+
+class TensorFile(Mapping[str, Tensor]):
+    """The tensors of a safetensors file, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Open the file. Raises OSError and SafetensorError."""
+        self._file = safe_open(path, framework="pt")
+        self._names = dict.fromkeys(self._file.keys())
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def sha256_of(path: Path, on_bytes: OnBytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from lockstep.integration.activity import Activity
 from lockstep.integration.failures import FileFailed
+from lockstep.integration.grpo.backends.backend import GatheredState, Gathering
 from lockstep.integration.grpo.backends.ddp import DdpBackend
 from lockstep.integration.grpo.results import json_files, tensor_file
 from lockstep.integration.grpo.results.best_model import BestModel
@@ -27,6 +29,7 @@ from lockstep.integration.grpo.results.checkpoint import (
 from lockstep.integration.grpo.results.json_files import read_json, write_json
 from lockstep.integration.grpo.results.run_log import drop_lines_after, read_metrics
 from lockstep.integration.grpo.settings.training import TrainSettings
+from lockstep.integration.ranks import Ranks
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
@@ -72,8 +75,28 @@ def test_every_piece_of_a_checkpoint_is_told_while_it_is_written_and_read(make_m
     assert max(written) == 4096 and sum(written) > 1.9 * num_bytes, "once for the bytes, once for their hash"
     _, found = load_checkpoint(path, read.append)
     assert max(read) == 4096 and sum(read) == num_bytes
-    assert found.model.keys() == state.model.keys()
-    assert all(torch.equal(found.model[name], tensor) for name, tensor in state.model.items())
+    assert found.model.keys() == set(state.model.names)
+    assert all(torch.equal(found.model[name], tensor) for name, tensor in state.model)
+
+
+def test_one_tensor_of_a_checkpoint_is_there_at_a_time(tmp_path):
+    alive, most = weakref.WeakSet(), []
+
+    def gathered():
+        for number in range(9):
+            tensor = torch.full((1000,), float(number))
+            alive.add(tensor.untyped_storage())
+            most.append(len(alive))
+            yield f"tensor {number}", tensor
+            del tensor
+
+    tensors = Gathering([f"tensor {number}" for number in range(9)], gathered, Ranks(0, 1, torch.device("cpu")))
+    path = save_checkpoint(tmp_path, 1, GatheredState(tensors, tensors))
+    assert max(most) <= 2, most
+    _, found = load_checkpoint(path)
+    assert [found.model[f"tensor {number}"][0] for number in range(9)] == list(
+        range(9)
+    ) and "tensor 9" not in found.model
 
 
 @pytest.mark.parametrize("others", ["none", "of another step", "of another run"])

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.integration.grpo import main as grpo
-from lockstep.integration.grpo.backends.backend import TrainerState
+from lockstep.integration.grpo.backends.backend import Gathering
 from lockstep.integration.grpo.main import main
 from lockstep.integration.grpo.results.run_log import read_metrics
 from lockstep.integration.grpo.rewards.scorer import Scorer
@@ -408,11 +408,13 @@ def test_each_sample_is_told_to_the_other_ranks_which_meet_after_the_last_one():
 
 
 def test_weights_that_are_no_numbers_are_not_saved_for_a_resume():
-    from lockstep.integration.grpo.saving import refuse_broken
+    from lockstep.integration.grpo.saving import FiniteTensors
 
-    state = TrainerState({"fine": torch.ones(2), "broken": torch.tensor([1.0, float("nan")])}, {})
+    state = {"fine": torch.ones(2), "broken": torch.tensor([1.0, float("nan")]), "last": torch.ones(1)}
+    tensors = Gathering(list(state), lambda: iter(state.items()), Ranks(0, 1, torch.device("cpu")))
+    assert dict(tensors) == state
     with pytest.raises(BrokenLogits, match=r"trained weights are not finite: broken$"):
-        refuse_broken(state)
+        dict(FiniteTensors(tensors))
 
 
 @pytest.mark.parametrize("whose", ["ours", "a user's"])

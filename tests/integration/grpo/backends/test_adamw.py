@@ -156,8 +156,7 @@ def test_a_state_holds_all_that_later_steps_follow_from(precision):
     straight, resumed = OneRank(settings), OneRank(settings)
     straight.train(0, 3)
     state = straight.state()
-    copies = [{name: tensor.clone() for name, tensor in part.items()} for part in (state.model, state.optimizer)]
-    saved = TrainerState(*copies)
+    saved = TrainerState(*({name: tensor.clone() for name, tensor in part} for part in (state.model, state.optimizer)))
     assert any(name.startswith("master/") for name in saved.optimizer) == (precision == "masters")
     straight.train(3, 2)
     resumed.train(90, 1)  # its own state is forgotten
@@ -177,7 +176,7 @@ def test_a_state_with_masters_and_one_without_are_not_taken_for_each_other():
         backend.train(0, 1)
         before = {name: one.detach().clone() for name, one in other.model.named_parameters()}
         with pytest.raises(ValueError, match="of another trainer: master/"):
-            other.load_state(backend.state())
+            other.load_state(TrainerState(dict(backend.state().model), dict(backend.state().optimizer)))
         assert all(torch.equal(one, before[name]) for name, one in other.model.named_parameters())
 
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from lockstep.integration.grpo.backends.backend import TrainerState
+from lockstep.integration.grpo.backends.backend import GatheredState, TrainerState
 from lockstep.integration.grpo.settings.config import JobConfig
 from lockstep.integration.grpo.settings.sections import RunSettings
 from lockstep.integration.grpo.settings.training import DeepSpeedSettings, TrainSettings
@@ -155,13 +155,15 @@ def one_kind(kind: str, ranks: Ranks, folder: Path) -> dict[str, object]:
     return {"steps": lines, "resumed": resumed.step(step, samples), "refusal": refusal(resumed, path)}
 
 
-def save(state: TrainerState, path: Path, ranks: Ranks) -> None:
+def save(state: GatheredState, path: Path, ranks: Ranks) -> None:
+    gathered = dict(state.model), {name: tensor.contiguous() for name, tensor in state.optimizer}
     if ranks.is_first:
+        assert [part.keys() for part in gathered] == [set(state.model.names), set(state.optimizer.names)]
         path.mkdir()
-        save_file(state.model, path / "model")
-        save_file({name: tensor.contiguous() for name, tensor in state.optimizer.items()}, path / "optimizer")
-    else:
-        assert not state.model and not state.optimizer
+        for name, part in zip(("model", "optimizer"), gathered, strict=True):
+            sizes = [tensor.element_size() for tensor in part.values()]
+            assert sizes == sorted(sizes, reverse=True), "each is aligned in a file"
+            save_file(part, path / name)
     torch.distributed.barrier()
 
 

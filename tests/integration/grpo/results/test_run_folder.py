@@ -9,13 +9,14 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from lockstep.integration.failures import FileFailed, files_of
-from lockstep.integration.grpo.backends.backend import TrainerState
+from lockstep.integration.grpo.backends.backend import GatheredState, Gathering
 from lockstep.integration.grpo.environments.session import NoRoom
 from lockstep.integration.grpo.main import main
 from lockstep.integration.grpo.planning.checks import check_job
@@ -33,6 +34,7 @@ from lockstep.integration.grpo.results.settings_kept import changed_settings, de
 from lockstep.integration.grpo.settings.config import JobConfig
 from lockstep.integration.grpo.settings.sections import DataSettings, RunSettings
 from lockstep.integration.grpo.settings.training import TrainSettings
+from lockstep.integration.ranks import Ranks
 from lockstep.tests.support.full_disks import no_file_above, small_disk
 from lockstep.weight_sync.disk.claims import SUFFIX
 
@@ -50,8 +52,10 @@ LINE = {"step": 1, "reward_mean": 0.5, "logprob_gap": 0.0, "rollout_tokens_per_s
         "train_s": 1.0, "sync_s": 1.0, "weight_version": "1", "weight_digest": "d"}  # fmt: skip
 
 
-def state(num_values: int = 10) -> TrainerState:
-    return TrainerState({"w": torch.zeros(num_values)}, {"m/w": torch.ones(num_values)})
+def state(num_values: int = 10) -> GatheredState:
+    parts = {"w": torch.zeros(num_values)}, {"m/w": torch.ones(num_values)}
+    ranks = Ranks(0, 1, torch.device("cpu"))
+    return GatheredState(*(Gathering(list(part), partial(iter, part.items()), ranks) for part in parts))
 
 
 def test_a_second_job_is_refused_by_the_owners_name_until_the_owner_is_dead(tmp_path, capsys):
