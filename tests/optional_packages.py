@@ -23,7 +23,7 @@ JOB = ("matplotlib", "zstandard")  # of the extra `train`: the job asks for both
 
 EXTRAS = {  # of setup.cfg: the packages whose absence its errors name
     "deepspeed": ("deepspeed",), "events": ("msgpack", "zmq"), "grammar": ("xgrammar",), "images": ("PIL",),
-    "lora": ("peft",),
+    "lora": ("peft",), "parquet": ("pyarrow",),
     "rewards": ("math_verify", "reasoning_gym"), "serve": SERVE, "train": ("jsonschema", *JOB), "triton": ("triton",),
 }  # fmt: skip
 
@@ -40,6 +40,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "integration/grpo/results/test_run_folder.py": JOB,
     "integration/grpo/test_samples.py": JOB,
     "integration/grpo/test_sampling.py": JOB,
+    "integration/grpo/tasks/test_parquet.py": ("pyarrow",),
     "integration/grpo/training/test_microbatches.py": HYPOTHESIS,
     "integration/http": SERVE,
     "integration/http/admin/test_lora.py": ("peft",),

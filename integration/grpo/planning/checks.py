@@ -17,6 +17,7 @@ from ..results.checkpoint import num_steps_done
 from ..results.settings_kept import other_seed
 from ..rewards.scorer import make_scorer
 from ..settings.config import JobConfig
+from ..tasks.rows import why_unreadable
 from ..tasks.task import Task, build_task, check_lengths
 from ..training.checkpointing import refuse_without_layers
 from .models import first_part, mesh_plan, model_spec, model_without_memory, tokenizer_and_sizes
@@ -26,10 +27,10 @@ from .sampling_check import check_sampling
 def _inputs_in_own_folder(config: JobConfig) -> list[str]:
     """Return a fault for each input that lies in the folder of the run, which is moved aside when the run begins."""
     inputs = {
-        "model.path": config.model.path, "run.replay_schedule": config.run.replay_schedule,
-        "data.path": config.data.path, "data.heldout_path": config.data.heldout_path,
-        "data.few_shot_path": config.data.few_shot_path,
-    }  # fmt: skip
+        "model.path": config.model.path,
+        "run.replay_schedule": config.run.replay_schedule,
+        **config.data_files,
+    }
     folder = os.path.realpath(config.folder)  # Path.resolve raises on links that lead in a circle
     return [
         f"{key}: {value!r} is in the folder of this very run, which is moved aside when it begins: choose another "
@@ -67,7 +68,7 @@ def _missing_packages(config: JobConfig) -> list[str]:
         )
     if config.train.lora.rank:
         wrong += missing_package()
-    return wrong
+    return wrong + [f"{key}: {fault}" for key, path in config.data_files.items() if (fault := why_unreadable(path))]
 
 
 def check_job(config: JobConfig, num_ranks: int, *, resume: bool = False) -> None:

@@ -195,6 +195,15 @@ class JobConfig:
         return Path(self.run.dir) / self.run.name
 
     @property
+    def data_files(self) -> dict[str, str]:
+        """The files of problems, by the keys that name them."""
+        data = self.data
+        named = {
+            "data.path": data.path, "data.heldout_path": data.heldout_path, "data.few_shot_path": data.few_shot_path,
+        }  # fmt: skip
+        return {key: path for key, path in named.items() if path}
+
+    @property
     def depends_on_timing(self) -> bool:
         """Whether samples are kept that older weights have drawn."""
         return self.rollout.steps_begun_ahead > 0 and self.rollout.on_commit != "verify"

@@ -89,14 +89,15 @@ class WarmStartSettings(Section):
 
 @dataclass(frozen=True)
 class DataSettings(Section):
-    """The problems: generated sums of three-digit numbers, or, with a path, one problem per line of a JSONL file, or a
-    dataset of the package reasoning-gym."""
+    """The problems: generated sums of three-digit numbers, or, with a path, one problem per row of a JSONL or Parquet
+    file, or a dataset of the package reasoning-gym."""
 
-    path: str = ""  # JSONL file, one problem a line; empty: generated sums
-    heldout_path: str = ""  # JSONL file of held-out problems; empty: every tenth problem of `path` is held out
-    prompt_field: str = "prompt"  # field of a line that has the prompt
-    answer_field: str = "answer"  # field of a line that has the answer; empty: rows have none, the reward reads the row
-    images_field: str = ""  # field of a line that lists files of pictures, relative to the file; empty: none. Messages
+    path: str = ""  # JSONL file, one problem a line, or Parquet file (.parquet); empty: generated sums
+    heldout_path: str = ""  # file of held-out problems, likewise; empty: every tenth problem of `path` is held out
+    prompt_field: str = "prompt"  # field of a row that has the prompt; dots lead into nested fields, as in
+    # "reward_model.ground_truth", where no field has the whole name
+    answer_field: str = "answer"  # field of a row that has the answer; empty: rows have none, the reward reads the row
+    images_field: str = ""  # field of a row that lists files of pictures, relative to the file; empty: none. Messages
     # may name theirs themselves, in parts of the type "image"
     reasoning_gym: str = ""  # a dataset of the package reasoning-gym, such as "chain_sum"; empty: none. The ready
     # reward reasoning_gym scores it
@@ -107,7 +108,7 @@ class DataSettings(Section):
     num_heldout: int = 512  # largest number of held-out problems
     chat: bool = False  # a prompt that is text becomes a user's message; prompts that are messages do so in any case
     system_prompt: str = ""  # system message before the messages of each prompt; needs chat, or messages
-    few_shot_path: str = ""  # JSONL file of rows that are shown, with their answers, before each prompt
+    few_shot_path: str = ""  # file of rows that are shown, with their answers, before each prompt
     chat_template_kwargs: dict[str, object] = field(default_factory=dict)  # variables of the model's chat template
     too_long: str = "refuse"  # rows whose prompt leaves no room for rollout.max_new_tokens in the context: "refuse"
     # names them and starts nothing, "drop" leaves them out. With an environment prompts are not looked at

@@ -1,4 +1,4 @@
-"""Problems, which are prompts with their answers, and the JSONL files that hold them."""
+"""Problems, which are prompts with their answers, as the rows of files hold them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .pictures import pictures_of, placed
+from .rows import Row, field_of, has_field, is_parquet, read_rows, without_nulls
 
 ReadPictures = Callable[[str, Sequence[str]], dict[str, Any]]  # takes a text with their places; returns tensors
 Message = Mapping[str, Any]  # of a conversation: role and content, and what else its chat template reads
@@ -22,7 +23,7 @@ class Problem:
     prompt: str  # the model's input; of messages, the text that the chat template makes of them
     answer: str  # the reward function compares the completion with it
     source: str = field(default="", compare=False)  # "file:line" to name in errors; empty for a generated problem
-    row: Mapping[str, Any] = field(default_factory=dict, compare=False)  # all fields of its line, for the reward
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False)  # all fields of its row, for the reward
     messages: Sequence[Message] = field(default=(), compare=False)  # where the prompt is a conversation
     prompt_ids: tuple[int, ...] | None = field(default=None, compare=False)  # of messages: tokens of the prompt
     pictures: tuple[str, ...] = field(default=(), compare=False)  # files of the prompt's pictures, in their order
@@ -53,71 +54,63 @@ class Problem:
 def load_problems(
     path: str | Path, prompt_field: str = "prompt", answer_field: str = "answer", images_field: str = ""
 ) -> list[Problem]:
-    """Read one problem per line of a UTF-8 JSONL file, in file order.
+    """Read one problem per row of a file, in file order: a line of UTF-8 JSONL, or a row of Parquet.
 
-    Each line is an object with a prompt, text or a list of messages, which must not be blank; further fields are for
+    Each row is an object with a prompt, text or a list of messages, which must not be blank; further fields are for
     the reward. The answer is text or an integer, which is read as its decimal text; with an empty `answer_field` rows
-    have none. Lines of white space only are skipped. Pictures are the files that the field `images_field` lists, or
-    that messages name in parts of the type "image" (`image` or `path`), relative to the folder of the file.
+    have none. A name with dots is that of a nested field, unless a field has the whole name. Pictures are the files
+    that the field `images_field` lists, or that messages name in parts of the type "image" (`image` or `path`),
+    relative to the folder of the file.
 
-    Raises ValueError naming the file, and for every wrong line (the first ten) its number and fault, at once; also for
+    Raises ValueError naming the file, and for every wrong row (the first ten) its number and fault, at once; also for
     a file that cannot be read or holds no problem.
     """
     if prompt_field == answer_field:
         raise ValueError(f"prompt field and answer field are both {prompt_field!r}")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        number = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path}:{number}: not UTF-8 text") from error
-
     problems: list[Problem] = []
     faults: list[str] = []
-    # Not splitlines(): it also splits at U+2028 and other characters, which JSON strings may contain.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
+    for row in read_rows(path):
         try:
-            problem = _parse_problem(line, prompt_field, answer_field, source=f"{path}:{number}")
+            problem = _problem_of(row, prompt_field, answer_field, has_nulls=is_parquet(path))
             problems.append(_with_pictures(problem, images_field, Path(path).parent))
         except ValueError as error:
-            faults.append(f"{path}:{number}: {error}")
+            faults.append(f"{row.place}: {error}")
     if faults:
-        more = f"; and {len(faults) - 10} more lines" if len(faults) > 10 else ""
+        more = f"; and {len(faults) - 10} more {'rows' if is_parquet(path) else 'lines'}" if len(faults) > 10 else ""
         raise ValueError("; ".join(faults[:10]) + more)
     if not problems:
         raise ValueError(f"{path}: holds no problems (the file is empty)")
     return problems
 
 
-def _parse_problem(line: str, prompt_field: str, answer_field: str, source: str) -> Problem:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not valid JSON: {error.msg} at column {error.colno}") from error
-    except RecursionError as error:
-        raise ValueError("nested too deeply") from error
+def _problem_of(row: Row, prompt_field: str, answer_field: str, *, has_nulls: bool) -> Problem:
+    """Return the problem of a row. has_nulls: fields of its messages that are null are none. Raises ValueError."""
+    record = row.read()
     if not isinstance(record, dict):
         raise ValueError(f"a JSON object is needed, not {_json_kind(record)}")
-    faults = [f"field {field!r} is missing" for field in (prompt_field, answer_field) if field and field not in record]
-    prompt, answer = record.get(prompt_field, " "), record.get(answer_field, "")
+    faults = [
+        f"field {field!r} is missing"
+        for field in (prompt_field, answer_field)
+        if field and not has_field(record, field)
+    ]
+    prompt = field_of(record, prompt_field, " ")
+    answer = field_of(record, answer_field, "") if answer_field else ""
     if isinstance(prompt, list):
+        prompt = without_nulls(prompt) if has_nulls else prompt
         faults += [f"field {prompt_field!r}: {why}" for why in _wrong_messages(prompt)]
     elif not isinstance(prompt, str):
         faults.append(f"field {prompt_field!r} must be a string or a list of messages, not {_json_kind(prompt)}")
-    elif prompt_field in record and not prompt.strip():
+    elif has_field(record, prompt_field) and not prompt.strip():
         faults.append(f"field {prompt_field!r} is blank")
     if isinstance(answer, bool) or not isinstance(answer, (str, int)):
         faults.append(f"field {answer_field!r} must be a string or an integer, not {_json_kind(answer)}")
     for name, value in ((prompt_field, prompt), (answer_field, answer)):
-        if half := _half_pair(json.dumps(value, ensure_ascii=False)):
+        if half := _half_pair(json.dumps(value, ensure_ascii=False, default=str)):
             faults.append(f"field {name!r} has {half!r}, half of a surrogate pair, which is no character")
     if faults:
         raise ValueError(", ".join(faults))
     messages = prompt if isinstance(prompt, list) else ()
-    return Problem("" if messages else prompt, str(answer), source, record, messages)
+    return Problem("" if messages else prompt, str(answer), row.place, record, messages)
 
 
 def _half_pair(text: str) -> str:
@@ -132,7 +125,8 @@ def _half_pair(text: str) -> str:
 def _with_pictures(problem: Problem, images_field: str, folder: Path) -> Problem:
     """Return a problem with its pictures, if it has some. Raises ValueError for files that are not there, and for
     numbers of pictures that do not fit."""
-    given = problem.row.get(images_field, []) if images_field else []
+    given = field_of(problem.row, images_field, []) if images_field else []
+    given = [] if given is None else given
     given = [given] if isinstance(given, str) else given
     if not isinstance(given, list) or not all(isinstance(one, str) for one in given):
         raise ValueError(f"field {images_field!r} must be a path or a list of paths, not {_json_kind(given)}")

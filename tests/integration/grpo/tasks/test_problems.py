@@ -70,6 +70,14 @@ def test_files_without_problems_are_named(tmp_path):
         load_problems(path)
 
 
+def test_names_with_dots_lead_into_nested_fields_unless_a_field_has_the_whole_name(tmp_path):
+    path = write(tmp_path, '{"in": {"q": "one?"}, "a.b": 1, "a": {"b": 2}}\n{"in": {"q": "two?"}, "a": {"b": 2}}\n')
+    assert load_problems(path, "in.q", "a.b") == [Problem("one?", "1"), Problem("two?", "2")]
+    path = write(tmp_path, '{"in": "one?", "a": 3}\n')
+    with pytest.raises(ValueError, match=r"data.jsonl:1: field 'in.q' is missing, field 'a.b' is missing"):
+        load_problems(path, "in.q", "a.b")
+
+
 def test_one_field_cannot_be_prompt_and_answer(tmp_path):
     with pytest.raises(ValueError, match="both 'text'"):
         load_problems(tmp_path / "any.jsonl", "text", "text")
