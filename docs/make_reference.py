@@ -80,10 +80,14 @@ def settings_table(cls: type) -> str:
 
 def job_settings(cls: type, prefix: str = "") -> Iterator[tuple[str, object, str]]:
     """List (key, default, comment) of every setting of the job. A missing default is dataclasses.MISSING."""
+    from lockstep.integration.grpo.settings.reading import section_of_each
+
     comments, types = field_comments(cls), get_type_hints(cls)
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(types[field.name]):
             yield from job_settings(types[field.name], f"{prefix}{field.name}.")
+        elif section := section_of_each(types[field.name]):
+            yield from job_settings(section, f"{prefix}{field.name}.NAME.")
         else:
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             yield f"{prefix}{field.name}", default, comments[field.name]

@@ -26,7 +26,7 @@ from .engines.factory import make_engine
 from .engines.rollouts import Rollouts
 from .engines.schedule import SCHEDULE
 from .environments.player import EpisodePlayer
-from .evaluation import Evaluation
+from .evaluation import Evaluations
 from .first_gap import FirstGap
 from .planning.models import DTYPES, warm_start_spec
 from .results.best_model import BestModel
@@ -93,7 +93,7 @@ class GrpoJob:
             config, ranks, self.engine, self.task, make_scorer(config, self._calls), self._player(),
             banned=banned_tokens(self.engine.hosted.module),
         )  # fmt: skip
-        self.evaluation = Evaluation(config, ranks, self.task.heldout, self.rollouts.answers, self._progress)
+        self.evaluations = Evaluations(config, ranks, self.task, self.rollouts.answers, self._progress)
         self._sample_files: SampleFiles | None = None  # of the first rank, while the job runs
         self._saved = SavedWeights(config, ranks, self.engine, self.backend, self.tokenizer, folder, self.adapted)
         self.first_step = self.step = 0  # step: number of the current step, from 1
@@ -168,10 +168,12 @@ class GrpoJob:
     def run(self) -> None:
         """Train to the last step, evaluate and save the model. Rank 0 prints the results."""
         config, log, is_writable = self.config, None, True
-        before = self._reward_before()
+        before = self._before()
         if self.ranks.is_first:
-            if (aside := BestModel(config.folder).set_aside_after(self.first_step)) is not None:
-                logger.warning("the best model was of a later step than the run goes on from: it is in %s now", aside)
+            best = BestModel(config.folder, config.checkpoints.best_by)
+            if (aside := best.set_aside_after(self.first_step)) is not None:
+                why = "of a later step than the run goes on from, or of another checkpoints.best_by"
+                logger.warning("the best model was %s: it is in %s now", why, aside)
             self._saved.describe_engines(self.first_step)
             if config.run.rollouts_every:
                 self._sample_files = SampleFiles(config.folder, config.run.rollouts_keep, self.first_step)
@@ -187,15 +189,15 @@ class GrpoJob:
                 self.step = self.ranks.activity.step = step + 1
                 line = self.run_step(step)
                 self._saved.follow(self.step, cast("str | None", line["weight_digest"]))
-                is_last = step + 1 == config.run.num_steps
-                if is_last or (step + 1) % config.run.eval_every == 0:
-                    line |= (found := self.evaluation.run())
-                    self._saved.keep_if_best(step + 1, found)
+                if due := self.evaluations.due(self.step):
+                    line |= (found := self.evaluations.run(due))
+                    if config.checkpoints.best_by in due:
+                        self._saved.keep_if_best(self.step, found)
                     if log is not None:
-                        log.show(self.evaluation.examples)
+                        log.show(self.evaluations.examples)
                 if log is not None:
                     log.step(line)
-                if is_last or (step + 1) % config.run.checkpoint_every == 0:
+                if self.step == config.run.num_steps or self.step % config.run.checkpoint_every == 0:
                     self._saved.save_checkpoint(step + 1)
         except FileFailed:
             is_writable = False
@@ -292,16 +294,17 @@ class GrpoJob:
         numbers = self.rollouts.numbers(done)
         return step_statistics(numbers, group_size) if numbers else {}
 
-    def _reward_before(self) -> float:
-        """Measure the mean held-out reward of the run's first model. A resumed run reads it from the run's folder."""
+    def _before(self) -> dict[str, float]:
+        """Evaluate the run's first model. A resumed run reads what was found from the run's folder; {} on other ranks
+        than the first."""
         path = self.config.folder / "before.json"
         if self.first_step:
             advice = f'write {{"{REWARD}": 0.0}} there, say: only the last line of the run names it'
-            return read_json(path, {REWARD: (int, float)}, advice)[REWARD] if self.ranks.is_first else 0.0
-        found = self.evaluation.run()
+            return read_json(path, {REWARD: (int, float)}, advice) if self.ranks.is_first else {}
+        found = self.evaluations.run(self.evaluations.due(0))
         if self.ranks.is_first:
             write_json(path, found)
-        return found.get(REWARD, 0.0)
+        return found
 
     def _built_model(self) -> Path:
         cache_dir, device = self.config.warm_start.cache_dir, self.ranks.device

@@ -22,7 +22,6 @@ from .results.checkpoint import save_checkpoint
 from .results.model_folder import write_model_folder
 from .results.processor_files import copy_processor
 from .results.settings_kept import settings_of
-from .results.statistics import REWARD
 from .results.weights_kept import WeightsKept
 from .settings.config import JobConfig
 
@@ -86,11 +85,11 @@ class SavedWeights:
 
     def keep_if_best(self, step: int, found: Mapping[str, float]) -> None:
         """Save the model in the folder `best` if no evaluation before gave as large a mean reward. found: what the
-        evaluation after this step returned. All ranks call it together."""
+        evaluations after this step returned, with the one of `checkpoints.best_by`. All ranks call it together."""
         if not self._config.checkpoints.best:
             return
-        best = BestModel(self._config.folder)
-        if self._ranks.largest(float(self._ranks.is_first and best.is_beaten_by(found[REWARD]))):
+        best = BestModel(self._config.folder, self._config.checkpoints.best_by)
+        if self._ranks.largest(float(self._ranks.is_first and best.is_beaten_by(found[best.metric]))):
             digest = self._engine.weight_digest()
             self.save_model(best.folder, best.described(step, found, digest))
             self._keep_digest(best.folder, step, digest)

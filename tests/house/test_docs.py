@@ -366,12 +366,15 @@ def check_lockstep(page: str, reference: ModuleType, arguments: list[str]) -> No
 def job_settings(cls: type | None = None, prefix: str = "") -> dict[str, object]:
     """Return every key of the job's config with its default."""
     from lockstep.integration.grpo.settings.config import JobConfig
+    from lockstep.integration.grpo.settings.reading import section_of_each
 
     found: dict[str, object] = {}
     types = get_type_hints(cls or JobConfig)
     for field in fields(cls or JobConfig):  # type: ignore[arg-type]
         if is_dataclass(types[field.name]):
             found |= job_settings(types[field.name], f"{prefix}{field.name}.")
+        elif section := section_of_each(types[field.name]):
+            found |= job_settings(section, f"{prefix}{field.name}.NAME.")
         else:
             default = field.default if field.default_factory is MISSING else field.default_factory()
             found[f"{prefix}{field.name}"] = default if default != {} else ""
@@ -381,7 +384,7 @@ def job_settings(cls: type | None = None, prefix: str = "") -> dict[str, object]
 def test_every_setting_of_the_job_is_listed_with_its_default_and_no_other_is():
     text = TEXTS["docs/reference/settings.md"]
     chapter = text[: text.index("## EngineConfig")]
-    rows = dict(re.findall(r"^\| `([a-z0-9_.]+)` \| `?([^|`]*?)`? \|", chapter, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `([a-zA-Z0-9_.]+)` \| `?([^|`]*?)`? \|", chapter, re.MULTILINE))
     expected = {
         key: "required" if value is MISSING else "" if value is None else str(value)
         for key, value in job_settings().items()

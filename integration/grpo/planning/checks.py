@@ -143,12 +143,13 @@ def _check_reference(config: JobConfig, tokenizer: PreTrainedTokenizerBase, voca
 
 def _refuse_pictures(config: JobConfig, task: Task, num_ranks: int) -> None:
     """Raise ValueError for prompts with pictures where the job's model or engine takes none."""
-    if not any(problem.pictures for problem in task.all_known):
+    first = next((problem for problem in task.all_known if problem.pictures), None)
+    if first is None:
         return
     if config.engines == "separate":
         raise ValueError('engines must be "local" for prompts with pictures: tensors do not go to another process')
     if reason := why_no_images(model_without_memory(config)):
-        raise ValueError(f"{config.data.path} has prompts with pictures: {reason}")
+        raise ValueError(f"{first.source} is a prompt with pictures: {reason}")
     if config.train.kl_coefficient and config.train.reference:
         raise ValueError("train.reference must not be set for prompts with pictures, which another model may read anew")
     if config.trainer == "ddp" or num_ranks == 1:

@@ -41,6 +41,7 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
         f"batch      {prompts} prompts x {group} samples a step, {prompts // num_ranks} x {group} a rank, "
         f"up to {config.rollout.max_new_tokens} new tokens each",
         *_drops(config),
+        *_evaluations(config),
         *_sampling(config),
         *_ahead(config),
         f"steps      {config.run.num_steps}, {config.train.epochs_per_step} optimizer step(s) on each",
@@ -68,6 +69,15 @@ def _drops(config: JobConfig) -> list[str]:
         return []
     tokenizer, max_model_len, _ = tokenizer_and_sizes(config)
     return [f"data       {described_drops(build_task(config, tokenizer, max_model_len), config)}"]
+
+
+def _evaluations(config: JobConfig) -> list[str]:
+    """Describe the further evaluations."""
+    return [
+        f"{'' if number else 'evaluation':<10} {name}: up to {one.num} rows of {one.path} x {one.n} samples at a "
+        f"temperature of {one.temperature:g}, every {one.every or config.run.eval_every} steps"
+        for number, (name, one) in enumerate(config.evaluations.items())
+    ]
 
 
 def _sampling(config: JobConfig) -> list[str]:

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from ....weight_sync.disk.atomic_folder import flush
 from ...failures import FileFailed, files_of
-from .statistics import REWARD
+from .statistics import REWARD, of_evaluation
 from .wandb_log import WandbLog
 
 if TYPE_CHECKING:  # an extra, and slow to import
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 PLOT = "progress.png"
+_NUM_SHOWN = 3  # further evaluations in the bar
 
 
 class RunLog:
@@ -82,21 +83,38 @@ class RunLog:
             with suppress(OSError):
                 self._bar.write(text)
 
-    def heldout(self, *others: float) -> str:
+    def heldout(self, *others: float, name: str = "") -> str:
         """Return the newest mean reward of the held-out problems, as text; "-" without an evaluation in the metrics.
-        others: rewards that it is shown beside."""
-        found = next((line[REWARD] for line in reversed(self._lines) if REWARD in line), None)
+        others: rewards that it is shown beside; name: of another evaluation."""
+        metric = of_evaluation(REWARD, name)
+        found = next((line[metric] for line in reversed(self._lines) if metric in line), None)
         return "-" if found is None else self._text(found, *others)
 
-    def result(self, before: float) -> str:
-        """Return the run's result in one line. before: the mean reward of the held-out problems before its first
-        step."""
-        texts = self._text(before), self.heldout(before)
-        return f"held-out mean reward: {texts[0]} before, {texts[1]} after {self._num_steps} steps"
+    def result(self, before: Mapping[str, float]) -> str:
+        """Return the run's result in one line. before: what its evaluations found before its first step."""
+        more = "".join(f"; {name}: {self._change(before, name)}" for name in self._names())
+        return f"held-out mean reward: {self._change(before)} {self._num_steps} steps{more}"
+
+    def _change(self, before: Mapping[str, float], name: str = "") -> str:
+        reward = before.get(of_evaluation(REWARD, name))
+        if reward is None:  # a resumed run has this evaluation, which it did not begin with
+            return f"{self.heldout(name=name)} after"
+        return f"{self._text(reward)} before, {self.heldout(reward, name=name)} after"
+
+    def _names(self) -> list[str]:
+        """Return the names of the further evaluations in the metrics."""
+        return evaluation_names(self._lines)
 
     def _text(self, reward: float, *others: float) -> str:
         """Return a reward as a percentage, if all rewards of the run are shares, and else as a number."""
         return f"{reward:.1%}" if self._are_shares and _are_shares([reward, *others]) else f"{reward:.3f}"
+
+    def _heldouts(self) -> str:
+        """Return the newest mean rewards of the evaluations, a few of them where there are many."""
+        names = self._names()
+        shown = [f"{name} {self.heldout(name=name)}" for name in names[:_NUM_SHOWN]]
+        shown += [f"{len(names) - _NUM_SHOWN} more"] if len(names) > _NUM_SHOWN else []
+        return self.heldout() + (f" ({', '.join(shown)})" if shown else "")
 
     def _summary(self) -> str:
         last = self._lines[-1]
@@ -108,7 +126,7 @@ class RunLog:
         rewards = f"rewards {seconds:.2f}s " if (seconds := last.get("reward_s", 0.0)) >= 0.005 else ""
         unmeasured = f" without {n} samples" if (n := last.get("samples_unmeasured")) else ""
         return (
-            f"reward {last['reward_mean']:.3f} | held-out {self.heldout()} | "
+            f"reward {last['reward_mean']:.3f} | held-out {self._heldouts()} | "
             f"logprob_gap {last['logprob_gap']}{unmeasured} | {ahead}{last['rollout_tokens_per_s']:.0f} tok/s | "
             f"rollout {last['rollout_s']:.2f}s {rewards}train {last['train_s']:.2f}s "
             f"sync {last['sync_s']:.3f}s | v{last['weight_version']} {str(last['weight_digest'])[:8]}"
@@ -229,14 +247,25 @@ def plot_rewards(lines: list[dict[str, Any]], axes: Axes) -> None:
     axes.plot([line["step"] for line in lines], [line["reward_mean"] for line in lines],
               label="reward, sampled", alpha=0.6)  # fmt: skip
     axes.plot([line["step"] for line in evaluated], [line[REWARD] for line in evaluated], "o-", label="held-out")
+    for name in (names := evaluation_names(lines)):
+        metric = of_evaluation(REWARD, name)
+        its = [(line["step"], line[metric]) for line in lines if metric in line]
+        axes.plot(*zip(*its, strict=True), ".--", label=name, linewidth=1)
     if _are_shares(_rewards(lines)):
         axes.set_ylim(0, 1)
-    axes.legend()
+    axes.legend(ncols=1 + len(names) // 4, fontsize="small" if names else None)
+
+
+def evaluation_names(lines: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of the further evaluations in the metrics, in the order in which they come."""
+    prefix = f"{REWARD}/"
+    names = (key.removeprefix(prefix) for line in lines for key in line if key.startswith(prefix))
+    return list(dict.fromkeys(names))
 
 
 def _rewards(lines: Iterable[Mapping[str, Any]]) -> list[float]:
     """Return the mean rewards in the metrics."""
-    return [line[name] for line in lines for name in ("reward_mean", REWARD) if name in line]
+    return [line[key] for line in lines for key in line if key == "reward_mean" or key.partition("/")[0] == REWARD]
 
 
 def _are_shares(rewards: Iterable[float]) -> bool:

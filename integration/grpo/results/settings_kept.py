@@ -15,7 +15,7 @@ from .checkpoint import newest_checkpoint, saved_settings
 _WITHOUT_EFFECT = frozenset({
     *("run.name", "run.dir", "run.eval_every", "run.checkpoint_every", "run.tensorboard", "run.wandb"),
     *("run.timeout_s", "run.rollouts_every", "run.rollouts_keep", "warm_start.cache_dir", "engine.kv_cache"),
-    *("engine.rank_timeout_s", "rollout.reward_timeout_s"),
+    *("engine.rank_timeout_s", "rollout.reward_timeout_s", "evaluations"),
 })  # fmt: skip
 _SECTIONS_WITHOUT_EFFECT = ("checkpoints.", "weights.", "http.")
 Changes = dict[str, tuple[object, object]]

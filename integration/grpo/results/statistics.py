@@ -14,6 +14,11 @@ from ..rewards.score import Score
 REWARD = "eval_reward_mean"  # the name of an evaluation's mean reward
 
 
+def of_evaluation(metric: str, name: str) -> str:
+    """Return the name that a metric has of an evaluation of the table `evaluations`; empty: of the held-out one."""
+    return f"{metric}/{name}" if name else metric
+
+
 @dataclass(frozen=True)
 class SampleNumbers:
     """One sample in numbers, so that the ranks need not exchange the samples themselves."""

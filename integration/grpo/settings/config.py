@@ -11,8 +11,8 @@ from typing import Literal
 from ....rollout.config import EngineConfig
 from ....rollout.sampling_params import GRAMMARS
 from .reading import apply_override, build
-from .sampling import EvalSettings, RolloutSettings
-from .section import Fault, Section, not_among
+from .sampling import EvalSettings, EvaluationSettings, RolloutSettings
+from .section import Fault, Section, faults_by_name, not_among
 from .sections import (
     CheckpointSettings,
     DataSettings,
@@ -55,6 +55,7 @@ class JobConfig:
     engines: str = "local"  # "local": in the trainer's processes; "separate": in processes of their own
     rollout: RolloutSettings = field(default_factory=RolloutSettings)
     eval: EvalSettings = field(default_factory=EvalSettings)
+    evaluations: dict[str, EvaluationSettings] = field(default_factory=dict)  # further ones, by name
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     train: TrainSettings = field(default_factory=TrainSettings)
     deepspeed: DeepSpeedSettings = field(default_factory=DeepSpeedSettings)
@@ -68,6 +69,7 @@ class JobConfig:
             object.__setattr__(self, "warm_start", replace(self.warm_start, enabled=not self.model.path))
         sections = {name: value for name, value in vars(self).items() if isinstance(value, Section)}
         found = [(f"{name}.{key}", why) for name, section in sections.items() for key, why in section.all_faults()]
+        found += faults_by_name(self.evaluations, "evaluations")
         for name, choices in (("trainer", TRAINERS), ("sync", SYNCS), ("engines", ENGINES)):
             found += not_among(self, name, choices)
         if wrong := [f"{key} {why}" for key, why in found + self._contradictions()]:
@@ -116,6 +118,9 @@ class JobConfig:
             found.append(
                 ("rollout.keep_kv", 'needs engines="separate": others release their KV while the trainer trains')
             )
+        if (best_by := self.checkpoints.best_by) and best_by not in self.evaluations:
+            names = f", which has {', '.join(self.evaluations)}" if self.evaluations else ""
+            found.append(("checkpoints.best_by", f"must be a name of the table evaluations{names}, not {best_by!r}"))
         if self.http.port and self.engines == "separate":
             found.append(("http.port", 'must be 0 with engines="separate": they are not in the ranks'))
         return found + self._refused_with_environment()
@@ -201,6 +206,7 @@ class JobConfig:
         named = {
             "data.path": data.path, "data.heldout_path": data.heldout_path, "data.few_shot_path": data.few_shot_path,
         }  # fmt: skip
+        named |= {f"evaluations.{name}.path": one.path for name, one in self.evaluations.items()}
         return {key: path for key, path in named.items() if path}
 
     @property

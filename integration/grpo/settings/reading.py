@@ -51,6 +51,10 @@ def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
                     faults.append(f"missing key {prefix}{name}")
         elif is_dataclass(types[name]):
             chosen[name] = build(types[name], values[name], f"{prefix}{name}.", faults)
+        elif (section := section_of_each(types[name])) and isinstance(values[name], Mapping):
+            chosen[name] = {
+                key: build(section, value, f"{prefix}{name}.{key}.", faults) for key, value in values[name].items()
+            }
         else:
             chosen[name] = _typed(values[name], types[name], f"{prefix}{name}", faults)
     if len(faults) > before:
@@ -60,6 +64,12 @@ def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
     except ValueError as error:
         faults.append(str(error))
         return None
+
+
+def section_of_each(wanted: Any) -> type | None:
+    """Return the section that each entry of a table is, if a setting of this type is a table of such."""
+    each = get_args(wanted)[1] if get_origin(wanted) is dict else None
+    return each if isinstance(each, type) and is_dataclass(each) else None
 
 
 def nearest(name: str, prefix: str, known: Iterable[str]) -> str:
@@ -103,6 +113,8 @@ def _short(value: object) -> str:
 
 def _kind(wanted: Any) -> str:
     names = {str: "text", int: "a whole number", float: "a number", bool: "true or false", object: "anything"}
+    if section_of_each(wanted):
+        return "a table of sections, each with a name"
     origin, parts = get_origin(wanted), get_args(wanted)
     if origin is list:
         return f"a list, each of {_kind(parts[0])}"

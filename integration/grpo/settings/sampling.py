@@ -7,7 +7,7 @@ from typing import Any
 
 from ....rollout.sampling_params import SamplingParams
 from .reading import nearest
-from .section import Fault, Section, not_among, not_positive, too_small
+from .section import Fault, Section, negative, not_among, not_positive, too_small
 
 ON_COMMITS = ("verify", "keep", "drop")
 # Sampling parameters that have keys of their own.
@@ -100,12 +100,34 @@ class EvalSettings(Section):
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
-        found = too_small(self, "n")
-        if self.temperature < 0:
-            found.append(("temperature", f"must not be negative, not {self.temperature}"))
-        if self.n > 1 and not self.temperature:
-            found.append(("temperature", f"must be positive with n={self.n}: greedy samples are all the same"))
-        return found
+        return _wrong_samples(self)
+
+
+@dataclass(frozen=True)
+class EvaluationSettings(Section):
+    """A further evaluation, on rows of its own, whose metrics end with its name: `eval_reward_mean/NAME`. Its seeds are
+    the same each time, and others than those of other evaluations."""
+
+    path: str  # file of its rows, JSONL or Parquet, with the fields that `data` names
+    num: int = 512  # largest number of rows: the first ones of the file
+    n: int = 1  # samples of each row
+    temperature: float = 0.0  # temperature of their sampling; 0: greedy
+    every: int = 0  # steps between its evaluations; 0: run.eval_every. The first and the last step always have one
+
+    def faults(self) -> list[Fault]:
+        """See `Section.faults`."""
+        found = [] if self.path else [("path", "must name a file")]
+        return found + too_small(self, "num") + negative(self, "every") + _wrong_samples(self)
+
+
+def _wrong_samples(settings: EvalSettings | EvaluationSettings) -> list[Fault]:
+    """List what is wrong with the number of an evaluation's samples, and with their temperature."""
+    found = too_small(settings, "n")
+    if settings.temperature < 0:
+        found.append(("temperature", f"must not be negative, not {settings.temperature}"))
+    if settings.n > 1 and not settings.temperature:
+        found.append(("temperature", f"must be positive with n={settings.n}: greedy samples are all the same"))
+    return found
 
 
 def _refused(sampling: dict[str, Any], max_new_tokens: int) -> list[Fault]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from ....rollout.config import parse_kv_size
 
 Fault = tuple[str, str]  # a key, and the reason for which its value is refused
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")  # it stands in the names of metrics
 _BEYOND = 2**63
 
 
@@ -64,6 +66,13 @@ def not_among(settings: object, name: str, choices: Sequence[str]) -> list[Fault
     value = getattr(settings, name)
     *first, last = (f'"{choice}"' for choice in choices)
     return [] if value in choices else [(name, f"must be {', '.join(first)} or {last}, not {value!r}")]
+
+
+def faults_by_name(sections: Mapping[str, Section], setting: str) -> list[Fault]:
+    """List the faults of the sections of a table, and names that metrics cannot have."""
+    found = [(f"{setting}.{name}.{key}", why) for name, one in sections.items() for key, why in one.all_faults()]
+    wrong = [name for name in sections if not _NAME.fullmatch(name)]
+    return found + [(setting, f"needs names of letters, digits and _ . -, not {name!r}") for name in wrong]
 
 
 def bytes_of(text: str) -> int:

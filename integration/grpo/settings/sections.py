@@ -134,6 +134,7 @@ class CheckpointSettings(Section):
 
     keep: int = 2  # number of newest checkpoints that stay; 0: all
     best: bool = False  # also keep the model of the evaluation with the largest mean reward, in the folder `best`
+    best_by: str = ""  # name of the evaluation, of the table `evaluations`, that decides; empty: the held-out one
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""

@@ -31,7 +31,8 @@ def _of_data(config: JobConfig) -> Iterator[Rule]:
     yield model, " ".join(f"warm_start.{name}" for name in _WARM_START), "model.path is set"
     yield has_rows, "data.min_digits data.max_digits", "problems are not generated sums"
     names = " ".join(f"data.{name}" for name in _FIELDS)
-    yield not (data.path or data.few_shot_path), names, "data.path is not set"
+    yield not config.data_files, names, "data.path is not set"
+    yield not config.checkpoints.best, "checkpoints.best_by", "checkpoints.best is false"
     yield not config.run.rollouts_every, "run.rollouts_keep", "run.rollouts_every is 0"
 
 

@@ -1,9 +1,11 @@
-"""The problems of a job: generated sums, the lines of a JSONL file, or a dataset of the package reasoning-gym."""
+"""The problems of a job: generated sums, the rows of files, or a dataset of the package reasoning-gym."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
@@ -33,51 +35,88 @@ class Task:
 
     train_problems: TrainProblems
     heldout: Sequence[Problem]
-    all_known: Sequence[Problem]  # for checks before the start: all problems of a file, or the longest generated sum
+    all_known: Sequence[Problem]  # for checks before the start: all problems of files, or the longest generated sum
     num_dropped: int = 0  # further ones, which `data.too_long` has left out
+    evaluations: Mapping[str, Sequence[Problem]] = field(default_factory=dict)  # of each further evaluation, by name
 
 
 def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase, max_model_len: int) -> Task:
     """Build the task of a config. tokenizer: of the model, whose chat template writes prompts that are messages;
     max_model_len: of its context. Raises ValueError naming the file and line, or the key, of each fault."""
     data = config.data
-    if not (data.path or data.reasoning_gym):
-        spec = ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout)
-        sums = arithmetic_problems(spec)
-        longest = Problem(f"What is {'9' * data.max_digits} + {'9' * data.max_digits}?\n", "")
-        return Task(sums.train_problems, sums.heldout, (longest,))
     chat = ChatPrompts(data, tokenizer, PictureReader(config.model.path))
-    fields = data.prompt_field, data.answer_field, data.images_field
-    if data.reasoning_gym:
-        loaded = gym_problems(data.reasoning_gym, data.reasoning_gym_options, config.run.seed)
+    fitting = _Fitting(config, tokenizer, max_model_len)
+
+    def read(path: str) -> list[Problem]:
+        return chat.written(load_problems(path, data.prompt_field, data.answer_field, data.images_field))
+
+    if not (data.path or data.reasoning_gym):
+        task = _sums(config)
     else:
-        loaded = load_problems(data.path, *fields)
-    problems = chat.written(loaded)
-    if data.heldout_path:
-        heldout = chat.written(load_problems(data.heldout_path, *fields))
-        train = problems
-    else:
-        heldout = problems[_HELDOUT_ONE_IN - 1 :: _HELDOUT_ONE_IN]
-        train = [problem for index, problem in enumerate(problems) if (index + 1) % _HELDOUT_ONE_IN]
-        if not heldout:
-            raise ValueError(
-                f"{data.path or data.reasoning_gym}: {len(problems)} problems are too few to hold one in "
-                f"{_HELDOUT_ONE_IN} out: add some or set data.heldout_path"
-            )
-    num = len(train) + len(heldout)
-    if data.too_long == "drop":  # held-out rows stay the same ones whatever is left out
-        room = _room(config.rollout.max_new_tokens, max_model_len)
-        train, heldout = ([one for one in some if _num_tokens(one, tokenizer) <= room] for some in (train, heldout))
-        for name, some in (("training", train), ("held-out", heldout)):
-            if not some:
-                where = data.path or data.reasoning_gym
-                raise ValueError(f"{where}: all {name} prompts are too long for a context of {max_model_len} tokens")
-    return Task(
-        lambda step, num, attempt=0: draw_problems(train, config.run.seed, step, num, attempt),
-        heldout[: data.num_heldout],
-        [*train, *heldout],
-        num - len(train) - len(heldout),
-    )
+        gym, where = data.reasoning_gym, data.path or data.reasoning_gym
+        problems = chat.written(gym_problems(gym, data.reasoning_gym_options, config.run.seed)) if gym else read(where)
+        train, heldout = _divided(problems, where, read(data.heldout_path) if data.heldout_path else None)
+        # Held-out rows stay the same ones whatever is left out.
+        train, heldout = fitting(train, "training", where), fitting(heldout, "held-out", where)
+        draw = partial(_drawn, train, config.run.seed)
+        task = Task(draw, heldout[: data.num_heldout], [*train, *heldout])
+    evaluations = {
+        name: fitting(read(one.path)[: one.num], f"evaluations.{name}", one.path)
+        for name, one in config.evaluations.items()
+    }
+    all_known = [*task.all_known, *chain.from_iterable(evaluations.values())]
+    return replace(task, all_known=all_known, num_dropped=fitting.num_dropped, evaluations=evaluations)
+
+
+def _sums(config: JobConfig) -> Task:
+    """Return the task of generated sums."""
+    data = config.data
+    sums = arithmetic_problems(ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout))
+    longest = Problem(f"What is {'9' * data.max_digits} + {'9' * data.max_digits}?\n", "")
+    return Task(sums.train_problems, sums.heldout, (longest,))
+
+
+def _drawn(train: Sequence[Problem], seed: int, step: int, num: int, attempt: int = 0) -> Sequence[Problem]:
+    return draw_problems(train, seed, step, num, attempt)
+
+
+def _divided(
+    problems: Sequence[Problem], where: str, heldout: Sequence[Problem] | None
+) -> tuple[Sequence[Problem], Sequence[Problem]]:
+    """Return the problems to train on, and the held-out ones: those that are given, or every tenth. Raises
+    ValueError."""
+    if heldout is not None:
+        return problems, heldout
+    if len(problems) < _HELDOUT_ONE_IN:
+        raise ValueError(
+            f"{where}: {len(problems)} problems are too few to hold one in {_HELDOUT_ONE_IN} out: add some or set "
+            "data.heldout_path"
+        )
+    train = [problem for index, problem in enumerate(problems) if (index + 1) % _HELDOUT_ONE_IN]
+    return train, problems[_HELDOUT_ONE_IN - 1 :: _HELDOUT_ONE_IN]
+
+
+class _Fitting:
+    """The rows whose prompts fit into the model's context: of a job with `data.too_long="refuse"` all, of which
+    `check_lengths` refuses others."""
+
+    def __init__(self, config: JobConfig, tokenizer: PreTrainedTokenizerBase, max_model_len: int) -> None:
+        """Raise ValueError where the context has no room for prompts, and rows are to be left out."""
+        self.num_dropped = 0  # rows that were left out so far
+        self._tokenizer, self._max_model_len = tokenizer, max_model_len
+        drops = config.data.too_long == "drop"
+        self._room = _room(config.rollout.max_new_tokens, max_model_len) if drops else None
+
+    def __call__(self, problems: Sequence[Problem], which: str, where: str) -> list[Problem]:
+        """Return the rows that fit, and count the others. which, where: to be named where none is left, which raises
+        ValueError."""
+        room = self._room
+        kept = [one for one in problems if room is None or _num_tokens(one, self._tokenizer) <= room]
+        self.num_dropped += len(problems) - len(kept)
+        if not kept:
+            context = f"a context of {self._max_model_len} tokens"
+            raise ValueError(f"{where}: all {which} prompts are too long for {context}")
+        return kept
 
 
 def described_drops(task: Task, config: JobConfig) -> str:

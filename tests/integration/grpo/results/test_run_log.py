@@ -54,7 +54,7 @@ def test_rewards_are_percentages_where_all_are_shares(tmp_path, before, sampled,
     log = RunLog(tmp_path, 4, 0, tensorboard=False)
     log.step({"step": 1, **LINE, "reward_mean": sampled})
     log.step({"step": 2, **LINE, "eval_reward_mean": after})
-    assert log.result(before) == line
+    assert log.result({"eval_reward_mean": before}) == line
     log.close(draws=False)
 
 
@@ -72,3 +72,35 @@ def test_the_plot_shows_all_rewards(rewards, limits):
     low, high = axes.get_ylim()
     assert (low, high) == limits if limits else low <= min(rewards) and high >= max(rewards)
     pyplot.close(figure)
+
+
+def test_further_evaluations_stand_beside_the_held_out_one_and_a_few_of_them_in_the_bar(tmp_path):
+    log = RunLog(tmp_path, 2, 0, tensorboard=False)
+    log.step({"step": 1, **LINE, "eval_reward_mean": 0.25, "eval_reward_mean/a": 0.5, "eval_success/a": 0.5})
+    names = ("a", "b", "c", "d")
+    line = {"step": 2, **LINE, **{f"eval_reward_mean/{name}": 0.75 for name in names}}
+    assert "held-out 25.0% (a 50.0%) |" in log._summary()
+    log.step(line)
+    assert "held-out 25.0% (a 75.0%, b 75.0%, c 75.0%, 1 more) |" in log._summary()
+    before = {"eval_reward_mean": 0.0, "eval_reward_mean/a": 0.125}
+    assert log.result(before) == (
+        "held-out mean reward: 0.0% before, 25.0% after 2 steps; a: 12.5% before, 75.0% after; b: 75.0% after; "
+        "c: 75.0% after; d: 75.0% after"
+    )
+    log.close(draws=False)
+
+
+def test_the_plot_has_a_line_of_each_evaluation():
+    pytest.importorskip("matplotlib")
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    axes = pyplot.figure().subplots()
+    lines = [{"step": step, "reward_mean": 0.5, "eval_reward_mean/a": 0.25 * step} for step in (1, 2)]
+    plot_rewards([*lines, {"step": 3, "reward_mean": 0.5, "eval_reward_mean": 0.5}], axes)
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.get_lines()}
+    assert drawn == {"reward, sampled": [0.5, 0.5, 0.5], "held-out": [0.5], "a": [0.25, 0.5]}
+    assert axes.get_ylim() == (0, 1)
+    pyplot.close("all")
