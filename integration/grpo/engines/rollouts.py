@@ -175,7 +175,10 @@ class Rollouts:
 
     def numbers(self, samples: StepSamples) -> list[SampleNumbers]:
         """Return the numbers of a step's samples, those of all ranks on the first. All ranks call it together."""
-        own = [numbers_of(*pair, self._penalty) for pair in zip(samples.completions, samples.scores, strict=True)]
+        own = [
+            numbers_of(one.completion, one.score, self._penalty, problem.source_name)
+            for one, problem in zip(samples.answers, samples.problems, strict=True)
+        ]
         return self._of_all_ranks(own)
 
     def rows(self, samples: StepSamples) -> list[dict[str, object]]:

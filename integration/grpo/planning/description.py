@@ -40,6 +40,7 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
         f"weights    {_sync(config)}",
         f"batch      {prompts} prompts x {group} samples a step, {prompts // num_ranks} x {group} a rank, "
         f"up to {config.rollout.max_new_tokens} new tokens each",
+        *_sources(config),
         *_drops(config),
         *_evaluations(config),
         *_sampling(config),
@@ -69,6 +70,14 @@ def _drops(config: JobConfig) -> list[str]:
         return []
     tokenizer, max_model_len, _ = tokenizer_and_sizes(config)
     return [f"data       {described_drops(build_task(config, tokenizer, max_model_len), config)}"]
+
+
+def _sources(config: JobConfig) -> list[str]:
+    """Describe the shares of several sources of problems."""
+    given = config.data.sources
+    total = sum(one.weight for one in given.values())
+    shares = [f"{one.weight / total:.1%} {name}" for name, one in given.items()]
+    return [f"sources    of the prompts {', '.join(shares)}"] if shares else []
 
 
 def _evaluations(config: JobConfig) -> list[str]:

@@ -47,6 +47,7 @@ def sample_row(
         receipts = episode.all_receipts
     return {
         "source": problem.source,
+        **({"source_name": problem.source_name} if problem.source_name else {}),
         "prompt": problem.prompt,
         "answer": problem.answer,
         "sample": completion.index,

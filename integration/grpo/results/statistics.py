@@ -30,6 +30,7 @@ class SampleNumbers:
     compared: float  # the reward less the penalty of its length, as advantages compare it
     components: Mapping[str, float]
     is_success: bool | None
+    source_name: str = ""  # of its problem, where there are several
 
 
 def is_truncated(completion: Completion) -> bool:
@@ -67,7 +68,9 @@ def is_flat(compared: Iterable[float]) -> bool:
     return len(set(array("f", compared))) == 1
 
 
-def numbers_of(completion: Completion, score: Score, penalty: LengthPenalty | None = None) -> SampleNumbers:
+def numbers_of(
+    completion: Completion, score: Score, penalty: LengthPenalty | None = None, source_name: str = ""
+) -> SampleNumbers:
     """Return the numbers of one sample."""
     sum_logprobs = math.fsum(completion.logprobs)
     return SampleNumbers(
@@ -78,6 +81,7 @@ def numbers_of(completion: Completion, score: Score, penalty: LengthPenalty | No
         compared_reward(completion, score, penalty or LengthPenalty()),
         dict(score.components),
         score.is_success,
+        source_name,
     )
 
 
@@ -86,7 +90,8 @@ def step_statistics(samples: Sequence[SampleNumbers], group_size: int) -> dict[s
 
     entropy: mean of -log p of the sampled tokens, in nats: an unbiased estimate of the entropy of what was sampled
     from. flat_groups: share of the groups whose rewards, less the penalty of truncated samples, are all equal, so that
-    they teach nothing. pass@k: share of the groups of k with a success, where the reward names successes.
+    they teach nothing. pass@k: share of the groups of k with a success, where the reward names successes. source/NAME:
+    of the samples of one of several sources, if the step has some.
     """
     groups = [samples[at : at + group_size] for at in range(0, len(samples), group_size)]
     lengths, rewards = [one.num_tokens for one in samples], [one.reward for one in samples]
@@ -105,6 +110,12 @@ def step_statistics(samples: Sequence[SampleNumbers], group_size: int) -> dict[s
     if (successes := num_successes(groups)) is not None:
         found["success"] = sum(successes) / len(samples)
         found[f"pass@{group_size}"] = statistics.fmean(num > 0 for num in successes)
+    for name in sorted({one.source_name for one in samples} - {""}):
+        its_groups = [group for group in groups if group[0].source_name == name]
+        its_rewards = [one.reward for group in its_groups for one in group]
+        found[f"source/{name}/reward_mean"] = statistics.fmean(its_rewards)
+        if (successes := num_successes(its_groups)) is not None:
+            found[f"source/{name}/success"] = sum(successes) / len(its_rewards)
     return found
 
 

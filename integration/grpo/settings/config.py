@@ -206,6 +206,7 @@ class JobConfig:
         named = {
             "data.path": data.path, "data.heldout_path": data.heldout_path, "data.few_shot_path": data.few_shot_path,
         }  # fmt: skip
+        named |= {f"data.sources.{name}.path": one.path for name, one in data.sources.items()}
         named |= {f"evaluations.{name}.path": one.path for name, one in self.evaluations.items()}
         return {key: path for key, path in named.items() if path}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from .section import Fault, Section, bytes_of, negative, not_among, not_positive, too_small
+from .section import Fault, Section, bytes_of, faults_by_name, negative, not_among, not_positive, too_small
 
 DTYPES = ("float32", "bfloat16")
 _LONGEST_S = 10**9  # longer than that no timer waits
@@ -88,12 +88,25 @@ class WarmStartSettings(Section):
 
 
 @dataclass(frozen=True)
+class SourceSettings(Section):
+    """A file of problems among several."""
+
+    path: str  # JSONL or Parquet file
+    weight: float = 1.0  # its share of the prompts, in proportion to the weights of the others
+
+    def faults(self) -> list[Fault]:
+        """See `Section.faults`."""
+        return ([] if self.path else [("path", "must name a file")]) + not_positive(self, "weight")
+
+
+@dataclass(frozen=True)
 class DataSettings(Section):
     """The problems: generated sums of three-digit numbers, or, with a path, one problem per row of a JSONL or Parquet
     file, or a dataset of the package reasoning-gym."""
 
     path: str = ""  # JSONL file, one problem a line, or Parquet file (.parquet); empty: generated sums
     heldout_path: str = ""  # file of held-out problems, likewise; empty: every tenth problem of `path` is held out
+    sources: dict[str, SourceSettings] = field(default_factory=dict)  # several files in place of `path`, by name
     prompt_field: str = "prompt"  # field of a row that has the prompt; dots lead into nested fields, as in
     # "reward_model.ground_truth", where no field has the whole name
     answer_field: str = "answer"  # field of a row that has the answer; empty: rows have none, the reward reads the row
@@ -105,7 +118,7 @@ class DataSettings(Section):
     # number of problems, of which every tenth is held out; seed is run.seed where it is not set
     min_digits: int = 3  # least number of digits of each number to add
     max_digits: int = 3  # largest number of digits of each number to add
-    num_heldout: int = 512  # largest number of held-out problems
+    num_heldout: int = 512  # largest number of held-out problems; of several sources in proportion to their weights
     chat: bool = False  # a prompt that is text becomes a user's message; prompts that are messages do so in any case
     system_prompt: str = ""  # system message before the messages of each prompt; needs chat, or messages
     few_shot_path: str = ""  # file of rows that are shown, with their answers, before each prompt
@@ -113,14 +126,24 @@ class DataSettings(Section):
     too_long: str = "refuse"  # rows whose prompt leaves no room for rollout.max_new_tokens in the context: "refuse"
     # names them and starts nothing, "drop" leaves them out. With an environment prompts are not looked at
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether problems are rows, of files or of a dataset, and not generated sums."""
+        return bool(self.path or self.reasoning_gym or self.sources)
+
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
         found = too_small(self, "num_heldout") + not_among(self, "too_long", ("refuse", "drop"))
+        found += faults_by_name(self.sources, "sources")
         names = ("chat", "system_prompt", "few_shot_path", "chat_template_kwargs")
-        if not (self.path or self.reasoning_gym):
-            found += [(name, "needs data.path or data.reasoning_gym") for name in names if getattr(self, name)]
-        if self.heldout_path and not self.path:
-            found.append(("heldout_path", "needs data.path"))
+        if not self.has_rows:
+            why = "needs data.path, data.sources or data.reasoning_gym"
+            found += [(name, why) for name in names if getattr(self, name)]
+        if self.heldout_path and not (self.path or self.sources):
+            found.append(("heldout_path", "needs data.path or data.sources"))
+        if self.sources and (self.path or self.reasoning_gym):
+            other = "path" if self.path else "reasoning_gym"
+            found.append(("sources", f"must not be set with data.{other}: they are all the problems"))
         if self.path and self.reasoning_gym:
             found.append(("reasoning_gym", "must not be set with data.path: the problems are those of a file"))
         if self.reasoning_gym_options and not self.reasoning_gym:

@@ -25,11 +25,10 @@ def unread_settings(config: JobConfig) -> list[str]:
 
 
 def _of_data(config: JobConfig) -> Iterator[Rule]:
-    model, data = bool(config.model.path), config.data
-    has_rows = bool(data.path or data.reasoning_gym)
+    model = bool(config.model.path)
     yield model, " ".join(f"model.{name}" for name in _SHAPE), "model.path is set"
     yield model, " ".join(f"warm_start.{name}" for name in _WARM_START), "model.path is set"
-    yield has_rows, "data.min_digits data.max_digits", "problems are not generated sums"
+    yield config.data.has_rows, "data.min_digits data.max_digits", "problems are not generated sums"
     names = " ".join(f"data.{name}" for name in _FIELDS)
     yield not config.data_files, names, "data.path is not set"
     yield not config.checkpoints.best, "checkpoints.best_by", "checkpoints.best is false"

@@ -28,6 +28,7 @@ class Problem:
     prompt_ids: tuple[int, ...] | None = field(default=None, compare=False)  # of messages: tokens of the prompt
     pictures: tuple[str, ...] = field(default=(), compare=False)  # files of the prompt's pictures, in their order
     read: ReadPictures | None = field(default=None, compare=False)  # of a prompt with pictures
+    source_name: str = field(default="", compare=False)  # in the table `data.sources`, where there are several
 
     @property
     def place(self) -> str:
@@ -177,17 +178,25 @@ def draw_problems(
     around the end of a pass it may come again soon. attempt: above 0, draw others in the place of these, different ones
     for each attempt as far as the list reaches.
     """
-    if not problems:
-        raise ValueError("there are no problems to draw from")
     if step < 0 or num_problems < 1:
         raise ValueError(f"step must be at least 0 and num_problems at least 1, not {step} and {num_problems}")
+    return draw_from(problems, str(seed), step, step * num_problems, num_problems, attempt)
+
+
+def draw_from(
+    problems: Sequence[Problem], stream: str, step: int, num_before: int, num_problems: int, attempt: int = 0
+) -> list[Problem]:
+    """Draw the problems of one step, of which `num_before` were drawn in the steps before; see `draw_problems`. stream:
+    of the random order."""
+    if not problems:
+        raise ValueError("there are no problems to draw from")
     drawn: list[int] = []
-    epoch, offset = divmod(step * num_problems, len(problems))
+    epoch, offset = divmod(num_before, len(problems))
     while len(drawn) < num_problems:
-        drawn += _shuffled(len(problems), f"problems/{seed}/{epoch}")[offset : offset + num_problems - len(drawn)]
+        drawn += _shuffled(len(problems), f"problems/{stream}/{epoch}")[offset : offset + num_problems - len(drawn)]
         epoch, offset = epoch + 1, 0
     if attempt:
-        order, taken = _shuffled(len(problems), f"redraw/{seed}/{step}"), set(drawn)
+        order, taken = _shuffled(len(problems), f"redraw/{stream}/{step}"), set(drawn)
         others = [index for index in order if index not in taken] or order
         first = (attempt - 1) * num_problems
         drawn = [others[(first + at) % len(others)] for at in range(num_problems)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -17,7 +17,9 @@ from .gym import gym_problems
 from .picture_reader import PictureReader
 from .pictures import picture_size
 from .problems import Problem, draw_problems, load_problems
+from .sources import Mixture, Source, divided_by_weight
 
+Read = Callable[[str], list[Problem]]  # takes the path of a file
 _NUM_READ = 16  # prompts with pictures whose lengths are checked before the start
 _HELDOUT_ONE_IN = 10  # of the problems of a file, where no file of held-out problems is given
 
@@ -50,16 +52,14 @@ def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase, max_model_
     def read(path: str) -> list[Problem]:
         return chat.written(load_problems(path, data.prompt_field, data.answer_field, data.images_field))
 
-    if not (data.path or data.reasoning_gym):
+    if not data.has_rows:
         task = _sums(config)
+    elif data.sources:
+        task = _of_sources(config, read, fitting)
     else:
         gym, where = data.reasoning_gym, data.path or data.reasoning_gym
         problems = chat.written(gym_problems(gym, data.reasoning_gym_options, config.run.seed)) if gym else read(where)
-        train, heldout = _divided(problems, where, read(data.heldout_path) if data.heldout_path else None)
-        # Held-out rows stay the same ones whatever is left out.
-        train, heldout = fitting(train, "training", where), fitting(heldout, "held-out", where)
-        draw = partial(_drawn, train, config.run.seed)
-        task = Task(draw, heldout[: data.num_heldout], [*train, *heldout])
+        task = _of_one(config, where, problems, read(data.heldout_path) if data.heldout_path else None, fitting)
     evaluations = {
         name: fitting(read(one.path)[: one.num], f"evaluations.{name}", one.path)
         for name, one in config.evaluations.items()
@@ -76,24 +76,59 @@ def _sums(config: JobConfig) -> Task:
     return Task(sums.train_problems, sums.heldout, (longest,))
 
 
+def _of_one(
+    config: JobConfig, where: str, problems: Sequence[Problem], heldout: Sequence[Problem] | None, fitting: _Fitting
+) -> Task:
+    """Return the task of these problems. where: that they are from; heldout: those of a file, if there is one. Raises
+    ValueError where none can be held out."""
+    train = problems
+    if heldout is None:
+        train, heldout = _divided(problems)
+        _refuse_few(where, len(problems), heldout)
+    # Held-out rows stay the same ones whatever is left out.
+    train, heldout = fitting(train, "training", where), fitting(heldout, "held-out", where)
+    draw = partial(_drawn, train, config.run.seed)
+    return Task(draw, heldout[: config.data.num_heldout], [*train, *heldout])
+
+
+def _of_sources(config: JobConfig, read: Read, fitting: _Fitting) -> Task:
+    """Return the task of several sources. Each holds every tenth of its rows out, unless a file has those."""
+    data, sources = config.data, dict[str, Source]()
+    heldout: list[list[Problem]] = []
+    for name, given in data.sources.items():
+        rows = [replace(one, source_name=name) for one in read(given.path)]
+        train, out = (rows, []) if data.heldout_path else _divided(rows)
+        sources[name] = Source(given.weight, fitting(train, "training", given.path))
+        heldout.append(fitting(out, "held-out", given.path) if out else [])
+    if data.heldout_path:
+        heldout = [fitting(read(data.heldout_path), "held-out", data.heldout_path)]
+        nums = [data.num_heldout]
+    else:
+        _refuse_few("data.sources", sum(len(one.problems) for one in sources.values()), [*chain(*heldout)])
+        weights = [one.weight for one in sources.values()]
+        nums = divided_by_weight(data.num_heldout, weights, list(map(len, heldout)))
+    chosen = [one for its, num in zip(heldout, nums, strict=True) for one in its[:num]]
+    train_rows = chain.from_iterable(one.problems for one in sources.values())
+    return Task(Mixture(sources, config.run.seed), chosen, [*train_rows, *chain.from_iterable(heldout)])
+
+
 def _drawn(train: Sequence[Problem], seed: int, step: int, num: int, attempt: int = 0) -> Sequence[Problem]:
     return draw_problems(train, seed, step, num, attempt)
 
 
-def _divided(
-    problems: Sequence[Problem], where: str, heldout: Sequence[Problem] | None
-) -> tuple[Sequence[Problem], Sequence[Problem]]:
-    """Return the problems to train on, and the held-out ones: those that are given, or every tenth. Raises
-    ValueError."""
-    if heldout is not None:
-        return problems, heldout
-    if len(problems) < _HELDOUT_ONE_IN:
+def _divided(problems: Sequence[Problem]) -> tuple[list[Problem], list[Problem]]:
+    """Return the problems to train on, and every tenth, which is held out."""
+    train = [problem for index, problem in enumerate(problems) if (index + 1) % _HELDOUT_ONE_IN]
+    return train, list(problems[_HELDOUT_ONE_IN - 1 :: _HELDOUT_ONE_IN])
+
+
+def _refuse_few(where: str, num: int, heldout: Sequence[Problem]) -> None:
+    """Raise ValueError where no problem can be held out."""
+    if not heldout:
         raise ValueError(
-            f"{where}: {len(problems)} problems are too few to hold one in {_HELDOUT_ONE_IN} out: add some or set "
+            f"{where}: {num} problems are too few to hold one in {_HELDOUT_ONE_IN} out: add some or set "
             "data.heldout_path"
         )
-    train = [problem for index, problem in enumerate(problems) if (index + 1) % _HELDOUT_ONE_IN]
-    return train, problems[_HELDOUT_ONE_IN - 1 :: _HELDOUT_ONE_IN]
 
 
 class _Fitting:

@@ -130,6 +130,9 @@ def test_statistics_of_a_step_are_those_computed_by_hand():
         "reward_std": math.sqrt(0.1875), "flat_groups": 0.5, "length_mean": 5.0, "length_min": 2, "length_max": 8,
         "truncated_share": 0.5, "entropy": 0.6, "reward/a": 1.0, "success": 0.25, "pass@2": 0.5,
     }  # fmt: skip
+    named = [replace(one, source_name=name) for one, name in zip(samples, "bbaa", strict=True)]
+    of_sources = {"source/a/reward_mean": 0.0, "source/a/success": 0.0, "source/b/reward_mean": 0.5}
+    assert step_statistics(named, 2) == {**step_statistics(samples, 2), **of_sources, "source/b/success": 0.5}
     unnamed = [SampleNumbers(1, -1.0, False, 1.0, 1.0, {}, None)] * 2
     assert set(step_statistics(unnamed, 2)).isdisjoint({"success", "pass@2"})
 

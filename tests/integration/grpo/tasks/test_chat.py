@@ -99,4 +99,4 @@ def test_what_the_template_or_the_file_refuses_is_named(tmp_path, tokenizer):
     with pytest.raises(ValueError, match="field 'answer' is missing"):
         load_problems(shown)
     assert load_problems(shown, answer_field="")[0].answer == ""
-    assert DataSettings(chat=True).faults() == [("chat", "needs data.path or data.reasoning_gym")]
+    assert DataSettings(chat=True).faults() == [("chat", "needs data.path, data.sources or data.reasoning_gym")]
