@@ -108,11 +108,13 @@ class EvaluationSettings(Section):
     """A further evaluation, on rows of its own, whose metrics end with its name: `eval_reward_mean/NAME`. Its seeds are
     the same each time, and others than those of other evaluations."""
 
-    path: str  # file of its rows, JSONL or Parquet, with the fields that `data` names
+    path: str  # file of its rows, JSONL or Parquet
     num: int = 512  # largest number of rows: the first ones of the file
     n: int = 1  # samples of each row
     temperature: float = 0.0  # temperature of their sampling; 0: greedy
     every: int = 0  # steps between its evaluations; 0: run.eval_every. The first and the last step always have one
+    prompt_field: str = ""  # field of a row that has the prompt; empty: data.prompt_field
+    answer_field: str = ""  # field of a row that has the answer; empty: data.answer_field
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""

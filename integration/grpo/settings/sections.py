@@ -93,6 +93,8 @@ class SourceSettings(Section):
 
     path: str  # JSONL or Parquet file
     weight: float = 1.0  # its share of the prompts, in proportion to the weights of the others
+    prompt_field: str = ""  # field of a row that has the prompt; empty: data.prompt_field
+    answer_field: str = ""  # field of a row that has the answer; empty: data.answer_field
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""

@@ -19,7 +19,7 @@ from .pictures import picture_size
 from .problems import Problem, draw_problems, load_problems
 from .sources import Mixture, Source, divided_by_weight
 
-Read = Callable[[str], list[Problem]]  # takes the path of a file
+Read = Callable[..., list[Problem]]  # takes the path of a file, and names of its fields that are not those of `data`
 _NUM_READ = 16  # prompts with pictures whose lengths are checked before the start
 _HELDOUT_ONE_IN = 10  # of the problems of a file, where no file of held-out problems is given
 
@@ -49,8 +49,9 @@ def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase, max_model_
     chat = ChatPrompts(data, tokenizer, PictureReader(config.model.path))
     fitting = _Fitting(config, tokenizer, max_model_len)
 
-    def read(path: str) -> list[Problem]:
-        return chat.written(load_problems(path, data.prompt_field, data.answer_field, data.images_field))
+    def read(path: str, prompt_field: str = "", answer_field: str = "") -> list[Problem]:
+        fields = prompt_field or data.prompt_field, answer_field or data.answer_field, data.images_field
+        return chat.written(load_problems(path, *fields))
 
     if not data.has_rows:
         task = _sums(config)
@@ -61,7 +62,7 @@ def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase, max_model_
         problems = chat.written(gym_problems(gym, data.reasoning_gym_options, config.run.seed)) if gym else read(where)
         task = _of_one(config, where, problems, read(data.heldout_path) if data.heldout_path else None, fitting)
     evaluations = {
-        name: fitting(read(one.path)[: one.num], f"evaluations.{name}", one.path)
+        name: fitting(read(one.path, one.prompt_field, one.answer_field)[: one.num], f"evaluations.{name}", one.path)
         for name, one in config.evaluations.items()
     }
     all_known = [*task.all_known, *chain.from_iterable(evaluations.values())]
@@ -96,7 +97,7 @@ def _of_sources(config: JobConfig, read: Read, fitting: _Fitting) -> Task:
     data, sources = config.data, dict[str, Source]()
     heldout: list[list[Problem]] = []
     for name, given in data.sources.items():
-        rows = [replace(one, source_name=name) for one in read(given.path)]
+        rows = [replace(one, source_name=name) for one in read(given.path, given.prompt_field, given.answer_field)]
         train, out = (rows, []) if data.heldout_path else _divided(rows)
         sources[name] = Source(given.weight, fitting(train, "training", given.path))
         heldout.append(fitting(out, "held-out", given.path) if out else [])

@@ -129,6 +129,12 @@ def test_rows_come_from_the_files_and_are_checked_before_the_start(tmp_path):
     assert {name: [one.prompt for one in its] for name, its in task.evaluations.items()} == {
         "aime": ["a", "b", "c", "d", "e"], "math-500": ["a", "b", "c"],
     }  # fmt: skip
+    (tmp_path / "q.jsonl").write_text('{"q": "one?", "answer": {"last": 2}}\n')
+    own = (f"evaluations.aime.path={tmp_path / 'q.jsonl'}", "evaluations.aime.prompt_field=q")
+    named = build_task(
+        config(tmp_path, *paths, *own, "evaluations.aime.answer_field=answer.last"), build_tokenizer(), 64
+    )
+    assert named.evaluations["aime"] == [Problem("one?", "2")]
     check_job(job, 1)
     assert "evaluation aime: up to 512 rows of" in describe_plan(job, 1)
     write(tmp_path / "aime.jsonl", "a", "b" * 70)

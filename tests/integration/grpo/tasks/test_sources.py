@@ -133,6 +133,13 @@ def test_a_file_of_held_out_problems_leaves_the_sources_whole(tmp_path):
     assert [one.prompt for one in task.heldout] == ["out"] and len(task.all_known) == 8
 
 
+def test_a_source_may_name_fields_of_its_own(tmp_path):
+    job = config(tmp_path, "data.sources.other.prompt_field=in.q", "data.sources.other.answer_field=a", math=9, other=1)
+    (tmp_path / "other.jsonl").write_text('{"in": {"q": "one?"}, "a": 1}\n' * 10)
+    task = build_task(job, build_tokenizer(), 64)
+    assert [(one.prompt, one.answer) for one in task.heldout] == [("one?", "1")]
+
+
 def test_the_plan_and_the_settings_that_are_read_know_of_sources(tmp_path):
     job = config(tmp_path, "data.sources.math.weight=3", "data.min_digits=2")
     assert "sources    of the prompts 75.0% math, 25.0% code" in describe_plan(job, 1).splitlines()
