@@ -255,7 +255,7 @@ class GrpoJob:
             "clip_fraction": stats.clip_fraction,
             "grad_norm": stats.grad_norm,
             "learning_rate": stats.learning_rate,
-            "samples_without_backward": stats.num_without_gradient + stats.num_unmeasured,
+            "samples_without_backward": stats.num_without_gradient,
             "samples_unmeasured": stats.num_unmeasured,  # those that logprob_gap is not of
             "sync_bytes": int(self.ranks.total(num_bytes)),
             "weight_version": str(step + 1),

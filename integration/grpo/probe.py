@@ -18,6 +18,7 @@ from .results.samples import shown
 from .results.statistics import step_statistics
 from .settings.config import JobConfig
 from .settings.sections import HttpSettings, ParallelSettings
+from .settings.training import TrainSettings
 from .training.packing import Sample
 
 _FEW, _MANY = 8, 32  # samples of the two updates whose difference gives the time of a row
@@ -59,7 +60,7 @@ def probed_config(config: JobConfig, num_prompts: int, num_samples: int) -> JobC
             on_commit="verify",
             redraw=0,
         ),
-        train=replace(config.train, minibatches_per_step=1),  # of few prompts
+        train=replace(config.train, minibatches_per_step=1, epochs_per_step=1),  # of few prompts
         trainer="ddp",
         sync="in_place",
         engines="local",
@@ -104,13 +105,20 @@ def _probed(config: JobConfig, job: GrpoJob) -> Probe:
             gap,
             done.waited_s * num_of_step / len(done.answers),
             done.scored_s * num_of_step / len(done.answers),
-            seconds * config.train.epochs_per_step,
+            seconds * _num_passes(config.train),
             time.perf_counter() - began,
             _memory(job.ranks.device),
             is_on_cpu,
         )
     finally:
         job.close()
+
+
+def _num_passes(train: TrainSettings) -> float:
+    """Return how many times as long a step's training takes as one update on all its samples. A forward is about a
+    third of one; each sample of a later mini-batch has one more, unless it is skipped."""
+    later = 0.0 if train.skip_forward else 1.0 - 1.0 / train.minibatches_per_step
+    return train.epochs_per_step + later / 3
 
 
 def _training_seconds(job: GrpoJob, samples: Sequence[Sample], num_of_step: float) -> tuple[float, float]:
@@ -146,7 +154,9 @@ def advice(found: Probe, config: JobConfig) -> list[str]:
     """Return what the numbers of a probe say about the run that they announce, one line for each."""
     lines, numbers = [], found.statistics
     flat, cut = _number(numbers, "flat_groups"), _number(numbers, "truncated_share")
-    if flat == 1.0:
+    if config.train.has_teacher or not config.train.compares_groups:
+        pass  # samples of groups of equal rewards teach all the same
+    elif flat == 1.0:
         lines.append(
             "no group has spread: every group's rewards are equal, so that nothing is learned. Take easier problems, "
             "a reward with steps between, or examples in the prompt (data.few_shot_path)"

@@ -35,7 +35,7 @@ def _blocks(logits: Tensor, temperatures: Tensor) -> Iterator[tuple[slice, Tenso
 
 def _weighted(probabilities: Tensor, values: Tensor) -> Tensor:
     """Multiply; a token of the probability 0 adds nothing, whatever its value is."""
-    return torch.where(probabilities > 0, probabilities * values, 0.0)
+    return torch.where(probabilities == 0, 0.0, probabilities * values)
 
 
 class _RowEntropy(torch.autograd.Function):

@@ -24,7 +24,7 @@ from ..rewards.scorer import Scorer
 from ..settings.config import JobConfig
 from ..tasks.problems import Problem
 from ..tasks.task import Task
-from ..training.advantages import group_advantages
+from ..training.advantages import StepRewards, group_advantages
 from ..training.packing import Sample
 from .answers import Answer, StepSamples, lag_of, waited
 from .engine import JobEngine, StepPrompts
@@ -65,9 +65,9 @@ class Rollouts:
             problems, answered = self._with_spread(step, problems, list(answered), into)
         if self._config.rollout.shuffle_rewards:
             answered = self._shuffled(step, list(answered))
-        of_step: list[float] = []
+        of_step = None
         if train.needs_whole_step:
-            of_step = self._of_step(known := list(answered))
+            of_step = StepRewards.of(self._of_step(known := list(answered)))
             answered = iter(known)
         for group, (problem, answers) in enumerate(zip(problems, answered, strict=True)):
             totals = torch.tensor([self._totals(answers)])

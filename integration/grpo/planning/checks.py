@@ -29,6 +29,7 @@ def _inputs_in_own_folder(config: JobConfig) -> list[str]:
     inputs = {
         "model.path": config.model.path,
         "run.replay_schedule": config.run.replay_schedule,
+        "train.reference": config.train.reference,
         **config.data_files,
     }
     folder = os.path.realpath(config.folder)  # Path.resolve raises on links that lead in a circle
@@ -132,8 +133,8 @@ def _check_reference(config: JobConfig, tokenizer: PreTrainedTokenizerBase, voca
         raise ValueError(
             f"train.reference: {path} has other tokens than the job's model, {len(differing)} of them: {shown}"
         )
-    if size < len(ours) <= vocab_size:
-        raise ValueError(f"train.reference: {path} has logits of {size} tokens only, the job's model has {len(ours)}")
+    if size < vocab_size:  # a drawn token may be beyond them
+        raise ValueError(f"train.reference: {path} has logits of {size} tokens only, the job's model of {vocab_size}")
     longest = config.rollout.max_new_tokens
     if max_model_len <= longest:
         raise ValueError(

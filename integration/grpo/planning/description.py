@@ -45,7 +45,7 @@ def describe_plan(config: JobConfig, num_ranks: int) -> str:
         *_evaluations(config),
         *_sampling(config),
         *_ahead(config),
-        f"steps      {config.run.num_steps}, {config.train.epochs_per_step} optimizer step(s) on each",
+        f"steps      {config.run.num_steps}, {config.train.num_optimizer_steps} optimizer step(s) on each",
         f"memory     per rank: {weight_memory(config, model, num_ranks)}; {activations(config, text, num_ranks)}; "
         f"KV pool {config.engine.kv_cache}{per_token}, released while training",
         f"results    {config.folder}",

@@ -131,9 +131,13 @@ class JobConfig:
         if train.compares_groups and rollout.group_size == 1:
             why = f'must be at least 2 with train.baseline="{train.baseline}": the samples of a group are compared'
             found.append(("rollout.group_size", why))
-        if rollout.redraw and not train.compares_groups:
-            why = f'must be 0 with train.baseline="{train.baseline}": groups of equal rewards teach something'
-            found.append(("rollout.redraw", why))
+        is_taught = train.kl_in == "advantage" and train.kl_coefficient != 0.0
+        if rollout.redraw and (is_taught or not train.compares_groups):
+            setting = 'train.kl_in="advantage"' if is_taught else f'train.baseline="{train.baseline}"'
+            found.append(("rollout.redraw", f"must be 0 with {setting}: groups of equal rewards teach something"))
+        if is_taught and train.loss == "gspo":
+            why = 'must be "loss" with train.loss="gspo", whose one ratio for a sample would give each token their mean'
+            found.append(("train.kl_in", why))
         if train.minibatches_per_step > 0 and rollout.prompts_per_step % train.minibatches_per_step:
             num, why = train.minibatches_per_step, "mini-batches have as many whole groups each"
             found.append(("rollout.prompts_per_step", f"must divide by train.minibatches_per_step={num}: {why}"))

@@ -158,6 +158,16 @@ class TrainSettings(Section):
         return "batch" in (self.baseline, self.scale_rewards)
 
     @property
+    def num_optimizer_steps(self) -> int:
+        """The number of optimizer steps on a step's samples."""
+        return self.epochs_per_step * self.minibatches_per_step
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether another model says what is better."""
+        return self.kl_coefficient != 0.0 and bool(self.reference)
+
+    @property
     def has_terms(self) -> bool:
         """Whether samples have a gradient also where their advantage is 0."""
         return self.kl_coefficient != 0.0 or self.entropy_coefficient != 0.0

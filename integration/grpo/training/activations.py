@@ -27,14 +27,15 @@ class ActivationBytes:
         return self.per_row * sample.num_rows + self.per_target * len(sample.targets)
 
 
-def measure(hosted: HostedModel) -> ActivationBytes:
+def measure(hosted: HostedModel, *, has_entropy: bool = False) -> ActivationBytes:
     """Measure what small forwards of a model keep, by the tensors that autograd saves in them.
 
     Three forwards of fixed tokens, under the training's numerics, are compared: the differences are what a row and
     what a target add. Where layers are checkpointed, the layer that runs again in the backward pass is added, as an
     equal share of what all layers keep without. The memory that a backward pass needs for a moment inside one layer,
     gradients of parameters and the allocator's own are not in it. Call it before the model is sharded, in the same
-    state on every run: then the micro-batches are the same too. Leaves the model as it was.
+    state on every run: then the micro-batches are the same too. has_entropy: the loss has that of the logits, whose
+    gradient is another one of their size. Leaves the model as it was.
     """
     module = hosted.trained_module
     flags = [(part, part.training) for part in module.modules()]
@@ -49,7 +50,8 @@ def measure(hosted: HostedModel) -> ActivationBytes:
     finally:
         for part, training in flags:
             part.training = training
-    return ActivationBytes(row, target + hosted.vocab_size * hosted.dtype.itemsize)
+    gradients = (2 if has_entropy else 1) * hosted.vocab_size * hosted.dtype.itemsize
+    return ActivationBytes(row, target + gradients)
 
 
 def _slopes(hosted: HostedModel, num_rows: int) -> tuple[float, float]:

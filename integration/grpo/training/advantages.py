@@ -6,6 +6,7 @@ Dimension letters: P prompts, G samples of one prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,8 +14,23 @@ from torch import Tensor
 _EPSILON = 1e-6
 
 
+@dataclass(frozen=True)
+class StepRewards:
+    """The rewards of a whole step, as advantages need them."""
+
+    mean: float
+    deviation: float  # of the population
+    are_equal: bool
+
+    @classmethod
+    def of(cls, rewards: Sequence[float]) -> StepRewards:
+        """Summarise at least one reward."""
+        values = torch.tensor(rewards, dtype=torch.float64)
+        return cls(values.mean().item(), values.std(correction=0).item(), bool(values.min() == values.max()))
+
+
 def group_advantages(
-    rewards: Tensor, baseline: str = "group", scale: str = "group", of_step: Sequence[float] = (),
+    rewards: Tensor, baseline: str = "group", scale: str = "group", of_step: StepRewards | None = None,
     epsilon: float = _EPSILON,
 ) -> Tensor:  # fmt: skip
     """Compute (reward - baseline) / (standard deviation + epsilon) of each sample.
@@ -38,14 +54,15 @@ def group_advantages(
         raise ValueError(
             f"rewards must be a non-empty floating-point [prompts, samples], not {rewards.dtype} {tuple(rewards.shape)}"
         )
-    if "batch" in (baseline, scale) and not of_step:
-        raise ValueError(f"baseline={baseline!r} and scale={scale!r} need the rewards of the step")
-    step = torch.tensor(of_step, dtype=torch.float64)
+    if of_step is None:
+        if "batch" in (baseline, scale):
+            raise ValueError(f"baseline={baseline!r} and scale={scale!r} need the rewards of the step")
+        of_step = StepRewards(0.0, 0.0, are_equal=False)
     compared = baseline in ("group", "leave_one_out")
     if compared:
         centred = rewards - rewards.mean(dim=1, keepdim=True)
     else:
-        centred = rewards - step.mean().to(rewards.dtype) if baseline == "batch" else rewards
+        centred = rewards - of_step.mean if baseline == "batch" else rewards
     if baseline == "leave_one_out":
         if (size := rewards.shape[1]) < 2:
             raise ValueError(f'baseline="leave_one_out" needs groups of at least 2 samples, not {size}')
@@ -53,10 +70,10 @@ def group_advantages(
     if scale == "group":
         centred = centred / (rewards.std(dim=1, correction=0, keepdim=True) + epsilon)
     elif scale == "batch":
-        centred = centred / (step.std(correction=0).to(rewards.dtype) + epsilon)
+        centred = centred / (of_step.deviation + epsilon)
     # The mean of equal rewards may differ from them by a rounding error, which the division would magnify.
     if compared:
         return centred.masked_fill(rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True), 0.0)
-    if baseline == "batch" and step.min() == step.max():
+    if baseline == "batch" and of_step.are_equal:
         return torch.zeros_like(rewards)
     return centred

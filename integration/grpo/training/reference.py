@@ -21,7 +21,7 @@ class Reference:
 
         hosted: the trained model; temperature: of the log-probabilities; other: a model with the same tokens.
         """
-        self._hosted, self._temperature = hosted, temperature
+        self._hosted, self._temperature, self._is_other = hosted, temperature, other is not None
         if other is None and hosted.adapters:
             return
         module = copy.deepcopy(hosted.trained_module) if other is None else other
@@ -32,8 +32,13 @@ class Reference:
         )
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
-        """Compute the log-probabilities of a batch's tokens, float32 [M]."""
+        """Compute the log-probabilities of a batch's tokens, float32 [M]. Raises ValueError for images that another
+        model would have to read."""
         model = self._hosted
+        if self._is_other and batch.of_images:
+            raise ValueError(
+                "train.reference must not be set for samples with images: another model may read them anew"
+            )
         with torch.no_grad(), model.adapters.switched_off(), model.training_numerics():
             logits = batch.kept(model.trained_module(**batch.model_inputs()).logits)
             return selected_logprobs(logits, batch.targets, self._temperature)

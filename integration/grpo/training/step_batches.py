@@ -56,8 +56,8 @@ class StepBatches:
     learning: list[Batch] = field(default_factory=list)
     amount: int = 0  # what this rank's samples add to the divisor of the sum
     num_counted: int = 0  # their tokens that count
-    num_without_gradient: int = 0
-    num_unmeasured: int = 0
+    num_without_gradient: int = 0  # samples
+    num_unmeasured: int = 0  # samples that have no forward before the step's first optimizer step
 
 
 class BatchMaker:
@@ -72,7 +72,9 @@ class BatchMaker:
         self._needs_last = backend.needs_last
         self._max_new_tokens = max_new_tokens
         self._reference_logprobs = reference_logprobs
-        self._activations = measure(hosted) if settings.microbatch_bytes else None
+        self._activations = (
+            measure(hosted, has_entropy=settings.entropy_coefficient != 0.0) if settings.microbatch_bytes else None
+        )
 
     def made(self, samples: Iterable[Sample], into: StepBatches) -> Iterator[Batch]:
         """Yield the micro-batches that have a forward; note all in `into`."""
@@ -81,15 +83,15 @@ class BatchMaker:
             packed = pack(part.samples, self._ranks.device, self._hosted.module)
             into.num_counted += int(packed.mask.sum())
             into.amount += amount(divisor, packed.mask, packed.num_answers, self._max_new_tokens)
-            if not part.learns and settings.skip_forward:
-                into.num_unmeasured += len(part.samples)
-                continue
+            if not part.learns:
+                into.num_without_gradient += len(part.samples)
+                if settings.skip_forward:
+                    into.num_unmeasured += len(part.samples)
+                    continue
             reference = self._reference_logprobs(packed) if part.learns else None
             batch = Batch(part.samples, packed, part.learns, part.is_last, reference)
             if part.learns:
                 into.learning.append(batch)
-            else:
-                into.num_without_gradient += len(part.samples)
             yield batch
 
     def _divided(self, samples: Iterable[Sample]) -> Iterator[Microbatch]:

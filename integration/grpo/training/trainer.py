@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -48,7 +49,7 @@ class TrainStats:
     grad_norm: float  # mean over the optimizer steps
     learning_rate: float
     ratios: RatioNumbers  # of tokens of older weights, before the first optimizer step
-    num_without_gradient: int = 0  # samples that had a forward, for the gap, and no backward pass
+    num_without_gradient: int = 0  # samples that had no backward pass
     num_unmeasured: int = 0  # samples whose gap was not measured: they had no forward before the first optimizer step
 
 
@@ -271,7 +272,7 @@ class GrpoTrainer:
             kl_coefficient = 0.0
         bonus = None
         if settings.entropy_coefficient:
-            bonus = settings.entropy_coefficient * row_entropy(logits, self._temperature)
+            bonus = settings.entropy_coefficient * weights * row_entropy(logits, self._temperature)
         return logprobs, policy_loss(
             logprobs,
             behaviour,
@@ -300,11 +301,12 @@ def _gap_of(batch: Batch, logprobs: Tensor) -> SampleGap | None:
     gap, token = (value.item() for value in gaps.max(0))
     if gap == 0.0:
         return None
+    gap = math.inf if math.isnan(gap) else gap  # no number is larger, for other samples and ranks too
     return SampleGap(gap, batch.samples[bisect(list(accumulate(batch.packed.lengths)), int(token))])
 
 
 def _larger(first: SampleGap | None, second: SampleGap | None) -> SampleGap | None:
-    """Return the larger gap, the first of equal ones; one that is not a number is larger than any."""
+    """Return the larger gap, the first of equal ones."""
     if first is None or second is None:
         return first or second
     return first if second.gap <= first.gap else second

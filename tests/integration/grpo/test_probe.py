@@ -81,6 +81,14 @@ def test_a_probe_says_what_stands_in_the_way(changes, words):
     assert words in line
 
 
+@pytest.mark.parametrize(
+    "settings", [["train.reference=teacher"], ["train.baseline=batch", "train.scale_rewards=none"]]
+)
+def test_groups_of_equal_rewards_are_no_fault_where_they_teach_all_the_same(settings):
+    config = load_config(CONFIG, ["train.kl_coefficient=0.1", *settings])
+    assert advice(replace(FOUND, statistics=FOUND.statistics | {"flat_groups": 1.0}), config) == []
+
+
 def test_a_gap_is_told():
     [line] = advice(replace(FOUND, logprob_gap=0.25), load_config(CONFIG))
     assert "a gap of 0.25" in line

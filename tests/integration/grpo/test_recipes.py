@@ -60,6 +60,10 @@ def test_a_teacher_alone_has_a_kl_that_is_told(runs):
     ("settings", "message"),
     [
         (["train.reference=/nowhere"], "train.reference: '/nowhere' is no model folder"),
+        (
+            ["run.name=mine", "train.reference=runs/mine/model"],
+            "train.reference: 'runs/mine/model' is in the folder of",
+        ),
         (["train.minibatches_per_step=32"], "train.minibatches_per_step=32 does not divide the 16 prompts that each"),
     ],
 )
@@ -71,24 +75,28 @@ def test_a_job_that_cannot_be_is_refused_before_it_starts(settings, message):
         check_job(load_config(CONFIG, ["train.kl_coefficient=0.1", *settings]), num_ranks=2)
 
 
-@pytest.mark.parametrize("differs", [False, True])
-def test_a_teacher_with_other_tokens_is_refused_by_name(tmp_path, make_model, differs):
+@pytest.mark.parametrize("differs", ["", "tokens", "logits"])
+def test_a_teacher_with_other_tokens_or_fewer_logits_is_refused_by_name(tmp_path, make_model, differs):
     pytest.importorskip("matplotlib")
     from lockstep.integration.grpo.planning.checks import check_job
     from lockstep.integration.grpo.planning.description import describe_plan
     from lockstep.integration.grpo.tasks.arithmetic import VOCAB_SIZE, build_tokenizer
 
-    make_model("qwen3", vocab_size=VOCAB_SIZE).save_pretrained(tmp_path)
+    num_logits = VOCAB_SIZE - (differs == "logits")
+    make_model("qwen3", vocab_size=num_logits).save_pretrained(tmp_path)
     tokenizer = build_tokenizer()
-    if differs:
+    if differs == "tokens":
         tokenizer.add_tokens(["<teacher>"])
     tokenizer.save_pretrained(tmp_path)
     config = load_config(CONFIG, ["train.kl_coefficient=0.1", f"train.reference={tmp_path}"])
     if differs:
-        with pytest.raises(
-            ValueError, match=f"{tmp_path} has other tokens than the job's model, 1 of them: '<teacher>'"
-        ):
+        said = {"tokens": "other tokens than the job's model, 1 of them: '<teacher>'",
+                "logits": f"logits of {num_logits} tokens only, the job's model of {VOCAB_SIZE}"}  # fmt: skip
+        with pytest.raises(ValueError, match=f"{tmp_path} has {said[differs]}"):
             check_job(config, num_ranks=2)
         return
     check_job(config, num_ranks=2)
-    assert "the KL reference 0." in describe_plan(config, 2)
+    assert "the KL reference 0." in (plan := describe_plan(config, 2))
+    assert "1 optimizer step(s) on each" in plan
+    several = load_config(CONFIG, ["train.minibatches_per_step=4", "train.epochs_per_step=2"])
+    assert "8 optimizer step(s) on each" in describe_plan(several, 2)

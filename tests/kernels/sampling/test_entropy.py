@@ -19,3 +19,11 @@ def test_tokens_that_cannot_be_drawn_add_nothing_to_entropy_and_gradient(banned,
     [expected_gradient] = torch.autograd.grad(row_entropy(kept, temperature).sum(), kept)
     torch.testing.assert_close(gradient[:, [0, 1, 3]], expected_gradient)
     assert gradient[0, 2] == 0.0
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+def test_broken_logits_have_no_entropy(broken):
+    logits = torch.tensor([[0.0, broken, 2.0]], requires_grad=True)
+    entropy = row_entropy(logits, 1.0)
+    [gradient] = torch.autograd.grad(entropy.sum(), logits)
+    assert entropy.isnan().all() and gradient.isnan().any()

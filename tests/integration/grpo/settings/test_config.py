@@ -57,6 +57,16 @@ def test_overrides_replace_the_files_values_and_keep_their_types(tmp_path):
         ),
         (
             '[run]\nname = "x"\n',
+            ["rollout.redraw=1", "train.kl_in=advantage", "train.kl_coefficient=1"],
+            'rollout.redraw must be 0 with train.kl_in="advantage"',
+        ),
+        (
+            '[run]\nname = "x"\n',
+            ["train.loss=gspo", "train.kl_in=advantage", "train.kl_coefficient=1"],
+            'train.kl_in must be "loss" with train.loss="gspo"',
+        ),
+        (
+            '[run]\nname = "x"\n',
             ["train.minibatches_per_step=3"],
             "rollout.prompts_per_step must divide by train.minibatches_per_step=3",
         ),

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from lockstep.integration.grpo.training.advantages import group_advantages
+from lockstep.integration.grpo.training.advantages import StepRewards, group_advantages
 
 REWARDS = torch.tensor([[3.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
 STEP = [3.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]
@@ -30,13 +30,16 @@ def test_advantages_are_rewards_normalised_within_their_group():
     ],
 )
 def test_rewards_are_compared_as_the_settings_say(baseline, scale, expected):
-    advantages = group_advantages(REWARDS, baseline, scale, STEP, epsilon=0.0)
+    advantages = group_advantages(REWARDS, baseline, scale, StepRewards.of(STEP), epsilon=0.0)
     torch.testing.assert_close(advantages, torch.tensor(expected))
 
 
 def test_a_group_that_succeeds_together_stands_out_in_the_step():
     rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
-    assert group_advantages(rewards, "batch", "none", [1.0, 1.0, 0.0, 0.0]).tolist() == [[0.5, 0.5], [-0.5, -0.5]]
+    assert group_advantages(rewards, "batch", "none", StepRewards.of([1.0, 1.0, 0.0, 0.0])).tolist() == [
+        [0.5, 0.5],
+        [-0.5, -0.5],
+    ]
 
 
 @pytest.mark.parametrize("baseline", ["group", "leave_one_out", "batch"])
@@ -46,7 +49,7 @@ def test_groups_of_equal_rewards_have_advantages_of_exactly_zero(baseline, scale
         return  # refused by the settings
     for value in (0.1, 1e-30, 0.7):  # the float mean of three times 0.1 is not 0.1
         rewards = torch.full((3, 3), value)
-        found = group_advantages(rewards, baseline, scale, rewards.flatten().tolist(), epsilon=0.0)
+        found = group_advantages(rewards, baseline, scale, StepRewards.of(rewards.flatten().tolist()), epsilon=0.0)
         assert found.tolist() == [[0.0] * 3] * 3
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -92,6 +95,25 @@ def test_the_kl_in_the_advantage_is_the_gradient_of_reinforce(group, make_model,
     ours = torch.cat([one.flatten() for one in gradients["ours"]])
     expected = torch.cat([one.flatten() for one in theirs])
     torch.testing.assert_close(ours / ours.norm(), expected / expected.norm(), atol=1e-4, rtol=1e-3)
+
+
+def test_samples_that_count_nothing_add_no_entropy_either(group, make_model):
+    student = Student(make_model, entropy_coefficient=0.1, sequence_bound=1.5)
+    older = [replace(s, logprobs=tuple(p - 0.5 for p in s.logprobs), num_older=8) for s in student.samples(0, 1.0)]
+    stats = student.trainer.update(older, 0)
+    assert stats.ratios.num_dropped == stats.ratios.num == 128 and stats.grad_norm == 0.0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_gap_that_is_no_number_is_not_hidden_by_another_one(group, make_model, first):
+    student = Student(make_model, microbatch_tokens=8)
+    broken, odd, *rest = student.samples(0, 1.0)
+    broken = replace(broken, logprobs=(math.nan, *broken.logprobs[1:]))
+    odd = replace(odd, logprobs=(odd.logprobs[0] - 0.25, *odd.logprobs[1:]))
+    seen = []
+    student.trainer.on_gap = lambda step, gap, own: seen.append((gap, own.sample))
+    stats = student.trainer.update([broken, odd, *rest] if first == 0 else [odd, *rest, broken], 0)
+    assert stats.logprob_gap == math.inf and seen == [(math.inf, broken)]
 
 
 @pytest.mark.parametrize("coefficient", [0.0, 0.5])

@@ -127,7 +127,7 @@ def test_their_gap_is_measured_unless_their_forward_is_left_out(group, make_mode
     assert run.update(samples).logprob_gap == pytest.approx(0.5, abs=1e-5)
     stats = without.update(samples)
     assert stats.logprob_gap == 0.0
-    assert (stats.num_without_gradient, stats.num_unmeasured) == (0, NUM_FLAT)
+    assert (stats.num_without_gradient, stats.num_unmeasured) == (NUM_FLAT, NUM_FLAT)
     assert without.backend.num_forwards == without.backend.num_backwards == 8 - NUM_FLAT
     assert all(map(torch.equal, run.weights(), without.weights())), "they count in the divisor in either case"
 
