@@ -122,7 +122,7 @@ def _targets(tensor: TensorBody, num_prompt: int) -> Targets:
     shape = tensor.shape
     if tensor.dtype != "int64" or shape is None or len(shape) != 2 or shape[0] != num_prompt - 1 or shape[1] < 1:
         raise BadInput(
-            f"target_prompt_logprobs must be int64 [{num_prompt - 1}, K], not {tensor.dtype} {shape}: one row for each "
+            f"target_prompt_logprobs must be int64 [{num_prompt - 1}, K], not {tensor.dtype} {shape!s:.100}: one row for each "
             "token of the prompt behind the first"
         )
     values = numbers_of(tensor, "target_prompt_logprobs")

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..training.data import BadInput, Datum
 from .bodies import DatumBody, TensorBody, numbers_of, tokens_of
-from .messages import NO_LOGPROB, SampleAnswer, dense_of
+from .messages import NO_LOGPROB, SampleAnswer, check_dimensions, dense_of
 
 
 def data_of(bodies: Sequence[DatumBody]) -> list[Datum]:
@@ -31,8 +31,9 @@ def _array(name: str, body: TensorBody) -> np.ndarray:
         return dense_of(values, rows, columns, body.shape, 0)
     if body.shape is None:
         return values
+    check_dimensions(body.shape)
     if min(body.shape, default=0) < 0 or values.size != math.prod(body.shape):
-        raise BadInput(f"{name} has {values.size} numbers, and the shape {body.shape}")
+        raise BadInput(f"{name} has {values.size} numbers, and the shape {body.shape!s:.100}")
     return values.reshape(body.shape)
 
 

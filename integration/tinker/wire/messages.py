@@ -5,6 +5,7 @@ Source: the field numbers and types of `tinker_public.proto`, as the SDK (tinker
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ from .protobuf import (
 _DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 _FLOAT32, _INT64 = 1, 2
 _CHUNKS = {2: "image", 3: "dmel"}  # kinds besides encoded text
+MOST_DIMENSIONS = 2
 _MAX_DENSE = 1 << 24  # elements of a tensor that came in CSR form
 NO_LOGPROB = -99999.0  # of an entry of TopkLogprobs that is none
 
@@ -135,7 +137,8 @@ def tensor(data: memoryview) -> np.ndarray:
         elif number == 3:
             kind = varint(value)
         elif number == 4:
-            shape = [*(shape or []), *numbers(value)]
+            shape = [*(shape or ()), *numbers(value)]
+            check_dimensions(shape)  # with each field: there may be millions
     if kind not in _DTYPES:
         raise BadMessage(f"the dtype {kind} is not supported")
     dtype = _DTYPES[kind]
@@ -145,9 +148,15 @@ def tensor(data: memoryview) -> np.ndarray:
     wide = values.astype(np.float32 if kind == _FLOAT32 else np.int64)
     if shape is None or sparse is not None:
         return wide
-    if wide.size != int(np.prod(shape, dtype=object)):
+    if wide.size != math.prod(shape):
         raise BadMessage(f"the shape is {shape}, and there are {wide.size} numbers")
     return wide.reshape(shape)
+
+
+def check_dimensions(shape: Sequence[int]) -> None:
+    """Raise BadMessage for a shape of more dimensions than any tensor of the API has."""
+    if len(shape) > MOST_DIMENSIONS:
+        raise BadMessage(f"the shape has {len(shape)} entries, and a tensor at most {MOST_DIMENSIONS} dimensions")
 
 
 def _from_csr(data: memoryview, dtype: np.dtype, shape: list[int] | None) -> np.ndarray:
@@ -167,8 +176,11 @@ def dense_of(
 ) -> np.ndarray:
     """Return a tensor in CSR form as a dense one, `pad` where it lists nothing. rows: where each row begins, and the
     end. Raises BadMessage for parts that do not fit, and for more elements than anybody means."""
+    check_dimensions(shape or ())
     if shape is None or len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > _MAX_DENSE:
-        raise BadMessage(f"a tensor in CSR form has two dimensions, and at most {_MAX_DENSE} elements, not {shape}")
+        raise BadMessage(
+            f"a tensor in CSR form has two dimensions, and at most {_MAX_DENSE} elements, not {shape!s:.100}"
+        )
     is_whole = len(rows) == shape[0] + 1 and rows[0] == 0 and rows[-1] == len(values) == len(columns)
     if not is_whole or (np.diff(rows) < 0).any() or ((columns < 0) | (columns >= shape[1])).any():
         raise BadMessage(f"the rows and columns of a tensor in CSR form do not fit its shape {list(shape)}")

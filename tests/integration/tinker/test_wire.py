@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from lockstep.integration.tinker.training.data import BadInput
 from lockstep.integration.tinker.wire import protobuf as wire
+from lockstep.integration.tinker.wire.bodies import DatumBody
+from lockstep.integration.tinker.wire.json_forms import data_of
 from lockstep.integration.tinker.wire.messages import dense_of, pass_request, tensor
 from lockstep.tests.support import tinker_client
 from lockstep.tests.support.tinker_client import datum, pass_body
@@ -111,6 +113,29 @@ def test_csr_tensors_whose_parts_do_not_fit_are_refused():
     ):
         with pytest.raises(wire.BadMessage):
             dense_of(*parts, 0)
+
+
+@pytest.mark.parametrize("num", [3, 5000])
+def test_shapes_of_more_than_two_dimensions_are_refused_before_anything_is_computed_of_them(num):
+    numbers = wire.put_bytes(1, bytes(8)) + wire.put_varint(3, 2)
+    for shape in (wire.put_numbers(4, [2] * num), wire.put_varint(4, 2) * num):
+        with pytest.raises(wire.BadMessage, match="at most 2 dimensions") as refused:
+            tensor(memoryview(numbers + shape))
+        assert len(str(refused.value)) < 200
+    one = {"data": [1], "dtype": "int64", "shape": [2] * num}
+    for given in (one, {**one, "sparse_crow_indices": [0], "sparse_col_indices": []}):
+        body = DatumBody(model_input={"chunks": []}, loss_fn_inputs={"target_tokens": given})
+        with pytest.raises(BadInput, match="at most 2 dimensions") as refused:
+            data_of([body])
+        assert len(str(refused.value)) < 200
+
+
+def test_a_shape_of_long_numbers_is_shortened_where_it_is_refused():
+    given = {"data": [1], "dtype": "int64", "shape": [10**4000, 1]}
+    for one in (given, {**given, "sparse_crow_indices": [0], "sparse_col_indices": []}):
+        with pytest.raises(BadInput) as refused:
+            data_of([DatumBody(model_input={"chunks": []}, loss_fn_inputs={"target_tokens": one})])
+        assert len(str(refused.value)) < 300
 
 
 def test_a_broken_datum_is_named_by_its_place():
