@@ -11,7 +11,7 @@ from ....rollout.completion import Completion, TopLogprobs
 from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import SamplingParams
 from ..training.data import BadInput
-from ..wire.bodies import SampleBody, TensorBody, numbers_of, tokens_of
+from ..wire.bodies import SampleBody, TensorBody, csr_places_of, numbers_of, tokens_of
 from ..wire.messages import SampleAnswer, Sampled, dense_of, float_tensor, top_entries
 
 _MAX_ENTRIES = 4 << 20  # log-probabilities of alternatives in one answer
@@ -122,17 +122,16 @@ def _targets(tensor: TensorBody, num_prompt: int) -> Targets:
     shape = tensor.shape
     if tensor.dtype != "int64" or shape is None or len(shape) != 2 or shape[0] != num_prompt - 1 or shape[1] < 1:
         raise BadInput(
-            f"target_prompt_logprobs must be int64 [{num_prompt - 1}, K], not {tensor.dtype} {shape!s:.100}: one row for each "
-            "token of the prompt behind the first"
+            f"target_prompt_logprobs must be int64 [{num_prompt - 1}, K], not {tensor.dtype} {shape!s:.100}: one row "
+            "for each token of the prompt behind the first"
         )
     values = numbers_of(tensor, "target_prompt_logprobs")
-    if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
+    if (places := csr_places_of(tensor, "target_prompt_logprobs")) is None:
         if values.size != shape[0] * shape[1]:
             raise BadInput(f"target_prompt_logprobs has {values.size} numbers, and the shape {shape}")
         found = Targets(values.reshape(shape))
     else:
-        rows, columns = (np.asarray(p, np.int64) for p in (tensor.sparse_crow_indices, tensor.sparse_col_indices))
-        found = Targets(dense_of(values, rows, columns, shape, -1), rows, columns)
+        found = Targets(dense_of(values, *places, shape, -1), *places)
     if not (found.ids >= 0).any():
         raise BadInput("target_prompt_logprobs names no token")
     return found

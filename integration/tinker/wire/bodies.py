@@ -253,3 +253,14 @@ def numbers_of(body: TensorBody, name: str) -> np.ndarray:
     if body.dtype == "int64" and found.size and found.dtype != np.int64:
         raise BadInput(f"{name} must be whole numbers of int64")
     return found.astype(np.int64 if body.dtype == "int64" else np.float32)
+
+
+def csr_places_of(body: TensorBody, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return where each row of a tensor in CSR form begins, with the end, and the columns of its numbers; None: it is
+    dense. Raises BadInput for numbers that int64 does not have."""
+    if body.sparse_crow_indices is None or body.sparse_col_indices is None:
+        return None
+    try:
+        return np.array(body.sparse_crow_indices, np.int64), np.array(body.sparse_col_indices, np.int64)
+    except OverflowError:
+        raise BadInput(f"{name} has places beyond int64") from None

@@ -8,27 +8,28 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..training.data import BadInput, Datum
-from .bodies import DatumBody, TensorBody, numbers_of, tokens_of
-from .messages import NO_LOGPROB, SampleAnswer, check_dimensions, dense_of
+from .bodies import DatumBody, TensorBody, csr_places_of, numbers_of, tokens_of
+from .messages import NO_LOGPROB, DenseRoom, SampleAnswer, check_dimensions, dense_of
 
 
 def data_of(bodies: Sequence[DatumBody]) -> list[Datum]:
     """Return the data of a pass. Raises BadInput naming the datum."""
-    found = []
+    found, room = [], DenseRoom()
     for index, body in enumerate(bodies):
         try:
             tokens = np.array(tokens_of(body.model_input, "model_input"), np.int64)
-            found.append(Datum(tokens, {name: _array(name, its) for name, its in body.loss_fn_inputs.items()}))
+            inputs = {name: _array(name, its, len(tokens), room) for name, its in body.loss_fn_inputs.items()}
+            found.append(Datum(tokens, inputs))
         except (ValueError, OverflowError) as error:
             raise BadInput(f"data[{index}]: {error}") from None
     return found
 
 
-def _array(name: str, body: TensorBody) -> np.ndarray:
+def _array(name: str, body: TensorBody, num_tokens: int, room: DenseRoom) -> np.ndarray:
     values = numbers_of(body, name)
-    if body.sparse_crow_indices is not None and body.sparse_col_indices is not None:
-        rows, columns = np.array(body.sparse_crow_indices), np.array(body.sparse_col_indices, np.int64)
-        return dense_of(values, rows, columns, body.shape, 0)
+    if (places := csr_places_of(body, name)) is not None:
+        room.take(body.shape, num_tokens)
+        return dense_of(values, *places, body.shape, 0)
     if body.shape is None:
         return values
     check_dimensions(body.shape)

@@ -6,7 +6,7 @@ Source: the field numbers and types of `tinker_public.proto`, as the SDK (tinker
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,7 +35,7 @@ _DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dt
 _FLOAT32, _INT64 = 1, 2
 _CHUNKS = {2: "image", 3: "dmel"}  # kinds besides encoded text
 MOST_DIMENSIONS = 2
-_MAX_DENSE = 1 << 24  # elements of a tensor that came in CSR form
+MAX_DENSE = 1 << 24  # elements of the tensors of one request that came in CSR form
 NO_LOGPROB = -99999.0  # of an entry of TopkLogprobs that is none
 
 
@@ -52,10 +52,10 @@ class PassRequest:
 
     def data(self) -> list[Datum]:
         """Parse the data. Raises BadInput naming the datum."""
-        found = []
+        found, room = [], DenseRoom()
         for index, part in enumerate(self.parts):
             try:
-                found.append(_datum(part))
+                found.append(_datum(part, room))
             except ValueError as error:
                 raise BadInput(f"data[{index}]: {error}") from None
         return found
@@ -97,9 +97,31 @@ def _setting(value: Value) -> float | str:
     return 0.0
 
 
-def _datum(data: memoryview) -> Datum:
+class DenseRoom:
+    """The room of one request for the elements that its tensors in CSR form have as dense ones.
+
+    A few bytes can declare any number of them, so each tensor is checked before it is made.
+    """
+
+    def __init__(self) -> None:
+        self._num_left = MAX_DENSE
+
+    def take(self, shape: Sequence[int] | None, num_tokens: int) -> None:
+        """Take the room of a tensor. Raises BadMessage where it has other rows than its datum has tokens, or where the
+        request's tensors have too many elements together."""
+        check_dimensions(shape or ())
+        if shape is None or len(shape) != 2 or min(shape) < 0:
+            raise BadMessage(f"a tensor in CSR form has two dimensions, not {shape!s:.100}")
+        if shape[0] != num_tokens:
+            raise BadMessage(f"a tensor in CSR form has {shape[0]!s:.30} rows, and model_input {num_tokens} tokens")
+        if max(shape[1], shape[0] * shape[1]) > self._num_left:
+            raise BadMessage(f"the tensors in CSR form of a request have at most {MAX_DENSE} elements together")
+        self._num_left -= shape[0] * shape[1]
+
+
+def _datum(data: memoryview, room: DenseRoom) -> Datum:
     chunks: list[np.ndarray] = []
-    inputs: dict[str, np.ndarray] = {}
+    tensors: dict[str, memoryview] = {}  # read behind the tokens, which may follow them
     for number, value in fields(data):
         if number == 1:
             chunks.append(_chunk(octets(value)))
@@ -107,11 +129,15 @@ def _datum(data: memoryview) -> Datum:
             key, its = entry(value)
             if its is None:
                 raise BadMessage(f"loss_fn_inputs.{key[:100]} has no tensor")
-            try:
-                inputs[key] = tensor(octets(its))
-            except ValueError as error:
-                raise BadMessage(f"loss_fn_inputs.{key[:100]}: {error}") from None
-    return Datum(np.concatenate(chunks) if chunks else np.zeros(0, np.int64), inputs)
+            tensors[key] = octets(its)
+    token_ids = np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
+    inputs: dict[str, np.ndarray] = {}
+    for key, message in tensors.items():
+        try:
+            inputs[key] = tensor(message, lambda shape: room.take(shape, len(token_ids)))
+        except ValueError as error:
+            raise BadMessage(f"loss_fn_inputs.{key[:100]}: {error}") from None
+    return Datum(token_ids, inputs)
 
 
 def _chunk(data: memoryview) -> np.ndarray:
@@ -125,9 +151,9 @@ def _chunk(data: memoryview) -> np.ndarray:
     return np.zeros(0, np.int64)
 
 
-def tensor(data: memoryview) -> np.ndarray:
-    """Return a Tensor as an int64 or float32 array; one in CSR form with 0 where it lists nothing. Raises BadMessage
-    for a tensor whose parts do not fit."""
+def tensor(data: memoryview, before_dense: Callable[[Sequence[int] | None], object] = lambda shape: None) -> np.ndarray:
+    """Return a Tensor as an int64 or float32 array; one in CSR form with 0 where it lists nothing. before_dense: called
+    with the shape of such a one before it is made. Raises BadMessage for a tensor whose parts do not fit."""
     kind, shape, dense, sparse = 0, None, None, None
     for number, value in fields(data):
         if number == 1:
@@ -144,6 +170,8 @@ def tensor(data: memoryview) -> np.ndarray:
     dtype = _DTYPES[kind]
     if shape is not None and any(size < 0 for size in shape):
         raise BadMessage(f"the shape {shape} is none")
+    if sparse is not None:
+        before_dense(shape)
     values = _from_csr(sparse, dtype, shape) if sparse is not None else _array(dense or memoryview(b""), dtype)
     wide = values.astype(np.float32 if kind == _FLOAT32 else np.int64)
     if shape is None or sparse is not None:
@@ -177,9 +205,9 @@ def dense_of(
     """Return a tensor in CSR form as a dense one, `pad` where it lists nothing. rows: where each row begins, and the
     end. Raises BadMessage for parts that do not fit, and for more elements than anybody means."""
     check_dimensions(shape or ())
-    if shape is None or len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > _MAX_DENSE:
+    if shape is None or len(shape) != 2 or min(shape) < 0 or max(*shape, shape[0] * shape[1]) > MAX_DENSE:
         raise BadMessage(
-            f"a tensor in CSR form has two dimensions, and at most {_MAX_DENSE} elements, not {shape!s:.100}"
+            f"a tensor in CSR form has two dimensions, and at most {MAX_DENSE} elements, not {shape!s:.100}"
         )
     is_whole = len(rows) == shape[0] + 1 and rows[0] == 0 and rows[-1] == len(values) == len(columns)
     if not is_whole or (np.diff(rows) < 0).any() or ((columns < 0) | (columns >= shape[1])).any():

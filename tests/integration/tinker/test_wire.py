@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.integration.tinker.serving.sampling import SampleRequest
 from lockstep.integration.tinker.training.data import BadInput
+from lockstep.integration.tinker.wire import messages
 from lockstep.integration.tinker.wire import protobuf as wire
-from lockstep.integration.tinker.wire.bodies import DatumBody
+from lockstep.integration.tinker.wire.bodies import DatumBody, SampleBody
 from lockstep.integration.tinker.wire.json_forms import data_of
 from lockstep.integration.tinker.wire.messages import dense_of, pass_request, tensor
 from lockstep.tests.support import tinker_client
@@ -115,6 +117,17 @@ def test_csr_tensors_whose_parts_do_not_fit_are_refused():
             dense_of(*parts, 0)
 
 
+def csr(shape, rows=(0, 0)):
+    """Encode a Tensor of int64 in CSR form without an entry."""
+    parts = wire.put_bytes(2, np.array(rows, "<i8").tobytes())
+    return wire.put_bytes(2, parts) + wire.put_varint(3, 2) + wire.put_numbers(4, shape)
+
+
+def with_input(tokens, tensor_bytes):
+    """Encode a Datum whose target_tokens are these bytes; they stand before its tokens."""
+    return wire.put_bytes(2, wire.put_text(1, "target_tokens") + wire.put_bytes(2, tensor_bytes)) + datum(tokens)
+
+
 @pytest.mark.parametrize("num", [3, 5000])
 def test_shapes_of_more_than_two_dimensions_are_refused_before_anything_is_computed_of_them(num):
     numbers = wire.put_bytes(1, bytes(8)) + wire.put_varint(3, 2)
@@ -123,8 +136,8 @@ def test_shapes_of_more_than_two_dimensions_are_refused_before_anything_is_compu
             tensor(memoryview(numbers + shape))
         assert len(str(refused.value)) < 200
     one = {"data": [1], "dtype": "int64", "shape": [2] * num}
-    for given in (one, {**one, "sparse_crow_indices": [0], "sparse_col_indices": []}):
-        body = DatumBody(model_input={"chunks": []}, loss_fn_inputs={"target_tokens": given})
+    for form in (one, {**one, "sparse_crow_indices": [0], "sparse_col_indices": []}):
+        body = DatumBody(model_input={"chunks": []}, loss_fn_inputs={"target_tokens": form})
         with pytest.raises(BadInput, match="at most 2 dimensions") as refused:
             data_of([body])
         assert len(str(refused.value)) < 200
@@ -136,6 +149,48 @@ def test_a_shape_of_long_numbers_is_shortened_where_it_is_refused():
         with pytest.raises(BadInput) as refused:
             data_of([DatumBody(model_input={"chunks": []}, loss_fn_inputs={"target_tokens": one})])
         assert len(str(refused.value)) < 300
+
+
+def test_a_csr_tensor_has_as_many_rows_as_its_datum_has_tokens():
+    body = pass_body("m", 1, [with_input([1, 2], csr([1, 1 << 24]))], "ppo", {}, False)
+    with pytest.raises(BadInput, match=r"data\[0\]: .*target_tokens: .*1 rows, and model_input 2 tokens"):
+        pass_request(body).data()
+    good = pass_body("m", 1, [with_input([1, 2], csr([2, 3], (0, 0, 0)))], "ppo", {}, False)
+    assert pass_request(good).data()[0].inputs["target_tokens"].tolist() == [[0] * 3] * 2
+    for columns, reason in ((1 << 24, "1 rows, and model_input 2 tokens"), (3, "")):
+        num_rows = 1 if reason else 2
+        given = {"data": [], "dtype": "int64", "shape": [num_rows, columns],
+                 "sparse_crow_indices": [0] * (num_rows + 1), "sparse_col_indices": []}  # fmt: skip
+        tokens = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+        one = DatumBody(model_input=tokens, loss_fn_inputs={"target_tokens": given})
+        if reason:
+            with pytest.raises(BadInput, match=reason):
+                data_of([one])
+        else:
+            assert data_of([one])[0].inputs["target_tokens"].shape == (2, 3)
+
+
+def test_the_csr_tensors_of_a_request_have_a_limit_together(monkeypatch):
+    monkeypatch.setattr(messages, "MAX_DENSE", 100)
+    data = [with_input([1], csr([1, 50]))] * 2
+    assert len(pass_request(pass_body("m", 1, data, "ppo", {}, False)).data()) == 2
+    with pytest.raises(BadInput, match=r"data\[2\]: .*at most 100 elements"):
+        pass_request(pass_body("m", 1, [*data, data[0]], "ppo", {}, False)).data()
+    given = {"data": [], "dtype": "int64", "shape": [1, 50], "sparse_crow_indices": [0, 0], "sparse_col_indices": []}
+    one = DatumBody(model_input={"chunks": [{"tokens": [1]}]}, loss_fn_inputs={"target_tokens": given})
+    assert len(data_of([one] * 2)) == 2
+    with pytest.raises(BadInput, match=r"data\[2\]: .*at most 100 elements"):
+        data_of([one] * 3)
+
+
+def test_places_of_csr_numbers_beyond_int64_are_refused_by_name():
+    given = {"data": [1], "dtype": "int64", "shape": [1, 1], "sparse_crow_indices": [0, 2**70],
+             "sparse_col_indices": [0]}  # fmt: skip
+    with pytest.raises(BadInput, match="target_tokens has places beyond int64"):
+        data_of([DatumBody(model_input={"chunks": [{"tokens": [1]}]}, loss_fn_inputs={"target_tokens": given})])
+    body = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {}, "target_prompt_logprobs": given}
+    with pytest.raises(BadInput, match="target_prompt_logprobs has places beyond int64"):
+        SampleRequest.of(SampleBody(**body), 64)
 
 
 def test_a_broken_datum_is_named_by_its_place():
