@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
+from ...http.edge.bodies import off_loop
 from ...http.edge.errors import HttpError
 from ..training.adapter import AdamParams
 from ..training.data import BadInput, Datum
@@ -30,6 +31,8 @@ from ..wire.messages import pass_output, pass_request
 from .promises import PROTO, Answer, as_json
 from .served import Served, read, read_bytes, served_of
 from .sessions import Beside, Run
+
+_QUICK_BYTES = 1 << 13  # a message up to this length is parsed on the event loop
 
 router = APIRouter()
 
@@ -84,7 +87,8 @@ async def forward_backward(request: Request) -> dict[str, object]:
     if not request.headers.get("content-type", "").startswith(PROTO):
         return await _pass_in_json(request, backward=True)
     data, digest = await read_bytes(request)
-    parsed = pass_request(data)
+    # Its data are parsed when they run, but a body of nothing else than small fields takes long by itself.
+    parsed = pass_request(data) if len(data) <= _QUICK_BYTES else await off_loop(partial(pass_request, data))
     call = _Pass(parsed.model_id, parsed.data, parsed.loss_fn, parsed.loss_fn_config, not parsed.forward_only)
     return _submit(served_of(request), call.model_id, parsed.seq_id, digest, call.run, call.runs_beside)
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 
+from ....rollout.giving_way import give_way
+
 Value = int | memoryview  # of a varint, or the bytes of any other kind
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MOST_VARINT_BYTES = 10
+_FIELDS_A_SLICE = 256
 
 
 class BadMessage(ValueError):
@@ -20,9 +23,15 @@ class BadMessage(ValueError):
 
 
 def fields(data: bytes | memoryview) -> Iterator[tuple[int, Value]]:
-    """Yield number and value of each field of a message, in their order. Raises BadMessage for broken bytes."""
-    view, at = memoryview(data), 0
+    """Yield number and value of each field of a message, in their order. Raises BadMessage for broken bytes.
+
+    A message may have millions, so other threads go first now and then (`give_way`).
+    """
+    view, at, num_fields = memoryview(data), 0, 0
     while at < len(view):
+        num_fields += 1
+        if num_fields % _FIELDS_A_SLICE == 0:
+            give_way()
         tag, at = _varint(view, at)
         number, kind = tag >> 3, tag & 7
         if number == 0:

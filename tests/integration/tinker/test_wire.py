@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.integration.tinker.serving import models
 from lockstep.integration.tinker.serving.sampling import SampleRequest
 from lockstep.integration.tinker.training.data import BadInput
 from lockstep.integration.tinker.wire import messages
@@ -14,6 +17,7 @@ from lockstep.integration.tinker.wire import protobuf as wire
 from lockstep.integration.tinker.wire.bodies import DatumBody, SampleBody
 from lockstep.integration.tinker.wire.json_forms import data_of
 from lockstep.integration.tinker.wire.messages import dense_of, pass_request, tensor
+from lockstep.rollout.giving_way import giving_way
 from lockstep.tests.support import tinker_client
 from lockstep.tests.support.tinker_client import datum, pass_body
 
@@ -84,6 +88,16 @@ def test_a_message_with_other_bytes_inside_is_a_message_or_refused(noise, at):
         pass_request(bytes(body)).data()
     except ValueError:
         return
+
+
+def test_other_threads_go_first_while_many_fields_are_parsed():
+    waits = []
+    with giving_way(lambda: waits.append(1), threading.Lock()):
+        assert pass_request(wire.put_varint(9, 1) * 100_000).parts == []
+        assert len(waits) > 5
+        waits.clear()
+        assert pass_request(wire.put_bytes(7, wire.put_varint(9, 1) * 100_000)).loss_fn_config == {"": 0.0}
+        assert len(waits) > 5, "those inside of a field too"
 
 
 def test_tensors_whose_parts_do_not_fit_are_refused():
@@ -237,6 +251,18 @@ def test_early_sdks_send_and_read_the_same_in_json(client):
     assert found["sequences"][0]["stop_reason"] == "length"
     assert found["prompt_logprobs"][0] is None and found["prompt_logprobs"][1:] == drawn["prompt_logprobs"][1:]
     assert found["topk_prompt_logprobs"][0] is None and len(found["topk_prompt_logprobs"][1]) == 1
+
+
+def test_long_messages_are_parsed_beside_the_event_loop(client, monkeypatch):
+    model, threads = client.model(rank=1), []
+    parse = models.pass_request
+    monkeypatch.setattr(
+        models, "pass_request", lambda data: (threads.append(threading.current_thread()), parse(data))[1]
+    )
+    for num in (1, 2000):
+        model.run([datum([1], target_tokens=[1])] * num, forward_only=True)
+    short, long = threads
+    assert short.name == "lockstep-tinker-http" != long.name
 
 
 def test_broken_data_in_json_are_named(client):
