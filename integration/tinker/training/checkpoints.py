@@ -12,13 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 import re
 import shutil
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -27,9 +32,11 @@ from torch import Tensor
 
 from ....rollout.model.adapters.folder import CONFIG_FILE, WEIGHTS_FILE
 from ....rollout.model.adapters.layers import PEFT_PREFIX
-from ....weight_sync.disk.atomic_folder import atomic_folder
+from ....weight_sync.disk.atomic_folder import atomic_folder, flush
 from .data import BadInput
 from .targets import AdapterSpec
+
+logger = logging.getLogger(__name__)
 
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}  # types of checkpoints, by the middle of their paths
@@ -71,6 +78,10 @@ class CheckpointInfo:
         return parts_of(self.path)[0]
 
     @property
+    def has_expired(self) -> bool:
+        return self.expires_at is not None and self.expires_at <= time.time()
+
+    @property
     def kind(self) -> str:
         """The type of checkpoint: training or sampler."""
         return KINDS[parts_of(self.path)[1]]
@@ -96,12 +107,17 @@ class Content:
     moments: Mapping[str, Tensor] | None = None  # of the optimizer
 
 
+Info = TypeVar("Info", RunInfo, CheckpointInfo)
+T = TypeVar("T")
+
+
 class Checkpoints:
-    """The checkpoints in one folder. Methods may be called from any thread; one thread writes."""
+    """The checkpoints in one folder. Methods may be called from any thread. Changes wait for each other."""
 
     def __init__(self, folder: Path) -> None:
         """Make the folder, and put back what a process that was killed was about to replace."""
         self.folder = folder
+        self._lock = threading.RLock()  # of all that writes and removes: whole checkpoints, and descriptions
         folder.mkdir(parents=True, exist_ok=True)
         for former in folder.glob(f"*/*/.*{_FORMER}"):
             target = former.with_name(former.name.removeprefix(".").removesuffix(_FORMER))
@@ -113,21 +129,22 @@ class Checkpoints:
     def note_run(self, run: RunInfo) -> None:
         """Note a training run. The same one may be noted again."""
         folder = self.folder / run.run_id
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / _RUN_META).write_text(json.dumps(asdict(run)), encoding="utf-8")
+        with self._lock:
+            folder.mkdir(parents=True, exist_ok=True)
+            _write(folder / _RUN_META, asdict(run))
 
     def runs(self) -> list[RunInfo]:
-        """Return all training runs that have a folder, the newest first."""
-        found = [self.run(path.parent.name) for path in self.folder.glob(f"*/{_RUN_META}")]
+        """Return all training runs that have a folder, the newest first. Those that cannot be read are passed over."""
+        found = [run for path in self.folder.glob(f"*/{_RUN_META}") if (run := _readable(self.run, path.parent.name))]
         return sorted(found, key=lambda run: -run.created)
 
     def run(self, run_id: str) -> RunInfo:
         """Return a training run. Raises BadInput for one that is not known."""
-        values = _read(self.folder / _checked(_RUN, run_id, "training run") / _RUN_META, f"training run {run_id!r}")
-        return RunInfo(**{**values, "spec": AdapterSpec(**values["spec"])})
+        file = self.folder / _checked(_RUN, run_id, "training run") / _RUN_META
+        return _read(RunInfo, file, f"training run {run_id!r}")
 
     def of_run(self, run_id: str) -> list[CheckpointInfo]:
-        """Return the checkpoints of a run, the newest first."""
+        """Return the checkpoints of a run, the newest first. Those that cannot be read are passed over."""
         found = self._infos(self.folder / _checked(_RUN, run_id, "training run"))
         return sorted(found, key=lambda one: -one.created)
 
@@ -135,17 +152,21 @@ class Checkpoints:
         for middle in KINDS:
             for file in (folder / middle).glob(f"*/{_META}"):
                 path = f"{SCHEME}{folder.name}/{middle}/{file.parent.name}"
-                if _NAME.fullmatch(file.parent.name) and (info := self._info(path)) is not None:
+                if _NAME.fullmatch(file.parent.name) and (info := _readable(self._info, path)) is not None:
                     yield info
 
     def _info(self, path: str) -> CheckpointInfo | None:
         """Return a checkpoint; None: it has expired, and is removed."""
-        values = _read(self._at(path) / _META, f"checkpoint {path}")
-        info = CheckpointInfo(**{**values, "spec": AdapterSpec(**values["spec"])})
-        if info.expires_at is not None and info.expires_at <= time.time():
+        if not (info := self._stored(path)).has_expired:
+            return info
+        with self._lock:
+            if not (info := self._stored(path)).has_expired:  # another one has taken its place
+                return info
             shutil.rmtree(self._at(path))
-            return None
-        return info
+        return None
+
+    def _stored(self, path: str) -> CheckpointInfo:
+        return _read(CheckpointInfo, self._at(path) / _META, f"checkpoint {path}")
 
     def info(self, path: str) -> CheckpointInfo:
         """Return a checkpoint by its path. Raises BadInput for one that is not there, or has expired."""
@@ -154,10 +175,18 @@ class Checkpoints:
         return info
 
     def write(self, info: CheckpointInfo, content: Content, *, overwrite: bool = False) -> CheckpointInfo:
-        """Write a checkpoint; returns its description, with its size. Raises BadInput where the name is taken."""
+        """Write a checkpoint; returns its description, with its size. Raises BadInput where the name is taken by one
+        that has not expired."""
+        with self._lock:
+            if self._at(info.path).exists() and not overwrite:
+                former = _readable(self._stored, info.path)
+                if former is None or not former.has_expired:
+                    raise BadInput(f"checkpoint {info.path} exists already")
+            return self._written(info, content)
+
+    def _written(self, info: CheckpointInfo, content: Content) -> CheckpointInfo:
+        """Write a checkpoint in the place of the former one, which stays where that fails."""
         target = self._at(info.path)
-        if target.exists() and not overwrite:
-            raise BadInput(f"checkpoint {info.path} exists already")
         former = target.with_name(f".{target.name}{_FORMER}")
         shutil.rmtree(former, ignore_errors=True)
         if target.exists():
@@ -205,13 +234,14 @@ class Checkpoints:
 
     def delete(self, path: str) -> None:
         """Delete a checkpoint. Raises BadInput for one that is not there."""
-        self.info(path)
-        shutil.rmtree(self._at(path))
+        with self._lock:
+            self.info(path)
+            shutil.rmtree(self._at(path))
 
     def set_expiry(self, path: str, expires_at: float | None) -> None:
         """Set when a checkpoint expires; None: never."""
-        info = replace(self.info(path), expires_at=expires_at)
-        (self._at(path) / _META).write_text(json.dumps(asdict(info)), encoding="utf-8")
+        with self._lock:
+            _write(self._at(path) / _META, asdict(replace(self.info(path), expires_at=expires_at)))
 
     def _at(self, path: str) -> Path:
         run_id, middle, name = parts_of(path)
@@ -263,13 +293,37 @@ def _checked(pattern: re.Pattern[str], text: str, what: str) -> str:
     return text
 
 
-def _read(file: Path, what: str) -> dict:
+def _read(kind: type[Info], file: Path, what: str) -> Info:
+    """Read a description. Raises BadInput for one that is not there, or is none."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
+        return kind(**{**values, "spec": AdapterSpec(**values["spec"])})
     except FileNotFoundError:
         raise BadInput(f"there is no {what}") from None
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{what} cannot be read: {error}") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"{what} cannot be read: {error!r:.200}") from error
+
+
+def _write(file: Path, values: Mapping[str, object]) -> None:
+    """Write a description, which is complete or as it was before."""
+    partial = file.with_name(f".{file.name}.partial")
+    try:
+        partial.write_text(json.dumps(values), encoding="utf-8")
+        flush(partial)
+        os.replace(partial, file)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _readable(read: Callable[[str], T], name: str) -> T | None:
+    """Return what is read of that name; None, in the log, for what cannot be read."""
+    try:
+        return read(name)
+    except BadInput as error:
+        logger.warning("passed over: %s", error)
+        return None
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from lockstep.integration.tinker.training import checkpoints as module
-from lockstep.integration.tinker.training.checkpoints import CheckpointInfo, Checkpoints, Content, adapter_digest
+from lockstep.integration.tinker.training.checkpoints import (
+    CheckpointInfo,
+    Checkpoints,
+    Content,
+    RunInfo,
+    adapter_digest,
+)
 from lockstep.integration.tinker.training.data import BadInput
 from lockstep.integration.tinker.training.targets import AdapterSpec
 from lockstep.tests.support.random_models import random_model
@@ -96,6 +104,85 @@ def test_checkpoints_expire(tmp_path, monkeypatch):
         kept.info(info.path)
     with pytest.raises(BadInput, match="there is no checkpoint"):
         kept.info(info.path)
+
+
+class Turn:
+    """A lock before whose first use something else is written."""
+
+    def __init__(self, meanwhile) -> None:
+        self._meanwhile, self._lock = meanwhile, threading.RLock()
+
+    def __enter__(self) -> None:
+        meanwhile, self._meanwhile = self._meanwhile, lambda: None
+        meanwhile()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_a_reader_that_saw_an_expired_checkpoint_leaves_the_one_that_took_its_place(tmp_path, monkeypatch):
+    kept, others = Checkpoints(tmp_path), Checkpoints(tmp_path)
+    info, written = content()
+    kept.write(replace(info, expires_at=time.time() - 1), written)
+    monkeypatch.setattr(kept, "_lock", Turn(lambda: others.write(info, written, overwrite=True)), raising=False)
+    assert kept.info(info.path).expires_at is None
+    assert kept.read(kept.info(info.path), torch.device("cpu"), training=True).config == {"r": 1}
+
+
+def test_an_expiry_that_is_set_while_a_checkpoint_is_replaced_is_that_of_the_new_one(tmp_path, monkeypatch):
+    kept, others = Checkpoints(tmp_path), Checkpoints(tmp_path)
+    kept.write(*content())
+    newer = content(2.0)
+    monkeypatch.setattr(kept, "_lock", Turn(lambda: others.write(*newer, overwrite=True)), raising=False)
+    until = time.time() + 5000
+    kept.set_expiry(newer[0].path, until)
+    found = kept.info(newer[0].path)
+    assert (found.digest, found.expires_at) == (newer[0].digest, until)
+    kept.read(found, torch.device("cpu"), training=True)
+
+
+def test_the_name_of_an_expired_checkpoint_is_free(tmp_path):
+    kept = Checkpoints(tmp_path)
+    info, written = content()
+    kept.write(replace(info, expires_at=time.time() - 1), written)
+    newer = content(2.0)
+    assert kept.write(*newer).digest == kept.info(info.path).digest == newer[0].digest
+    with pytest.raises(BadInput, match="exists already"):
+        kept.write(*content(3.0))
+
+
+def test_a_description_that_cannot_be_written_is_as_it_was(tmp_path, monkeypatch):
+    kept = Checkpoints(tmp_path)
+    info = kept.write(*content())
+    run = RunInfo("run:0", "base", AdapterSpec(1), 5.0)
+    kept.note_run(run)
+    full = lambda *_: (_ for _ in ()).throw(OSError("no space"))  # noqa: E731
+    monkeypatch.setattr(module, "flush", full, raising=False)
+    with pytest.raises(OSError, match="no space"):
+        kept.set_expiry(info.path, time.time() + 5000)
+    with pytest.raises(OSError, match="no space"):
+        kept.note_run(replace(run, created=6.0))
+    assert kept.info(info.path) == info and kept.runs() == [run]
+    assert not list(tmp_path.rglob("*.partial"))
+
+
+@pytest.mark.parametrize("broken", ["", "{}", "[]", '{"spec": {"rank": 1}, "x": 1}'])
+def test_unreadable_descriptions_are_passed_over_in_lists_and_named_alone(tmp_path, broken):
+    kept = Checkpoints(tmp_path)
+    info = kept.write(*content())
+    run = RunInfo("run:0", "base", AdapterSpec(1), 5.0)
+    for name in ("run:0", "run:1"):
+        kept.note_run(replace(run, run_id=name))
+    (tmp_path / "run:1" / "run.json").write_text(broken)
+    (tmp_path / "run:0" / "weights" / "two").mkdir()
+    (tmp_path / "run:0" / "weights" / "two" / "checkpoint.json").write_text(broken)
+    (tmp_path / "not a run").mkdir()
+    (tmp_path / "not a run" / "run.json").write_text("{}")
+    assert kept.runs() == [run] and kept.of_run("run:0") == [info]
+    for read, what in ((lambda: kept.run("run:1"), "training run"), (lambda: kept.info(info.path[:-3] + "two"), "two")):
+        with pytest.raises(BadInput, match=f"{what}.* cannot be read"):
+            read()
 
 
 def test_verbs_of_checkpoints_over_http(client):
