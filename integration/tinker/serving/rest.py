@@ -76,8 +76,8 @@ async def delete_checkpoint(request: Request, run_id: str, middle: str, name: st
 async def set_ttl(request: Request, run_id: str, middle: str, name: str) -> Response:
     """Set when a checkpoint expires; without a time it never does."""
     body, _ = await read(TtlBody)(request)
-    checkpoints = served_of(request).checkpoints
-    await _read(lambda: checkpoints.set_expiry(path_of(run_id, middle, name), expiry(body.ttl_seconds)))
+    checkpoints, expires_at = served_of(request).checkpoints, expiry(body.ttl_seconds)
+    await _read(lambda: checkpoints.set_expiry(path_of(run_id, middle, name), expires_at))
     return Response(status_code=204)
 
 

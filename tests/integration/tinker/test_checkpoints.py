@@ -209,6 +209,8 @@ def test_verbs_of_checkpoints_over_http(client):
     assert client.get(f"sessions/{client.session}")["training_run_ids"] == [model.model_id]
     at = f"training_runs/{model.model_id}/checkpoints"
     assert client.http.put(f"{at}/weights/one/ttl", json={}).status_code == 204
+    wrong = client.http.put(f"{at}/weights/one/ttl", json={"ttl_seconds": 5})
+    assert wrong.status_code == 400 and "ttl_seconds must be from 3600" in wrong.json()["detail"]
     assert client.http.delete(f"{at}/sampler_weights/one").status_code == 204
     assert client.http.delete(f"{at}/sampler_weights/one").status_code == 404
     for missing in ("training_runs/nobody", "training_runs/..%2f..", "sessions/nobody"):
