@@ -4,6 +4,7 @@ by which the client fetches the answer."""
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -179,9 +180,14 @@ async def save_weights_for_sampler(request: Request) -> dict[str, object]:
         trainer.snapshot(body.model_id, sampler_id)
         return as_json(saved | {"sampling_session_id": sampler_id})
 
-    if body.path is None and number is not None and body.kind == "snapshot":
-        sessions.add_sampler(sessions.get(body.model_id.partition(":")[0]), number, None)
-    return _submit(served, body.model_id, body.seq_id, digest, run)
+    if body.path is not None or number is None or body.kind != "snapshot":
+        return _submit(served, body.model_id, body.seq_id, digest, run)
+    session = sessions.get(body.model_id.partition(":")[0])
+    saved_by = digest if body.seq_id is not None else os.urandom(16)  # without a number none is the same again
+    sessions.check_sampler(session, number, None, saved_by)
+    queued = _submit(served, body.model_id, body.seq_id, digest, run)
+    sessions.add_sampler(session, number, None, saved_by)  # only then: one that is refused now may be tried again
+    return queued
 
 
 @router.post("/load_weights")

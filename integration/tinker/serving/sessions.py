@@ -46,6 +46,7 @@ class Sampler:
 
     sampler_id: str
     weights: SamplerWeights
+    saved_by: bytes = b""  # the request that saves the weights for it, if one does
 
 
 @dataclass
@@ -203,14 +204,21 @@ class Sessions:
 
     # -- samplers ---------------------------------------------------------------------------------------------------
 
-    def add_sampler(self, session: Session, seq: int, weights: SamplerWeights | None) -> Sampler:
-        """Add a sampler; weights: None for those that a model is about to save for it. The same one may be added again.
-        Raises HttpError for a number that another sampler has."""
+    def check_sampler(
+        self, session: Session, seq: int, weights: SamplerWeights | None, saved_by: bytes = b""
+    ) -> Sampler:
+        """Return a sampler that is not added yet; see `add_sampler`."""
         sampler_id = f"{session.session_id}:sample:{seq}"
-        sampler = Sampler(sampler_id, weights or SamplerWeights(sampler_id))
-        if session.samplers.setdefault(sampler_id, sampler) != sampler:
+        sampler = Sampler(sampler_id, weights or SamplerWeights(sampler_id), saved_by)
+        if session.samplers.get(sampler_id, sampler) != sampler:
             raise HttpError(400, f"sampling_session_seq_id {seq} of session {session.session_id} is taken")
         return sampler
+
+    def add_sampler(self, session: Session, seq: int, weights: SamplerWeights | None, saved_by: bytes = b"") -> Sampler:
+        """Add a sampler; weights: None for those that a model is about to save for it, at the request `saved_by`. The
+        same one may be added again. Raises HttpError for a number that another sampler has."""
+        sampler = self.check_sampler(session, seq, weights, saved_by)
+        return session.samplers.setdefault(sampler.sampler_id, sampler)
 
     def sampler(self, sampler_id: str) -> Sampler:
         """Return a sampler. Raises HttpError 404 for one that is not known, 410 for one whose session has ended."""

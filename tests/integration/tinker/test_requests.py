@@ -13,7 +13,7 @@ from lockstep.integration.tinker.training.config import TinkerConfig
 from lockstep.integration.tinker.wire.protobuf import put_bytes, put_text
 from lockstep.tests.integration.tinker.conftest import serving
 from lockstep.tests.support.random_models import random_model
-from lockstep.tests.support.tinker_client import Client, Failed, datum, pass_body, read_samples, tensor
+from lockstep.tests.support.tinker_client import Client, Failed, Sampler, datum, pass_body, read_samples, tensor
 
 DATA = [datum([1, 2, 3], target_tokens=[2, 3, 4])]
 PROTO = {"Content-Type": "application/x-protobuf"}
@@ -217,6 +217,34 @@ def test_numbers_of_models_wait_and_are_limited(serve):
         assert client.sampler().send([1], 7, max_tokens=1).status_code == 429
         answers = [client.sampler().send([1], max_tokens=1) for _ in range(6)]
         assert answers[-1].status_code == 429, "the answers that nobody fetches are counted"
+
+
+def test_a_number_of_a_sampler_is_that_of_one_request(client):
+    model = client.model()
+    body = {"model_id": model.model_id, "sampling_session_seq_id": 5}
+    ids = [client.post("save_weights_for_sampler", seq_id=1, **body)["request_id"] for _ in range(2)]
+    assert ids[0] == ids[1], "the same request again"
+    sampler = Sampler(client, client.answer(ids[0]).json()["sampling_session_id"])
+    expected = sampler.draw([1, 2], max_tokens=4, seed=1, stop=[])
+    model.seq = 1
+    model.train(DATA, learning_rate=0.5)
+    for further in ({"seq_id": model.seq + 1}, {}):
+        again = client.http.post("save_weights_for_sampler", json={**body, **further})
+        assert "sampling_session_seq_id 5 of session" in refused(again)
+    model.sampler().draw([1, 2], max_tokens=4, seed=1, stop=[])
+    assert sampler.draw([1, 2], max_tokens=4, seed=1, stop=[]) == expected
+
+
+def test_a_sampler_whose_save_has_to_wait_is_made_by_the_next_try(serve):
+    with serve(max_requests_ahead=2) as server, Client(server.url) as client:
+        model = client.model()
+        body = {"model_id": model.model_id, "sampling_session_seq_id": 5, "seq_id": 3}
+        assert client.http.post("save_weights_for_sampler", json=body).status_code == 429
+        assert client.http.get(f"samplers/{client.session}:sample:5").status_code == 404
+        model.run(DATA)
+        model.step()
+        saved = client.answer(client.post("save_weights_for_sampler", **body)["request_id"]).json()
+        Sampler(client, saved["sampling_session_id"]).draw([1], max_tokens=1)
 
 
 def test_a_session_without_heartbeats_ends_and_frees_its_models(serve):
