@@ -77,8 +77,7 @@ async def get_info(request: Request) -> dict[str, object]:
 async def unload_model(request: Request) -> dict[str, object]:
     """Drop a model."""
     body, _ = await read(ModelBody)(request)
-    sessions = served_of(request).sessions
-    promise = sessions.unload(sessions.model(body.model_id))
+    promise = served_of(request).sessions.unload(body.model_id)
     return {"request_id": promise.request_id, "model_id": body.model_id}
 
 

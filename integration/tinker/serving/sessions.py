@@ -183,11 +183,17 @@ class Sessions:
             model.next_seq += 1
         return promise
 
-    def unload(self, model: Model) -> Promise:
-        """Drop a model. Its requests that wait for others fail."""
+    def unload(self, model_id: str) -> Promise:
+        """Drop a model. Its requests that wait for others fail. The same request again has the same promise.
+
+        Raises HttpError as `model`, and TooMany; the model is as before then.
+        """
+        session, request_id = self.get(model_id.partition(":")[0]), f"{model_id}:unload"
+        if model_id in session.models and (known := self.promises.get(request_id)) is not None:
+            return known
+        model, promise = self.model(model_id), self.promises.add(request_id, b"")
         model.is_gone = True
         self._fail_waiting(model, "the model was unloaded")
-        promise = self.promises.add(f"{model.model_id}:unload", b"")
 
         def drop(trainer: Trainer) -> Answer:
             trainer.drop(model.model_id)

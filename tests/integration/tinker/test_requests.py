@@ -247,6 +247,20 @@ def test_a_sampler_whose_save_has_to_wait_is_made_by_the_next_try(serve):
         Sampler(client, saved["sampling_session_id"]).draw([1], max_tokens=1)
 
 
+def test_a_model_whose_unload_has_to_wait_is_unloaded_by_the_next_try(serve):
+    with serve(max_open_samples=2) as server, Client(server.url) as client:
+        model = client.model()
+        waits = [model.send_pass(DATA, seq=seq).json()["request_id"] for seq in (1, 2)]
+        assert client.http.post("unload_model", json={"model_id": model.model_id}).status_code == 429
+        for request_id in waits:
+            client.answer(request_id)
+        first, again = (client.post("unload_model", model_id=model.model_id)["request_id"] for _ in range(2))
+        assert first == again
+        client.answer(first)
+        assert model.model_id not in server.trainer._adapters
+        assert model.send_pass(DATA).status_code == 404
+
+
 def test_a_session_without_heartbeats_ends_and_frees_its_models(serve):
     with serve(session_timeout_s=1.0) as server, Client(server.url) as client, Client(server.url) as silent:
         model = silent.model()
