@@ -84,6 +84,7 @@ class Trainer:
 
     def _add(self, model_id: str, adapter: TrainedAdapter, metadata: Mapping[str, str] | None) -> None:
         self._adapters[model_id] = adapter
+        self._drop_layers()
         self.checkpoints.note_run(RunInfo(model_id, self._config.model_name, adapter.spec, time.time(), metadata))
 
     def load(self, model_id: str, path: str, optimizer: bool) -> None:
@@ -115,6 +116,12 @@ class Trainer:
     def drop(self, model_id: str) -> None:
         """Forget a model, if it is there."""
         self._adapters.pop(model_id, None)
+        self._drop_layers()
+
+    def _drop_layers(self) -> None:
+        """Drop the layers of specs that no model and no sampler has."""
+        trained = {adapter.spec for adapter in self._adapters.values()}
+        self._window.keep(trained | {kept.spec for kept in self._snapshots.values() if kept.spec is not None})
 
     # -- training ---------------------------------------------------------------------------------------------------
 
@@ -200,10 +207,12 @@ class Trainer:
         while len(self._snapshots) > self._config.max_snapshots:
             dropped, _ = self._snapshots.popitem(last=False)
             logger.info("the weights of sampler %s are dropped", dropped)
+        self._drop_layers()
 
     def drop_snapshot(self, version: str) -> None:
         """Forget the weights of a sampler, if they are there."""
         self._snapshots.pop(version, None)
+        self._drop_layers()
 
 
 def weights_at(info: CheckpointInfo) -> SamplerWeights:

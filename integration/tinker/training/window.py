@@ -11,7 +11,7 @@ valid. Publishing tensors for sampling starts a KV epoch.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,6 +35,7 @@ class AdapterWindow:
         self._service, self.model = service, service.engine.model
         self.targets = Targets(self.model.module)
         self._layers: dict[AdapterSpec, AdapterLayers] = {}  # of the specs that are not in the module
+        self._kept: Collection[AdapterSpec] = frozenset()  # specs whose layers are kept
         self._spec: AdapterSpec | None = None  # of the layers in the module
         self._parameters: dict[str, nn.Parameter] = {}  # of those, by PEFT's names
         self._published: str | None = None  # the version that samples have; None: they need to be published anew
@@ -46,6 +47,11 @@ class AdapterWindow:
     def has(self, spec: AdapterSpec) -> bool:
         """Return whether the layers in the module are of this spec, so that a pass exchanges none."""
         return spec == self._spec
+
+    def keep(self, specs: Collection[AdapterSpec]) -> None:
+        """Drop the layers of other specs than these; those in the module when others take their place."""
+        self._kept = frozenset(specs)
+        self._layers = {spec: layers for spec, layers in self._layers.items() if spec in specs}
 
     def prepare(self, spec: AdapterSpec) -> None:
         """Make the layers of a spec, unless they are known. Raises ValueError for layers that cannot be adapted; then
@@ -117,7 +123,7 @@ class AdapterWindow:
         if spec is not None:
             content = self._layers.get(spec) or self._made(spec)
         former = self._service.engine.weights.replace_adapter(content)
-        if self._spec is not None:
+        if self._spec is not None and self._spec in self._kept:
             self._layers[self._spec] = former
         self._spec = spec
         self._service.sessions.renamed()

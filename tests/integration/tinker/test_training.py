@@ -13,9 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lockstep.integration.tinker.training.checkpoints import Checkpoints
+from lockstep.integration.tinker.training.targets import AdapterSpec
 from lockstep.rollout.model.adapters.folder import AdapterFolder
 from lockstep.tests.integration.tinker.conftest import serving
-from lockstep.tests.support.tinker_client import Client, datum, read_samples, sampled_datum
+from lockstep.tests.support.tinker_client import Client, Failed, datum, read_samples, sampled_datum
 
 PROMPTS = [[3, 17, 90, 4, 55], [7] * 3 + list(range(40, 75)), [250]]
 DATA = [
@@ -315,3 +316,25 @@ def test_clients_at_the_same_time_have_the_bits_that_each_has_alone(serve, dtype
                 clients = [entered.enter_context(Client(server.url)) for _ in ranks]
                 together = list(pool.map(run, clients, range(len(ranks))))
             assert together == alone
+
+
+def test_layers_of_kinds_of_adapters_that_are_gone_are_dropped(serve):
+    with serve(max_snapshots=1) as server, Client(server.url) as client:
+        kinds = server.trainer._window.knows
+        sampled, trained = client.model(rank=1), client.model(rank=2)
+        sampler = sampled.sampler()
+        for rank in (3, 4, 5):
+            model = client.model(rank=rank)
+            model.run(DATA)
+            client.answer(client.post("unload_model", model_id=model.model_id)["request_id"])
+        client.answer(client.post("unload_model", model_id=sampled.model_id)["request_id"])
+        trained.run(DATA)
+        assert [rank for rank in range(1, 6) if kinds(AdapterSpec(rank))] == [1, 2], "a sampler has the first"
+        expected = sampler.draw([1, 2], max_tokens=3, seed=1, stop=[])
+        trained.sampler()  # takes the place of the other snapshot
+        trained.run(DATA)  # and this that of its layers in the module
+        assert [rank for rank in range(1, 6) if kinds(AdapterSpec(rank))] == [2]
+        with pytest.raises(Failed, match="--max-snapshots"):
+            sampler.draw([1, 2], max_tokens=3, seed=1, stop=[])
+        again = client.model(rank=1)
+        assert again.sampler().draw([1, 2], max_tokens=3, seed=1, stop=[])["sequences"] == expected["sequences"]
