@@ -40,7 +40,10 @@ def run(arguments: Sequence[str]) -> int:
         "max_snapshots": options.max_snapshots, "session_timeout_s": options.session_timeout,
         "microbatch_bytes": size,
     }  # fmt: skip
-    config = named("--limit", lambda: build(TinkerConfig, read_settings("--limit", options.limit) | given))
+    limits = read_settings("--limit", options.limit)
+    if twice := sorted(limits.keys() & given.keys()):
+        raise ValueError(f"--limit: {', '.join(twice)} has a flag of its own")
+    config = named("--limit", lambda: build(TinkerConfig, limits | given))
     named("engine", lambda: check(engine, http))
     logging.getLogger(PACKAGE).setLevel(logging.INFO)
 

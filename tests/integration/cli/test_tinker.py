@@ -116,3 +116,9 @@ def test_a_folder_names_its_model_so_that_clients_find_the_tokenizer():
     """The SDK reads a name with two slashes as ORGANISATION/MODEL/VARIANT."""
     assert name_of("/data/model") == "/data/model/"
     assert name_of("/data/models/small") == "/data/models/small"
+
+
+def test_limits_that_have_a_flag_of_their_own_are_refused(folder, capsys):
+    limits = ["max_models=2", "session_timeout_s=900", "poll_s=3", "checkpoints=x"]
+    assert main(["tinker", "--model", str(folder / "model"), "--limit", *limits]) == 2
+    assert "--limit: checkpoints, max_models, session_timeout_s has a flag of its own" in capsys.readouterr().err
