@@ -64,6 +64,7 @@ class Worker:
         self._jobs: deque[Job | SampleJob] = deque()
         self._cancelled: set[str] = set()  # request ids
         self._is_closed = False
+        self._taken: str | None = None  # the request for samples that has left the queue and is not open yet
         self._open: dict[str, _Open] = {}  # by request id
         self._owners: dict[str, str] = {}  # request id by the engine's sequence id
         self._thread = threading.Thread(target=self._run, name="lockstep-tinker", daemon=True)
@@ -87,7 +88,8 @@ class Worker:
         with self._changed:
             waiting = [job for job in self._jobs if is_its(job.promise.request_id)]
             self._jobs = deque(job for job in self._jobs if not is_its(job.promise.request_id))
-            self._cancelled |= {request_id for request_id in list(self._open) if is_its(request_id)}
+            begun = [*self._open, *([] if self._taken is None else [self._taken])]
+            self._cancelled |= {request_id for request_id in begun if is_its(request_id)}
         for job in waiting:
             job.promise.fail(_cancelled())
 
@@ -113,7 +115,14 @@ class Worker:
         with self._changed:
             while not self._jobs and not self._is_closed:
                 self._changed.wait()
-            return self._jobs.popleft() if self._jobs else None
+            return self._pop() if self._jobs else None
+
+    def _pop(self) -> Job | SampleJob:
+        """Take the first job, under the lock. Samples may be cancelled from then on as those that run."""
+        job = self._jobs.popleft()
+        if isinstance(job, SampleJob):
+            self._taken = job.promise.request_id
+        return job
 
     def _run_job(self, job: Job) -> None:
         try:
@@ -135,7 +144,9 @@ class Worker:
             for request_id in list(self._open):
                 self._end(request_id).job.promise.fail(error)
             self._owners.clear()
-            first.promise.fail(error)
+            self._fail_taken(first, error)
+            with self._changed:
+                self._cancelled.clear()
             self._engine.abort_request(abort_all=True, message="a step of samples failed")
 
     def _let_in(self, weights: SamplerWeights) -> None:
@@ -154,18 +165,28 @@ class Worker:
                 return None
             job = self._jobs[0]
             is_beside = job.weights == weights if isinstance(job, SampleJob) else job.runs_beside(self._trainer)
-            return self._jobs.popleft() if is_beside else None
+            return self._pop() if is_beside else None
 
     def _submit(self, job: SampleJob) -> None:
         request_id = job.promise.request_id
         try:
             ids = self._engine.add(job.request.prompt_ids, job.request.params, options=job.request.options)
         except ValueError as error:
-            job.promise.fail(error)
+            self._fail_taken(job, error)
             return
+        except BaseException as error:  # those that run fail, too
+            self._fail_taken(job, error)
+            raise
         with self._changed:
-            self._open[request_id] = _Open(job, len(ids))
+            self._open[request_id], self._taken = _Open(job, len(ids)), None
         self._owners |= dict.fromkeys(ids, request_id)
+
+    def _fail_taken(self, job: SampleJob, error: BaseException) -> None:
+        """Fail a job that did not come to run."""
+        with self._changed:
+            self._taken = None
+            self._cancelled.discard(job.promise.request_id)
+        job.promise.fail(error)
 
     def _take(self, completion: Completion, digest: str) -> None:
         """Take an answer of the engine, and answer its request with the last one."""
