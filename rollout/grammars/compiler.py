@@ -201,4 +201,4 @@ def named_tokens(constraint: Constraint) -> frozenset[int]:
 
 def _refuse(kind: Kind, error: RuntimeError) -> NoReturn:
     message = _CODE_PLACE.sub("", str(error)).strip()
-    raise ValueError(f"{kind}: {message}") from error
+    raise ValueError(f"{kind}: {message or 'the library refuses it without a reason'}") from error

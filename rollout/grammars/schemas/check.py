@@ -21,6 +21,7 @@ from .patterns import pattern_faults
 from .references import resolved, target
 from .unions import overlapping
 
+_MOST_STEP = 1024  # the library ignores a larger `multipleOf`
 MAX_NESTING = 64  # the time to compile grows with its cube
 
 _IGNORED = (
@@ -140,17 +141,15 @@ def _is_text(value: object) -> bool:
     return isinstance(value, str)
 
 
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 # Keywords, and what their values must be.
 _FORMS: tuple[tuple[tuple[str, ...], str, Callable[[object], bool]], ...] = (
     (("enum", "anyOf", "oneOf", "allOf"), "a list with a member", _is_list),
     (("required",), "a list of names", _is_names),
     (("properties", "patternProperties", "$defs", "definitions"), "an object", _is_object),
     (_BY_TYPE["number"], "a number", _is_number),
-    (
-        ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
-        "an integer from 0",
-        _is_count,
-    ),
+    (_COUNTS, "an integer from 0", _is_count),
+    ((*_BY_TYPE["number"][:4], *_COUNTS), "within int64 or float64", lambda value: not _is_rounded(value)),
     (("pattern", "$ref"), "a text", _is_text),
 )
 
@@ -188,8 +187,10 @@ def _not_enforced(schema: dict, at: str) -> Iterator[str]:
         yield f"{at}/minProperties over 1 needs properties with names, as one name might come twice"
     bounds = [name for name in _BY_TYPE["number"][:4] if name in schema]
     step = schema.get("multipleOf", 1)
-    if types == ["integer"] and not (math.isfinite(step) and step > 0 and step == int(step)):
+    if types == ["integer"] and not (0 < step < math.inf and step == int(step)):
         yield f"{at}/multipleOf must be a positive whole number, not {_short(step)}"
+    elif types == ["integer"] and step > _MOST_STEP:
+        yield f"{at}/multipleOf is enforced up to {_MOST_STEP} only, not {_short(step)}"
     if "multipleOf" in schema and (types != ["integer"] or bounds):
         yield f'{at}/multipleOf is supported for "type": "integer" without bounds only'
     declared = schema.get("properties")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from lockstep.rollout.grammars.catalog import GrammarLimits, Grammars
-from lockstep.rollout.grammars.compiler import Constraint, GrammarCompiler
+from lockstep.rollout.grammars.compiler import Constraint, GrammarCompiler, _refuse
 from lockstep.rollout.grammars.forced_text import MAX_PIECE_BYTES
 from lockstep.rollout.grammars.library import load_library
 from lockstep.rollout.grammars.rehearsal import rehearse
@@ -252,7 +252,6 @@ def test_a_grammar_restored_from_the_other_process_is_the_one_compiled_here(gram
 PARENT = """
 import sys
 from lockstep.rollout.grammars.compiler import Constraint
-from lockstep.rollout.grammars.frames import CompilerSetup
 from lockstep.rollout.grammars.process import CompilerProcess
 process = CompilerProcess(lambda: CompilerSetup([bytes([b]) for b in range(256)], [0], False, 60.0, 2**29, 2**25))
 assert process.compile(Constraint("regex", "a")).error is None
@@ -321,6 +320,19 @@ def mutated(choice: random.Random) -> dict[str, str]:
 
 def mutated_regex(choice: random.Random) -> str:
     return "".join(choice.choices(["a", "[b-y]", "z+", "(c|d)", "e{2,5}", "[^", "(", "q*"], k=choice.randrange(1, 6)))
+
+
+def test_numbers_beyond_those_of_the_library_are_refused_by_name(grammars):
+    for keyword in ("minimum", "multipleOf"):
+        text = '{"type": "integer", "' + keyword + '": 1' + "0" * 400 + "}"
+        with pytest.raises(ValueError, match=f"#/{keyword} "):
+            grammars.compiled([SamplingParams(json_schema=text)])
+
+
+@pytest.mark.parametrize("said", ["", "[12:00:00] /a/b.cc:7: Check failed: (x) is false: "])
+def test_a_refusal_without_a_reason_says_so(said):
+    with pytest.raises(ValueError, match="json_schema: the library refuses it without a reason"):
+        _refuse("json_schema", RuntimeError(said))
 
 
 @pytest.mark.parametrize("seed", range(2))
