@@ -87,7 +87,11 @@ class CompilerProcess:
             )  # fmt: skip
         except OSError as error:
             raise GrammarsUnavailable(f"the process that compiles grammars could not be started: {error}") from error
-        setup = self._setup = self._make_setup()  # while the process starts
+        try:
+            setup = self._setup = self._make_setup()  # while the process starts
+        except BaseException:  # without a setup the process is of no use to the next grammar
+            self._end()
+            raise
         try:
             write_frame(process.stdin, setup.packed())  # type: ignore[arg-type]
             greeting = self._answer(process, _START_S)

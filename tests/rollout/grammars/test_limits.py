@@ -18,7 +18,9 @@ import pytest
 from lockstep.rollout.grammars.catalog import GrammarLimits, Grammars
 from lockstep.rollout.grammars.compiler import Constraint, GrammarCompiler, _refuse
 from lockstep.rollout.grammars.forced_text import MAX_PIECE_BYTES
+from lockstep.rollout.grammars.frames import CompilerSetup
 from lockstep.rollout.grammars.library import load_library
+from lockstep.rollout.grammars.process import CompilerProcess
 from lockstep.rollout.grammars.rehearsal import rehearse
 from lockstep.rollout.grammars.token_text import TokenText
 from lockstep.rollout.sampling_params import SamplingParams
@@ -252,6 +254,7 @@ def test_a_grammar_restored_from_the_other_process_is_the_one_compiled_here(gram
 PARENT = """
 import sys
 from lockstep.rollout.grammars.compiler import Constraint
+from lockstep.rollout.grammars.frames import CompilerSetup
 from lockstep.rollout.grammars.process import CompilerProcess
 process = CompilerProcess(lambda: CompilerSetup([bytes([b]) for b in range(256)], [0], False, 60.0, 2**29, 2**25))
 assert process.compile(Constraint("regex", "a")).error is None
@@ -320,6 +323,22 @@ def mutated(choice: random.Random) -> dict[str, str]:
 
 def mutated_regex(choice: random.Random) -> str:
     return "".join(choice.choices(["a", "[b-y]", "z+", "(c|d)", "e{2,5}", "[^", "(", "q*"], k=choice.randrange(1, 6)))
+
+
+def test_a_setup_that_fails_is_named_each_time_and_leaves_no_process():
+    def make() -> CompilerSetup:
+        started.append(process.pid)
+        raise ValueError("the tokenizer has no text")
+
+    started: list[int] = []
+    process = CompilerProcess(make)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="the tokenizer has no text"):
+            process.compile(Constraint("regex", "a"))
+        assert process.pid is None
+        with pytest.raises(ProcessLookupError):
+            os.kill(started[-1], 0)
+    process.close()
 
 
 def test_numbers_beyond_those_of_the_library_are_refused_by_name(grammars):
