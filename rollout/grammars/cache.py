@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 import time
 from collections import OrderedDict, deque
@@ -13,10 +14,12 @@ from functools import partial
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
-from ..errors import EngineStopped, Overloaded
+from ..errors import EngineStopped, GrammarsUnavailable, Overloaded
 from ..giving_way import others_compute
 from .compiler import Constraint
 from .matcher import CompiledGrammar
+
+logger = logging.getLogger(__name__)
 
 MAX_GRAMMARS = 256
 MAX_WAITING = 64
@@ -104,7 +107,8 @@ class GrammarCache:
 
     def ask(self, constraint: Constraint, *, in_turn: bool = True) -> Promise:
         """Return a promise of the compiled grammar. Raises ValueError for a text that is too long to compile, or that
-        was refused before, and Overloaded if the memory of grammars is used up, or, `in_turn`, if too many wait."""
+        was refused before, Overloaded if the memory of grammars is used up, or, `in_turn`, if too many wait, and
+        GrammarsUnavailable if no thread can be started."""
         if (size := len(constraint.text.encode(errors="surrogatepass"))) > MAX_TEXT_BYTES:
             raise ValueError(f"{constraint.kind}: {size} bytes of grammar, at most {MAX_TEXT_BYTES} are compiled")
         with self._lock:
@@ -115,15 +119,29 @@ class GrammarCache:
                 return known
             self._raise_refusal(constraint)
             self._check_room(in_turn)
+            if len(self._waiting) >= self._num_idle and len(self._compilers) < _NUM_THREADS:
+                self._start_thread()  # before there is a promise that none would keep
             promise = self._grammars[constraint] = Promise()
             promise.num_askers = 1
             self._waiting.append(constraint)
-            if len(self._waiting) > self._num_idle and len(self._compilers) < _NUM_THREADS:
-                self._compilers.append(compiler := self._make_compiler())
-                # A daemon: neither `close` nor the end of the interpreter waits for a compilation.
-                threading.Thread(target=self._run, args=[compiler], name="lockstep-grammar", daemon=True).start()
             self._has_work.notify()
         return promise
+
+    def _start_thread(self) -> None:
+        """Start a thread that compiles. Raises GrammarsUnavailable where the system allows none, and none runs."""
+        compiler: Compile | None = None
+        try:
+            compiler = self._make_compiler()
+            # A daemon: neither `close` nor the end of the interpreter waits for a compilation.
+            threading.Thread(target=self._run, args=[compiler], name="lockstep-grammar", daemon=True).start()
+        except (OSError, RuntimeError) as error:
+            if compiler is not None:
+                compiler.close()
+            if not self._compilers:
+                raise GrammarsUnavailable(f"no thread that compiles grammars could be started: {error}") from error
+            logger.warning("no further thread that compiles grammars could be started: %s", error)
+            return
+        self._compilers.append(compiler)
 
     def leave(self, promises: Iterable[Promise]) -> None:
         """Take back one `ask` for each promise. A grammar that no caller waits for any more is not compiled."""

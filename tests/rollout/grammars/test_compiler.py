@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from lockstep.rollout.errors import EngineStopped, Overloaded
+from lockstep.rollout.errors import EngineStopped, GrammarsUnavailable, Overloaded
 from lockstep.rollout.grammars.cache import MAX_TEXT_BYTES, GrammarCache
 from lockstep.rollout.grammars.catalog import Grammars
 from lockstep.rollout.grammars.compiler import Constraint, constraint_of
@@ -234,6 +234,69 @@ def test_equal_grammars_are_compiled_once_and_the_longest_unused_goes(compiler):
     cache.get_all([b])
     assert asked.count("b") == 2 and asked.count("a") == 1
     assert cache.num_compiled == 4 and cache.compile_seconds > 0
+    cache.close()
+
+
+def test_a_compiler_that_cannot_be_made_leaves_nothing_behind(compiler):
+    are_files_left = threading.Event()
+
+    def make() -> InProcess:
+        if not are_files_left.is_set():
+            raise OSError("too many open files")
+        return InProcess(compiler.compile)
+
+    cache, wanted = GrammarCache(make), Constraint("regex", "a+")
+    for _ in range(2):
+        with pytest.raises(GrammarsUnavailable, match="too many open files"):
+            cache.ask(wanted)
+        assert wanted not in cache
+    are_files_left.set()
+    assert cache.ask(wanted).result(60) is cache.get_all([wanted])[0]
+    cache.close()
+
+
+def test_where_no_further_compiler_can_be_made_the_first_one_compiles(compiler):
+    may_go_on, made = threading.Event(), []
+
+    def compile(constraint):
+        assert may_go_on.wait(60)
+        return compiler.compile(constraint)
+
+    def make() -> InProcess:
+        if made:
+            raise OSError("too many open files")
+        made.append(InProcess(compile))
+        return made[0]
+
+    cache = GrammarCache(make)
+    promises = [cache.ask(Constraint("regex", letter)) for letter in "ab"]
+    may_go_on.set()
+    assert all(promise.result(60) for promise in promises)
+    cache.close()
+
+
+def test_a_thread_that_cannot_start_is_not_counted(compiler, monkeypatch):
+    closed = []
+
+    class Closing(InProcess):
+        def close(self) -> None:
+            closed.append(self)
+
+    class Refused:
+        def __init__(self, **_: object) -> None:
+            pass
+
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    cache, wanted = GrammarCache(lambda: Closing(compiler.compile)), Constraint("regex", "a+")
+    monkeypatch.setattr(threading, "Thread", Refused)
+    for num in (1, 2, 3):
+        with pytest.raises(GrammarsUnavailable, match="can't start new thread"):
+            cache.ask(wanted)
+        assert len(closed) == num
+    monkeypatch.undo()
+    assert cache.get_all([wanted])[0] is not None
     cache.close()
 
 
