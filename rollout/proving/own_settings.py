@@ -58,6 +58,8 @@ class OwnSettings:
         choices = sampler.sample(logits, rows, allowed)
         if places.stop >= task.span.end:  # the last rows of the task
             sampler.forget(request)
+            del self._requests[task]
+            self._masks.pop(task, None)  # V / 8 bytes for each token
         return np.array([c.token_id for c in choices], np.int64), np.array([c.logprob for c in choices], np.float32)
 
     def _state(self, claim: Claim) -> GrammarState:

@@ -12,6 +12,7 @@ from lockstep.integration.replay.cut_answers import before_jumps
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.proving import prover
 from lockstep.rollout.receipt import GRAMMAR_SETTINGS, sealed
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
@@ -66,6 +67,21 @@ def test_constrained_samples_are_proven_in_every_mode(make_service, mode):
     foreign = sealed({**one, "output": [*one["output"][:5], (one["output"][5] + 7) % 1024, *one["output"][6:]]})
     [verdict] = service.replay([foreign]).verdicts
     assert (verdict.status, verdict.what, verdict.position) == ("differs", "token", 5)
+
+
+def test_the_masks_of_a_sample_are_kept_no_longer_than_it_is_drawn(make_service, monkeypatch):
+    service = make_service()
+    receipts = receipts_of(service, "exact")
+    monkeypatch.setattr(prover, "KV_BYTES", 1 << 15)
+    kept, run = [], prover._Proof.run
+
+    def watched(proof, batch, switch) -> None:
+        run(proof, batch, switch)
+        kept.append((len(proof._own._masks), len(proof._own._requests)))
+
+    monkeypatch.setattr(prover._Proof, "run", watched)
+    assert service.replay(receipts).num("equal") == 6
+    assert len(kept) > 1 and set(kept) == {(0, 0)}
 
 
 @pytest.mark.parametrize("mode", ["off", "text"])
