@@ -138,7 +138,7 @@ class _Replay:
             return Verdict("differs", "end", position)
         if why := claim.unproven_end or self._other_ends(claim):
             return unproven(why)
-        if why := self._images.absent(claim):
+        if why := self._images.absent(claim) or self._beyond_context(claim):
             return unproven(why)
         return self._without_weights(claim) or self._without_grammar(claim) or self._without_settings(claim) or claim
 
@@ -165,6 +165,14 @@ class _Replay:
         if not (found := sorted(others.difference(claim.params.stop_token_ids).intersection(claim.token_ids.tolist()))):
             return ""
         return f"its output has tokens {found}, which end a sequence there or here alone: {sorted(here)} do here"
+
+    def _beyond_context(self, claim: Claim) -> str:
+        """Return why prefills cannot have the tokens of a claim; "": they can. The engine's own steps end by
+        themselves where their context does."""
+        num, most = claim.num_prompt_tokens + len(claim.token_ids), self._engine.model.max_model_len
+        if not claim.spans or num <= most or not self._is_prefilled(claim):
+            return ""
+        return f"its {num} tokens are more than the {most} that this model takes"
 
     def _without_weights(self, claim: Claim) -> Verdict | None:
         """Return a verdict on a sample whose weights are not at hand, or had another version."""

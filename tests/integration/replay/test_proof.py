@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from transformers import GPTNeoConfig, GPTNeoForCausalLM
 
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
@@ -198,6 +199,25 @@ def test_settings_that_no_request_can_have_leave_the_other_samples_proven(make_s
     bias = {"max_new_tokens": 4, "logit_bias": {"9999": "0x1p0"}}
     verdicts = service.replay([changed(receipts[0], settings=bias), *receipts[1:]]).verdicts
     assert [v.status for v in verdicts] == ["unproven", "equal", "equal", "equal"]
+
+
+def test_a_claim_beyond_the_context_of_the_model_is_unproven_and_the_others_are_proven(make_service):
+    config = GPTNeoConfig(
+        vocab_size=256, hidden_size=64, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]],
+        max_position_embeddings=128, attention_dropout=0.0, embed_dropout=0.0, resid_dropout=0.0, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    service = make_service(module=GPTNeoForCausalLM(config).train())  # its positions have a table of 128 rows
+    whole, good = receipts_of(service, SamplingParams(max_new_tokens=8), [[1] * 120, [5, 6, 7]])
+    longer = changed(whole, prompt=[1] * 121, max_model_len=10**6)
+    beyond = changed(whole, prompt=[1] * 300, max_model_len=10**6)
+    verdicts = service.replay([good, longer, whole, beyond]).verdicts
+    assert [v.status for v in verdicts] == ["equal", "unproven", "equal", "unproven"]
+    assert "its 129 tokens are more than the 128 that this model takes" in verdicts[1].what
+    narrow = make_service(max_model_len=64)
+    long = receipts_of(make_service(), SamplingParams(max_new_tokens=4), [LONG])
+    assert narrow.replay(long).num("equal") == 1, "the engine's own limit is none of its proofs"
 
 
 def test_digests_in_the_place_of_tokens_are_not_proven_alone(make_service):
