@@ -219,7 +219,7 @@ class _Replay:
         """Prove samples by prefills, each span with its weights."""
         if not claims:
             return {}
-        tasks = [Task(number, claim, span) for number, claim in claims.items() for span in claim.spans]
+        tasks = [Task(number, claim, span) for number, claim in claims.items() for span in claim.draws]
         prover = Prover(self._engine.parts, self._engine.driver)
         found = prover.prove(tasks, self._source.switch, _whole_samples(tasks, self._on_progress))
         by_claim: dict[int, list[Verdict]] = {number: [] for number in claims}
@@ -261,7 +261,7 @@ class _Replay:
         tasks = []
         for number, first in firsts.items():
             claim = claims[number]
-            [span] = claim.spans
+            [span] = claim.draws
             tasks.append(Task(number, claim, replace(span, start=first)))
         if not tasks:
             return {}

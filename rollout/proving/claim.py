@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -54,6 +54,17 @@ class Claim:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def draws(self) -> tuple[ClaimedSpan, ...]:
+        """Its spans; neighbours of equal weights, over KV of equal origin, as one: each has to be drawn as a whole."""
+        found: list[ClaimedSpan] = []
+        for span in self.spans:
+            if found and (found[-1].digest, found[-1].kept) == (span.digest, span.kept):
+                found[-1] = replace(found[-1], end=span.end)
+            else:
+                found.append(span)
+        return tuple(found)
 
     @property
     def stops(self) -> frozenset[int]:

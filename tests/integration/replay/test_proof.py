@@ -220,6 +220,24 @@ def test_a_claim_beyond_the_context_of_the_model_is_unproven_and_the_others_are_
     assert narrow.replay(long).num("equal") == 1, "the engine's own limit is none of its proofs"
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_spans_of_equal_weights_are_drawn_in_one_piece(make_service, size):
+    service = make_service()
+    [receipt] = receipts_of(service, SamplingParams(max_new_tokens=60, ignore_eos=True), [[3, 17, 90]])
+    [span] = receipt["spans"]
+    divided = changed(receipt, spans=[{**span, "start": at, "end": min(at + size, 60)} for at in range(0, 60, size)])
+    wrong = changed(divided, logprobs=with_item(divided["logprobs"], 40, 5))
+    service.replay([receipt])  # tries the head
+    rows = []
+    embeddings = service.engine.model.module.get_input_embeddings()
+    embeddings.register_forward_pre_hook(lambda _, arguments: rows.append(arguments[0].numel()))
+    [verdict] = service.replay([divided]).verdicts
+    assert (verdict.status, verdict.num_tokens) == ("equal", 60)
+    assert sum(rows) == 2 * TRIAL_ROWS + 62
+    [verdict] = service.replay([wrong]).verdicts
+    assert (verdict.status, verdict.position, verdict.num_tokens) == ("differs", 40, 40)
+
+
 def test_digests_in_the_place_of_tokens_are_not_proven_alone(make_service):
     service = make_service(receipts="digests")
     answers = service.engine.generate(PROMPTS, SamplingParams(max_new_tokens=4))
