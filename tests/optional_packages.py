@@ -77,6 +77,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "rollout/kv/test_pins_random.py": HYPOTHESIS,
     "rollout/loop/test_scored_prompts.py": ("peft",),
     "rollout/model/test_adapters.py": ("peft",),
+    "rollout/proving/test_layout.py": HYPOTHESIS,
     "rollout/sequences/test_detokenizer.py": HYPOTHESIS,
     "rollout/test_interruption_random.py": HYPOTHESIS,
     "rollout/verify/test_traces.py": HYPOTHESIS,

@@ -99,26 +99,37 @@ def batches(tasks: Sequence[Task], block_size: int, most_blocks: int) -> list[Ba
 def _parts(members: list[Task], block_size: int, most_blocks: int) -> Iterator[list[Task]]:
     """Divide a group that needs more blocks than there are."""
     part: list[Task] = []
+    num_alone = 0
     for task in members:
-        if part and num_blocks([*part, task], block_size) > most_blocks:
+        own = -(-task.num_rows // block_size)
+        if part and _num_blocks(part[0], len(part) + 1, num_alone + own, block_size) > most_blocks:
             yield part
-            part = []
+            part, num_alone = [], 0
         part.append(task)
+        num_alone += own
     yield part
 
 
 def shares(group: Sequence[Task]) -> bool:
     """Return whether the prompt of a group runs once for all."""
-    return len(group) > 1 and not group[0].span.kept
+    return _share(group[0], len(group))
+
+
+def _share(first: Task, num_tasks: int) -> bool:
+    return num_tasks > 1 and not first.span.kept
 
 
 def num_blocks(group: Sequence[Task], block_size: int) -> int:
     """Return the number of blocks that the rows of a group need."""
-    if not shares(group):
-        return sum(-(-task.num_rows // block_size) for task in group)
-    shared = group[0].claim.num_prompt_tokens - 1
-    full = shared // block_size
-    return -(-shared // block_size) + sum(-(-task.num_rows // block_size) - full for task in group)
+    return _num_blocks(group[0], len(group), sum(-(-task.num_rows // block_size) for task in group), block_size)
+
+
+def _num_blocks(first: Task, num_tasks: int, num_alone: int, block_size: int) -> int:
+    """Return the number of blocks of a group. num_alone: those of its tasks, if each had its prompt to itself."""
+    if not _share(first, num_tasks):
+        return num_alone
+    shared = first.claim.num_prompt_tokens - 1
+    return -(-shared // block_size) + num_alone - num_tasks * (shared // block_size)
 
 
 @dataclass(frozen=True, eq=False)
