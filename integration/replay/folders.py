@@ -36,8 +36,11 @@ class WeightFolder:
 
     @property
     def name(self) -> str:
-        """Its name in the index."""
-        return "." if self.path == self.index else self.path.relative_to(self.index).as_posix()
+        """Its name in the index: relative, or, of weights behind a link out of that folder, absolute."""
+        if self.path == self.index:
+            return "."
+        is_inside = self.path.is_relative_to(self.index)
+        return (self.path.relative_to(self.index) if is_inside else self.path).as_posix()
 
     @property
     def is_checkpoint(self) -> bool:

@@ -234,6 +234,21 @@ def test_folders_of_weights_are_found(trainer, tmp_path):
         weight_folders(tmp_path / "none")
 
 
+def test_weights_behind_a_link_out_of_the_folder_are_proven_and_kept_in_its_index(trainer, tmp_path):
+    [first] = trainer.service.engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=6), options=ASKED)
+    trainer.commit()
+    run, loaded = tmp_path / "run", []
+    run.mkdir()
+    (run / "model").symlink_to(trainer.folder / "v1")
+    digests = [first.receipt["spans"][0]["digest"]]
+    for _ in range(2):
+        service = prover_of(trainer.folder / "v2")
+        weights = FolderWeights(service, [run], digests, loaded.append)
+        assert service.replay([first.receipt], weights=weights).num("equal") == 1
+    elsewhere = (trainer.folder / "v1").resolve()
+    assert loaded == [elsewhere] and [entry.folder for entry in read_index(run)] == [str(elsewhere)]
+
+
 def test_a_trainer_that_has_moved_on_can_prove_no_sample_of_before_and_keeps_its_weights(trainer):
     [first] = trainer.service.engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=6), options=ASKED)
     trainer.commit()
