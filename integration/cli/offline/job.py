@@ -251,7 +251,8 @@ class _OfflineRun:
                 self._file.append(self._answer(*live.pop(c.id), c) for c in finished)
                 num_ignored += sum(_finish_reason(c).type == "ignored" for c in finished)
                 seconds, num_tokens = engine.metrics.step_seconds, engine.metrics.num_output_tokens
-                bar.set_postfix_str(f"{num_tokens / seconds:.0f} tok/s", refresh=False)
+                if seconds:  # else no step has run yet: all of them were ignored
+                    bar.set_postfix_str(f"{num_tokens / seconds:.0f} tok/s", refresh=False)
                 bar.update(len(finished))
         return OfflineReport(num_before, len(work), num_ignored)
 

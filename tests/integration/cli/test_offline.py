@@ -393,6 +393,12 @@ def test_a_prompt_beyond_the_context_is_answered_as_ignored(make_job):
     assert answered["finish_reason"]["type"] == "length"
 
 
+def test_a_first_step_that_only_ignores_prompts_is_written(make_job):
+    job = make_job([{"prompt": [1] * 5000}])
+    assert generate(job).num_ignored == 1
+    assert [answer["finish_reason"]["type"] for answer in answers_of(job)] == ["ignored"]
+
+
 def wait_until(is_true, process: subprocess.Popen, seconds: float = 60.0) -> None:
     """Check repeatedly until it holds. Fails when the deadline passes or the process ends first."""
     deadline = time.monotonic() + seconds
