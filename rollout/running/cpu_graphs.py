@@ -3,8 +3,9 @@
 While a step is recorded, a dispatch mode records torch's operations and `native.run` records our kernels' calls. Their
 results are placed in memory that belongs to the record; views and Python's own work are not replayed, and kernels that
 follow one another are one call. As with CUDA graphs, a record is valid while the memory that it reads does not move,
-and only if no operation depends on the data's values. A GPU refuses other steps during a capture; a CPU does not, so a
-record is compared with a plain step first.
+and only if neither an operation nor the module's Python depends on the data's values: a step whose data the host reads
+is not recorded. A GPU refuses other steps during a capture; a CPU does not, so a record is compared with plain steps
+first.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from ...kernels.collectives.exchange import SharedMemory
 from ...kernels.layers.rms_norm import with_sum
 from ...kernels.machine import native
 from .cpu_record import Keeping, Record
-from .recorders import HookWatch, Run, depends_on_data
+from .recorders import HookWatch, Run, UndispatchedReads, depends_on_data
 
 logger = logging.getLogger(__name__)
 
 PLAIN_STEPS = 4  # of a size before it is recorded: about the time that recording and trying take
+TRIALS = 2  # steps that a record is compared with: two in a row may take the same turn in the module's code
 LATER_PLAIN_STEPS = 2  # once another size is replayed: this module's steps can be, and sizes that return will again
 _ALIGNMENT = 64
 _aten = torch.ops.aten
@@ -52,16 +54,16 @@ class CPUGraphs:
 
 
 class _Step:
-    """A step that runs plain a few times, is recorded, tried on the next call, and replayed from then on.
+    """A step that runs plain a few times, is recorded, tried on the next calls, and replayed from then on.
 
     Every call makes the step's exchanges with other ranks exactly once, in whatever state the other ranks' steps are.
     """
 
     def __init__(self, run: Run, has_hooks: Callable[[], bool], graphs: CPUGraphs) -> None:
         self._run, self._has_hooks, self._graphs, self._memory = run, has_hooks, graphs, graphs.memory
-        self._num_plain = 0
+        self._num_plain = self._num_trials = 0
         self._record: Record | None = None
-        self.is_trusted: bool | None = None  # None until the trial; False: this step stays a plain call
+        self.is_trusted: bool | None = None  # None until the trials; False: this step stays a plain call
 
     def __call__(self) -> Sequence[Tensor]:
         if self.is_trusted is False or self._has_hooks():
@@ -99,17 +101,17 @@ class _Step:
             expected = [result.clone() for result in self._run()]
         with self._memory.played(tape):
             self._trust(record.replay_apart(), expected)
-        if self.is_trusted:
+        if self.is_trusted is not False:
             return expected
         with self._memory.played(tape):
             return self._run()
 
     def _trust(self, found: Sequence[Tensor] | None, expected: Sequence[Tensor]) -> None:
-        self.is_trusted = found is not None and all(map(torch.equal, found, expected))
-        if self.is_trusted:
-            self._graphs.plain_steps = LATER_PLAIN_STEPS
-        else:
+        self._num_trials += 1
+        if found is None or not all(map(torch.equal, found, expected)):
             self._give_up("a replay had other results")
+        elif self._num_trials == TRIALS:
+            self.is_trusted, self._graphs.plain_steps = True, LATER_PLAIN_STEPS
 
     def _give_up(self, why: str) -> None:
         logger.warning("decode steps are not replayed: %s", why)
@@ -129,8 +131,11 @@ class _Recording(TorchDispatchMode):
 
     def run(self, run: Run) -> Sequence[Tensor]:
         """Run the step and return its results."""
-        with native.recorded_by(self._native_call), self:
-            return run()
+        with native.recorded_by(self._native_call), UndispatchedReads() as reads, self:
+            results = run()
+        if reads.first is not None:
+            self.refusal = self.refusal or f"{reads.first} depends on the data"
+        return results
 
     def record(self, results: Sequence[Tensor]) -> Record:
         """Return the record of the run with these results."""

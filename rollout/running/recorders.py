@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
@@ -24,6 +25,13 @@ _NUM_WARM_UPS = 2  # before a capture: compiles kernels and allocates the librar
 _aten = torch.ops.aten
 _WRITES = {_aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 _UNKNOWN_BEFORE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Operations without these tags that read data on the host all the same: in inference mode a dispatch mode sees them
+# whole, not their parts. `if x.any()` is the first.
+_UNTAGGED = {_aten.is_nonzero.default, _aten.where.default, _aten.nonzero_numpy.default, _aten.narrow.Tensor,
+             _aten.repeat_interleave.self_Tensor, _aten.tensor_split.tensor_indices_or_sections}  # fmt: skip
+# Methods that read a CPU tensor's memory, for which torch dispatches nothing that tells.
+_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__, Tensor.__reduce_ex__, Tensor.__repr__}
+_MAKES_OF_NUMBERS = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}  # reads tensors in a list
 
 Run = Callable[[], Sequence[Tensor]]
 
@@ -87,12 +95,32 @@ class PlainWhileHooked:
 def depends_on_data(func: Any, args: Sequence[Any]) -> bool:
     """Return whether an operation of torch has results whose number, or effect on the host, depends on the data."""
     takes_rows = func is _aten.index.Tensor and not _has_mask(args[1])
-    return not _UNKNOWN_BEFORE.isdisjoint(func.tags) and not takes_rows
+    return func in _UNTAGGED or (not _UNKNOWN_BEFORE.isdisjoint(func.tags) and not takes_rows)
 
 
 def _has_mask(indices: Sequence[Tensor | None]) -> bool:
     """Return whether a mask is among the indices: then how many elements there are depends on the data."""
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+class UndispatchedReads(TorchFunctionMode):
+    """A function mode that notes the first call that reads a tensor's data and that no dispatch mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: str | None = None
+
+    def __torch_function__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = (*args, *(kwargs or {}).values())
+        if func in _READS or (func in _MAKES_OF_NUMBERS and any(map(_holds_tensors, given))):
+            self.first = self.first or func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def _holds_tensors(value: object) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(v, Tensor) or _holds_tensors(v) for v in value)
 
 
 class _HostReads(TorchDispatchMode):
@@ -115,9 +143,9 @@ class _HostReads(TorchDispatchMode):
 
 def first_host_read(run: Run) -> str | None:
     """Run a step and return the first operation of torch for which the host reads a tensor's data, or None."""
-    with _HostReads() as reads:
+    with UndispatchedReads() as calls, _HostReads() as reads:
         run()
-    return reads.first
+    return reads.first or calls.first
 
 
 class CUDAGraphs:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.rollout.running.recorders import CUDAGraphs, PlainWhileHooked, Run
+from lockstep.rollout.running.recorders import CUDAGraphs, PlainWhileHooked, Run, first_host_read
 
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -57,6 +57,15 @@ def test_without_hooks_a_step_is_recorded_at_once() -> None:
     counting = _Counting()
     PlainWhileHooked(counting, nn.Linear(1, 1)).record(lambda: [torch.ones(1)])
     assert counting.num_recorded == 1
+
+
+@torch.inference_mode()
+def test_reads_of_data_on_the_host_are_found_before_a_capture_which_would_fail_of_them() -> None:
+    x = torch.ones(3)
+    assert first_host_read(lambda: [x + 1]) is None
+    assert first_host_read(lambda: [x + 1 if (x > 2).any() else x]) == "aten.is_nonzero.default"
+    assert first_host_read(lambda: [torch.tensor([1.0, x[0]])]) == "tensor"
+    assert first_host_read(lambda: [x * x.tolist()[0]]) == "tolist"
 
 
 @pytest.mark.gpu
