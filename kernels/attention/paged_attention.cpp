@@ -12,6 +12,7 @@
 // blocks together, and each row continues alone from its state: the same sums in the same order, the keys read once.
 // Dimension letters: S sequences, H query heads, Hk KV heads, G = H / Hk, D key width, Dv value width.
 #include "attention/attention_rows.h"
+#include "machine/memory.h"
 #include "machine/packed.h"
 
 using namespace attention;
@@ -130,13 +131,19 @@ void attend(const Problem& p, const std::vector<Item>& rows, int threads, float*
   work *= p.num_heads * (p.key_width + p.value_width);
   // A thread prefetches the next item of its run; long runs at the end would leave one thread alone with the last.
   const int64_t num_items = (int64_t)items.size(), run = std::clamp<int64_t>(num_items / (4 * threads), 1, 8);
+  memory::Shortage shortage;
 #pragma omp parallel for schedule(dynamic, run) num_threads(threads) if (threads > 1 && work > SERIAL_WORK)
   for (int64_t i = 0; i < num_items; i++) {
     static thread_local Scratch<Tile> memory;
     Scratch<Tile>* scratch = &memory;
     asm volatile("" : "+r"(scratch));  // else the thread's address is looked up again at every use
-    Attending<T, Tile>(p, items[i], i + 1 < num_items ? &items[i + 1] : nullptr, *scratch, saved).run();
+    try {
+      Attending<T, Tile>(p, items[i], i + 1 < num_items ? &items[i + 1] : nullptr, *scratch, saved).run();
+    } catch (const std::bad_alloc&) {
+      shortage.note();
+    }
   }
+  shortage.raise();
 }
 
 template <typename T, typename Tile>
@@ -180,7 +187,7 @@ int64_t first_bad_slot(const Problem& p, int64_t num_rows) {
 }  // namespace
 
 // Returns 0; -1 where the row offsets do not fit, 1 + s where sequence s does not; -2 - i where the slot of row i does
-// not.
+// not; memory::NONE_LEFT.
 extern "C" int64_t lockstep_attention(const Problem* problem, int64_t num_rows, int64_t is_bf16,
                                       int64_t threads) {
   const Problem& p = *problem;
@@ -192,17 +199,18 @@ extern "C" int64_t lockstep_attention(const Problem* problem, int64_t num_rows, 
     if (bad) return -1 - bad;
     is_bf16 ? append<bf16>(p, num_rows) : append<float>(p, num_rows);
   }
-  if (!is_bf16)
-    attend_all<float, Widened<float>>(p, (int)threads);
-  else
+  return memory::at_edge([&] {
+    if (!is_bf16)
+      attend_all<float, Widened<float>>(p, (int)threads);
+    else
 #if defined(ATTENTION_HAS_AMX)
-    amx::is_permitted() ? attend_all<bf16, ByMatrix>(p, (int)threads) : attend_all<bf16, Paired>(p, (int)threads);
+      amx::is_permitted() ? attend_all<bf16, ByMatrix>(p, (int)threads) : attend_all<bf16, Paired>(p, (int)threads);
 #elif defined(ATTENTION_HAS_PAIRS)
-    attend_all<bf16, Paired>(p, (int)threads);
+      attend_all<bf16, Paired>(p, (int)threads);
 #else
-    attend_all<bf16, Widened<bf16>>(p, (int)threads);
+      attend_all<bf16, Widened<bf16>>(p, (int)threads);
 #endif
-  return 0;
+  });
 }
 
 LOCKSTEP_PACKED(lockstep_attention)

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "machine/memory.h"
 #include "machine/packed.h"
 #include "machine/simd.h"
 
@@ -117,12 +118,18 @@ void select_all(const Problem& p, int64_t num_rows, int threads) {
   std::vector<std::pair<int64_t, int64_t>> runs;  // the sequence and the first row of each
   for (int64_t s = 0; s < p.num_sequences; s++)
     for (int64_t row = p.starts[s]; row < p.starts[s + 1]; row += ROWS) runs.push_back({s, row});
+  memory::Shortage shortage;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
   for (size_t i = 0; i < runs.size(); i++) {
-    static thread_local Scratch memory;
+    static thread_local Scratch scratch;
     const auto [s, row] = runs[i];
-    select_for_rows<T>(p, s, row, std::min<int64_t>(ROWS, p.starts[s + 1] - row), memory);
+    try {
+      select_for_rows<T>(p, s, row, std::min<int64_t>(ROWS, p.starts[s + 1] - row), scratch);
+    } catch (const std::bad_alloc&) {
+      shortage.note();
+    }
   }
+  shortage.raise();
 }
 
 // Returns 0, or 1 + the first sequence whose rows, context or block ids do not fit; -1 for row offsets, -2 - i for the
@@ -158,8 +165,9 @@ extern "C" int64_t lockstep_select_keys(const void* query, const void* weight, v
                   (const int32_t*)starts, (const int32_t*)contexts, (int32_t*)places, (int32_t*)counts, num_sequences,
                   num_slots, table_width, table_stride, block_size, heads, width, most, scale};
   if (const int64_t bad = first_bad(p, num_rows)) return bad;
-  is_bf16 ? select_all<bf16>(p, num_rows, (int)threads) : select_all<float>(p, num_rows, (int)threads);
-  return 0;
+  return memory::at_edge([&] {
+    is_bf16 ? select_all<bf16>(p, num_rows, (int)threads) : select_all<float>(p, num_rows, (int)threads);
+  });
 }
 
 LOCKSTEP_PACKED(lockstep_select_keys)

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "linear/linear_call.h"
+#include "machine/memory.h"
 
 namespace grouped {
 
@@ -98,19 +99,25 @@ void multiply_grouped(const Grouped& call, int threads, Multiply multiply) {
   const int64_t columns = call.N * (call.is_gated ? 2 : 1);
   const bool is_worth_threads =
       threads > 1 && columns * call.K > SERIAL_WEIGHTS && columns * call.K * call.R > SERIAL_WORK;
+  memory::Shortage shortage;
 #pragma omp parallel num_threads(threads) if (is_worth_threads)
   {
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < call.R; i++)
       memcpy(x + i * call.K, (const T*)call.x + order[i] / call.x_repeats * call.x_stride, call.K * sizeof(T));
-    visit_experts(call, first, omp_get_thread_num(), omp_get_num_threads(),
-                  [&](int64_t expert, int64_t begin, int64_t end) {
-                    const int64_t width = call.is_transposed ? TRANSPOSED : end - begin;
-                    for (int64_t n = begin; n < end; n += width)
-                      multiply_expert<T>(call, expert, x + first[expert] * call.K, order.data() + first[expert],
-                                         first[expert + 1] - first[expert], n, std::min(n + width, end), multiply);
-                  });
+    const auto visit = [&](int64_t expert, int64_t begin, int64_t end) {
+      const int64_t width = call.is_transposed ? TRANSPOSED : end - begin;
+      for (int64_t n = begin; n < end; n += width)
+        multiply_expert<T>(call, expert, x + first[expert] * call.K, order.data() + first[expert],
+                           first[expert + 1] - first[expert], n, std::min(n + width, end), multiply);
+    };
+    try {
+      visit_experts(call, first, omp_get_thread_num(), omp_get_num_threads(), visit);
+    } catch (const std::bad_alloc&) {
+      shortage.note();
+    }
   }
+  shortage.raise();
 }
 
 }  // namespace grouped

@@ -4,6 +4,7 @@
 #include "linear/linear_amx.h"
 #include "linear/linear_call.h"
 #include "linear/linear_panels.h"
+#include "machine/memory.h"
 #include "machine/packed.h"
 
 static bool uses_tiles() {
@@ -35,23 +36,25 @@ static void multiply(const Call& call, bool is_bf16, int threads) {
 #endif
 }
 
-// is_gated: the two parts are a gate and its factor `up`; their product goes into the first one's y.
-extern "C" void lockstep_linear(const void* x, int64_t M, int64_t K, int64_t x_stride, const Part* parts,
-                                int64_t num_parts, int64_t is_gated, int64_t is_bf16, int64_t threads) {
+// is_gated: the two parts are a gate and its factor `up`; their product goes into the first one's y. Returns 0 or
+// memory::NONE_LEFT.
+extern "C" int64_t lockstep_linear(const void* x, int64_t M, int64_t K, int64_t x_stride, const Part* parts,
+                                   int64_t num_parts, int64_t is_gated, int64_t is_bf16, int64_t threads) {
   const Call call{x, M, K, x_stride, parts, is_gated ? 1 : num_parts, is_gated ? parts + 1 : nullptr};
-  multiply(call, is_bf16, (int)threads);
+  return memory::at_edge([&] { multiply(call, is_bf16, (int)threads); });
 }
 
-// Returns 1 if an expert's number is out of range, and 0 after the product.
+// Returns 1 if an expert's number is out of range, memory::NONE_LEFT, or 0 after the product.
 extern "C" int64_t lockstep_linear_grouped(const grouped::Grouped* call, int64_t is_bf16, int64_t threads) {
   for (int64_t r = 0; r < call->R; r++)
     if (call->experts[r] < 0 || call->experts[r] >= call->E) return 1;
   const auto one_thread = [&](const Call& part) { multiply(part, is_bf16, 1); };
-  if (is_bf16)
-    grouped::multiply_grouped<simd::bf16>(*call, (int)threads, one_thread);
-  else
-    grouped::multiply_grouped<float>(*call, (int)threads, one_thread);
-  return 0;
+  return memory::at_edge([&] {
+    if (is_bf16)
+      grouped::multiply_grouped<simd::bf16>(*call, (int)threads, one_thread);
+    else
+      grouped::multiply_grouped<float>(*call, (int)threads, one_thread);
+  });
 }
 
 LOCKSTEP_PACKED(lockstep_linear)

@@ -241,13 +241,13 @@ PRODUCTS: dict[str, Product] = {
     "rows": row_product,
 }
 
-_entry_points: list[Callable[..., None]] = []
+_entry_points: list[Callable[..., int]] = []
 
 
-def entry_point(library: native.NativeLibrary) -> Callable[..., None]:
+def entry_point(library: native.NativeLibrary) -> Callable[..., int]:
     """Return the product of a library built from SOURCE, as `native_products` calls it."""
     arguments: list[Any] = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, *[ctypes.c_int64] * 4]
-    return library.function("lockstep_linear", arguments, None)
+    return library.function("lockstep_linear", arguments, ctypes.c_int64)
 
 
 def path_of(library: native.NativeLibrary, dtype: torch.dtype) -> str:
@@ -255,7 +255,7 @@ def path_of(library: native.NativeLibrary, dtype: torch.dtype) -> str:
     return function(dtype is torch.bfloat16).decode()
 
 
-def _entry_point() -> Callable[..., None]:
+def _entry_point() -> Callable[..., int]:
     _entry_points.append(entry_point(_library()))
     return _entry_points[0]
 

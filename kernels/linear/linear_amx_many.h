@@ -222,18 +222,24 @@ inline void multiply_many(const Call& call, int threads) {
   groups = std::min((groups + threads - 1) / threads * threads, num);  // each thread as many
   const int64_t chunks = ManyWorker::chunks(call);
   Shares shares(groups * chunks, threads, chunks, 0);
+  memory::Shortage shortage;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     static thread_local std::vector<Tile> arranged;
     ManyWorker worker(call, panels, groups, arranged);
     int64_t piece;
     const auto one = [](int64_t) { return 1; };
-    for (int share = omp_get_thread_num(); share < threads; share += omp_get_num_threads())  // fewer may have started
-      while (shares.take(share, one, &piece)) worker.multiply(piece);
-    while (shares.take_last(&piece)) worker.multiply(piece);
+    try {
+      for (int share = omp_get_thread_num(); share < threads; share += omp_get_num_threads())  // fewer may have started
+        while (shares.take(share, one, &piece)) worker.multiply(piece);
+      while (shares.take_last(&piece)) worker.multiply(piece);
+    } catch (const std::bad_alloc&) {
+      shortage.note();
+    }
     worker.finish();
     _tile_release();
   }
+  shortage.raise();
 }
 
 }  // namespace amx

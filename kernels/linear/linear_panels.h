@@ -7,6 +7,7 @@
 #include "layers/gated.h"
 #include "linear/linear_lanes.h"
 #include "linear/linear_shares.h"
+#include "machine/memory.h"
 
 namespace lanes {
 
@@ -148,6 +149,7 @@ void multiply(const Call& call, int threads) {
   const Pieces<Dot, T> pieces(call, x, x_stride);
   threads = is_worth_threads(call) ? threads : 1;
   Shares shares(pieces.count(), threads, PANEL / TILE, 2);
+  memory::Shortage shortage;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
     if constexpr (!std::is_same_v<X, T>) {
@@ -156,11 +158,16 @@ void multiply(const Call& call, int threads) {
         widen((const T*)call.x + row * call.x_stride, call.K, x + row * call.K);
     }
     int64_t piece, num;
-    for (int share = omp_get_thread_num(); share < threads; share += omp_get_num_threads())  // fewer may have started
-      while ((num = shares.take(share, [&](int64_t front) { return pieces.num_together(front); }, &piece)))
-        pieces.multiply(piece, num, shares.has_more(share) ? piece + num : -1);
-    while (shares.take_last(&piece)) pieces.multiply(piece, 1, piece - 1);
+    try {
+      for (int share = omp_get_thread_num(); share < threads; share += omp_get_num_threads())  // fewer may have started
+        while ((num = shares.take(share, [&](int64_t front) { return pieces.num_together(front); }, &piece)))
+          pieces.multiply(piece, num, shares.has_more(share) ? piece + num : -1);
+      while (shares.take_last(&piece)) pieces.multiply(piece, 1, piece - 1);
+    } catch (const std::bad_alloc&) {
+      shortage.note();
+    }
   }
+  shortage.raise();
 }
 
 }  // namespace lanes

@@ -37,6 +37,8 @@ INCLUDE_FLAG = f"-I{KERNELS}"  # not in FLAGS, so that checkouts share compiled 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-fopenmp")
 
 
+_NONE_LEFT = -(1 << 63)  # memory::NONE_LEFT of memory.h
+
 # From the least to the most capable; _WITHOUT: flag that forbids the next level. "plain" is the compiler's baseline.
 ISA_LEVELS = ("plain", "avx2", "avx512", "avx512_bf16", "amx")
 _WITHOUT = {"avx2": "-mno-avx512f", "avx512": "-mno-avx512bf16", "avx512_bf16": "-mno-amx-bf16"}
@@ -126,11 +128,15 @@ def run(function: Callable[..., Any], *arguments: Any, kept: object = None) -> A
     """Call a function of a library; all kernels make their calls here.
 
     kept: the objects that the arguments point into, if nothing else holds them. The listener of this thread
-    (`recorded_by`), if any, receives the call before it is made.
+    (`recorded_by`), if any, receives the call before it is made. Raises MemoryError where there is none for a kernel's
+    scratch; what it computes is then incomplete.
     """
     if _listening.to is not None:
         _listening.to(function, arguments, kept)
-    return function(*arguments)
+    result = function(*arguments)
+    if result == _NONE_LEFT:
+        raise MemoryError(f"{function.__name__} finds no memory for its scratch")
+    return result
 
 
 @contextmanager

@@ -248,6 +248,6 @@ class _GatedDeltaRule(torch.autograd.Function):
 
 
 @cache
-def _native() -> Callable[..., None] | None:
+def _native() -> Callable[..., int] | None:
     types = [*[ctypes.c_void_p] * 11, *[ctypes.c_int64] * 8, *[ctypes.c_float] * 2, *[ctypes.c_int64] * 4]
-    return native.function(SOURCE, "lockstep_gated_delta_rule", types)
+    return native.function(SOURCE, "lockstep_gated_delta_rule", types, ctypes.c_int64)

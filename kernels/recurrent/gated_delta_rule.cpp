@@ -5,8 +5,10 @@
 // each value and a decay exp(beta a) of each element of S, that of Mamba-1.
 // Letters: R rows, S sequences, G key heads, H heads, K key size, V value size.
 #include <cmath>
+#include <memory>
 #include <vector>
 
+#include "machine/memory.h"
 #include "machine/packed.h"
 #include "recurrent/rows.h"
 
@@ -40,6 +42,14 @@ struct Token {
   float head_decay = 1.0f;
 
   explicit Token(int64_t K) : q(K + W), k(K + W), decay(K + W) {}
+};
+
+// One thread's workspace.
+struct Scratch {
+  std::vector<float> room;  // [K, COLUMNS], from a line's beginning on
+  Token now, next;
+
+  explicit Scratch(int64_t K) : room(K * COLUMNS + LINE), now(K), next(K) {}
 };
 
 template <typename T>
@@ -150,13 +160,20 @@ void run(const Rule& p, int64_t sequence, int64_t head, int64_t column, int64_t 
 template <typename T, Decay DECAY, bool CORRECTS>
 void run_all(const Rule& p, int64_t sequences, int threads) {
   const int64_t tiles = (p.V + COLUMNS - 1) / COLUMNS;
+  memory::Shortage shortage;
 #pragma omp parallel num_threads(threads) if (threads > 1)
   {
-    std::vector<float> room(p.K * COLUMNS + LINE);
-    float* tile = (float*)(((uintptr_t)room.data() + 4 * LINE - 1) / (4 * LINE) * (4 * LINE));
-    Token now(p.K), next(p.K);
+    std::unique_ptr<Scratch> scratch;
+    try {
+      scratch = std::make_unique<Scratch>(p.K);
+    } catch (const std::bad_alloc&) {
+      shortage.note();
+    }
 #pragma omp for schedule(dynamic)
     for (int64_t task = 0; task < sequences * p.heads * tiles; task++) {
+      if (!scratch) continue;  // each thread comes to the loop's end
+      auto& [room, now, next] = *scratch;
+      float* tile = (float*)(((uintptr_t)room.data() + 4 * LINE - 1) / (4 * LINE) * (4 * LINE));
       const int64_t head = task / tiles % p.heads, first = task % tiles * COLUMNS;
       p.slots.each(task / (p.heads * tiles), sequences, [&](int64_t sequence) {
         if (first + COLUMNS <= p.V) {
@@ -168,17 +185,19 @@ void run_all(const Rule& p, int64_t sequences, int threads) {
       });
     }
   }
+  shortage.raise();
 }
 
 }  // namespace
 
-extern "C" void lockstep_gated_delta_rule(const void* q, const void* k, const void* v, const void* g, const void* beta,
-                                          const void* initial, void* out, void* final, const void* reads,
-                                          const void* writes, const void* starts,
-                                          int64_t sequences, int64_t q_row, int64_t k_row, int64_t v_row,
-                                          int64_t key_heads, int64_t heads, int64_t K, int64_t V, float scale,
-                                          float eps, int64_t decay_of, int64_t corrects, int64_t is_bf16,
-                                          int64_t threads) {
+// Returns 0 or memory::NONE_LEFT.
+extern "C" int64_t lockstep_gated_delta_rule(const void* q, const void* k, const void* v, const void* g,
+                                             const void* beta, const void* initial, void* out, void* final,
+                                             const void* reads, const void* writes, const void* starts,
+                                             int64_t sequences, int64_t q_row, int64_t k_row, int64_t v_row,
+                                             int64_t key_heads, int64_t heads, int64_t K, int64_t V, float scale,
+                                             float eps, int64_t decay_of, int64_t corrects, int64_t is_bf16,
+                                             int64_t threads) {
   const Rule p{q, k, v, (const float*)g, (const float*)beta, (const float*)initial, out, (float*)final,
                {(const int64_t*)reads, (const int64_t*)writes}, (const int32_t*)starts, q_row, k_row, v_row, key_heads, heads, K, V, scale, eps};
   const Decay decay = (Decay)decay_of;
@@ -189,11 +208,13 @@ extern "C" void lockstep_gated_delta_rule(const void* q, const void* k, const vo
     else
       run_all<T, Decay::HEAD, true>(p, sequences, (int)threads);
   };
-  if (!corrects)  // of float32
-    decay == Decay::ELEMENT ? run_all<float, Decay::ELEMENT, false>(p, sequences, (int)threads)
-                            : run_all<float, Decay::HEAD, false>(p, sequences, (int)threads);
-  else
-    is_bf16 ? in(bf16()) : in(float());
+  return memory::at_edge([&] {
+    if (!corrects)  // of float32
+      decay == Decay::ELEMENT ? run_all<float, Decay::ELEMENT, false>(p, sequences, (int)threads)
+                              : run_all<float, Decay::HEAD, false>(p, sequences, (int)threads);
+    else
+      is_bf16 ? in(bf16()) : in(float());
+  });
 }
 
 LOCKSTEP_PACKED(lockstep_gated_delta_rule)

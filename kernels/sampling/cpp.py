@@ -194,5 +194,6 @@ def _function(name: str, num_pointers: int) -> Callable[..., None]:
         library = native.load(SOURCE)
         assert library is not None, native.why_unavailable(SOURCE)
         arguments: list[type] = [ctypes.POINTER(_Rows), *[ctypes.c_void_p] * num_pointers]
-        _functions[name] = library.function(name, arguments, None)
+        result = ctypes.c_int64 if name == "lockstep_draw" else None  # the one that may find no memory
+        _functions[name] = library.function(name, arguments, result)
     return _functions[name]

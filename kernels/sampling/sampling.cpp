@@ -1,4 +1,5 @@
 // Log-probabilities of rows of logits, their gradient, and one token drawn from each row. Letters: R rows, V vocabulary.
+#include "machine/memory.h"
 #include "machine/packed.h"
 #include "sampling/filters.h"
 #include "sampling/gumbel.h"
@@ -38,8 +39,14 @@ struct Draws {
 template <typename Function>
 void for_each(const Rows& rows, Function function) {
   int threads = rows.R * rows.V < SERIAL ? 1 : (int)std::min(rows.threads, rows.R);
+  memory::Shortage shortage;
 #pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
-  for (int64_t r = 0; r < rows.R; r++) function(r);
+  for (int64_t r = 0; r < rows.R; r++) try {
+      function(r);
+    } catch (const std::bad_alloc&) {
+      shortage.note();
+    }
+  shortage.raise();
 }
 
 // Draws a token of the row and its probability before the filters; also computes the row's sums.
@@ -179,8 +186,9 @@ void gradient_of_selected(const Rows& rows, const int64_t* token_ids, const floa
 
 extern "C" {
 
-void lockstep_draw(const Rows* rows, const Draws* draws) {
-  rows->is_bf16 ? draw_all<bf16>(*rows, *draws) : draw_all<float>(*rows, *draws);
+// Returns 0 or memory::NONE_LEFT: of these functions, this one alone has scratch.
+int64_t lockstep_draw(const Rows* rows, const Draws* draws) {
+  return memory::at_edge([&] { rows->is_bf16 ? draw_all<bf16>(*rows, *draws) : draw_all<float>(*rows, *draws); });
 }
 
 void lockstep_draw_parts(const Rows* rows, const Parts* parts) {

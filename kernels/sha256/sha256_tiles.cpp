@@ -6,6 +6,8 @@
 #include <cstring>
 #include <vector>
 
+#include "machine/memory.h"
+
 #if defined(__SHA__)
 #include "instructions.h"
 #else
@@ -43,10 +45,8 @@ uint8_t* cut(const Block& block, uint8_t* out, std::vector<Tile>& tiles) {
     return out;
 }
 
-}  // namespace
-
 // out: 32 bytes a tile, block after block.
-extern "C" void sha256_tiles(const Block* blocks, int64_t num_blocks, uint8_t* out) {
+void digest_all(const Block* blocks, int64_t num_blocks, uint8_t* out) {
     std::vector<Tile> tiles;
     for (int64_t i = 0; i < num_blocks; ++i) out = cut(blocks[i], out, tiles);
     // Tiles of one size together, so that no lane waits for a longer neighbour.
@@ -63,4 +63,11 @@ extern "C" void sha256_tiles(const Block* blocks, int64_t num_blocks, uint8_t* o
         sha256::hash(messages, count);
         for (int lane = 0; lane < count; ++lane) messages[lane].digest(tiles[first + lane].out);
     }
+}
+
+}  // namespace
+
+// Returns 0 or memory::NONE_LEFT.
+extern "C" int64_t sha256_tiles(const Block* blocks, int64_t num_blocks, uint8_t* out) {
+    return memory::at_edge([&] { digest_all(blocks, num_blocks, out); });
 }

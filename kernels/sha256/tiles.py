@@ -64,7 +64,7 @@ def _native_hashes(blocks: Sequence[tuple[Tensor, int, int]]) -> list[bytes]:
         described.extend((band_stride, row_stride, cell_stride, strip_rows, piece_cols * size))
         sizes.append(bands * cells * -(-rows // strip_rows) * -(-cols // piece_cols) * DIGEST_BYTES)
     out = ctypes.create_string_buffer(sum(sizes))
-    hash_tiles(described.buffer_info()[0], len(kept), out)
+    native.run(hash_tiles, described.buffer_info()[0], len(kept), out)
     ends = list(accumulate(sizes))
     raw = out.raw
     return [raw[end - size : end] for end, size in zip(ends, sizes, strict=True)]
@@ -101,5 +101,5 @@ def is_native() -> bool:
 
 
 @cache
-def _native() -> Callable[..., None] | None:
-    return native.function(SOURCE, "sha256_tiles", [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p])
+def _native() -> Callable[..., int] | None:
+    return native.function(SOURCE, "sha256_tiles", [ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p], ctypes.c_int64)
