@@ -100,6 +100,11 @@ class KVCache:
         return bool(self.keys)
 
     @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the pool, which a release keeps."""
+        return self._plan.num_blocks
+
+    @property
     def num_bytes(self) -> int:
         return sum(t.nbytes for t in self.tensors)
 

@@ -236,8 +236,7 @@ def make_graphs(parts: RunnerParts) -> DecodeGraphs | None:
         if asked is None:
             return None
         recorder = PlainCalls()
-    width = -(-parts.max_model_len // config.block_size)
-    return DecodeGraphs(model, parts.kv_cache, parts.state_pool, sizes, width, recorder)
+    return DecodeGraphs(model, parts.kv_cache, parts.state_pool, sizes, _longest_table(parts), recorder)
 
 
 def make_stage_graphs(parts: RunnerParts) -> StageGraphs | None:
@@ -259,4 +258,9 @@ def make_stage_graphs(parts: RunnerParts) -> StageGraphs | None:
         return None
     if not sizes:
         return None
-    return StageGraphs(model, parts.kv_cache, parts.state_pool, sizes, -(-parts.max_model_len // config.block_size))
+    return StageGraphs(model, parts.kv_cache, parts.state_pool, sizes, _longest_table(parts))
+
+
+def _longest_table(parts: RunnerParts) -> int:
+    """Return the number of blocks of the longest sequence that can run: a table names no block of the pool twice."""
+    return min(-(-parts.max_model_len // parts.config.block_size), parts.kv_cache.num_blocks)

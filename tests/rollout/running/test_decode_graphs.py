@@ -74,6 +74,30 @@ def addresses(graphs: DecodeGraphs) -> list[int]:
     return [value.data_ptr() for value in values if isinstance(value, torch.Tensor)]
 
 
+@pytest.mark.parametrize("speculation", ["off", "auto"])
+def test_tables_are_as_wide_as_a_sequence_that_fills_the_pool_and_not_as_the_longest_context(make_model, speculation):
+    model = make_model("qwen3")
+    few, plain = (
+        make_engine(model, *sizes, kv_cache="5 blocks", max_model_len=512, speculation=speculation)
+        for sizes in ((1, 2), ())
+    )
+    wide = make_engine(model, 1, 2, kv_cache="5 blocks", max_model_len=40)
+    assert graphs_of(few)._buffers.block_tables.shape[1] == few.parts.ledger.num_blocks == 5
+    assert graphs_of(wide)._buffers.block_tables.shape[1] == 3
+    for _ in range(2):
+        found, expected = (
+            [engine.generate([[3, 1, 4] * 2], params(seed, max_new_tokens=200))[0] for seed in range(2)]
+            for engine in (few, plain)
+        )
+        assert [(c.token_ids, c.logprobs, c.finish_reason) for c in found] == [
+            (c.token_ids, c.logprobs, c.finish_reason) for c in expected
+        ]
+        assert found[0].num_completion_tokens == 5 * 16 - 6 + 1  # all slots are filled; the last token needs none
+        few.weights.release_kv()
+        few.weights.resume_kv()
+    few.check_integrity()
+
+
 def test_the_ladder_is_what_was_asked_for_up_to_the_largest_batch_and_a_gpus_own_ends_with_it():
     assert decode_ladder((), 32, CPU) == ()
     assert decode_ladder(None, 11, CPU) == (*range(1, 9), 10, 11)
