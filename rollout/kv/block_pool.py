@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Set
+from itertools import chain
+
 
 class BlockPool:
-    """Hand out block ids 0 .. num_blocks-1, the most recently returned first (its memory is the warmest)."""
+    """Hand out block ids 0 .. num_blocks-1, the most recently returned first (its memory is the warmest).
+
+    Ids that were never taken are a range, so a large pool takes memory only for those that came back.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._returned: list[int] = []
+        self._fresh = range(num_blocks)
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._returned) + len(self._fresh)
 
     def take(self, num_blocks: int) -> list[int]:
         """Take `num_blocks` out of the free list. The list must hold at least that many."""
-        assert 0 <= num_blocks <= len(self._free), (num_blocks, len(self._free))
-        if num_blocks == 0:
-            return []
-        taken = self._free[-num_blocks:][::-1]
-        del self._free[-num_blocks:]
+        assert 0 <= num_blocks <= self.num_free, (num_blocks, self.num_free)
+        first = max(len(self._returned) - num_blocks, 0)
+        taken = self._returned[first:][::-1]
+        del self._returned[first:]
+        num_fresh = num_blocks - len(taken)
+        taken += self._fresh[:num_fresh]
+        self._fresh = self._fresh[num_fresh:]
         return taken
 
     def give(self, block: int) -> None:
         """Return one block."""
-        self._free.append(block)
+        self._returned.append(block)
 
-    def free_ids(self) -> frozenset[int]:
-        """Return the free block ids, for checks."""
-        return frozenset(self._free)
+    def free_ids(self) -> FreeIds:
+        """Return the ids that are free now."""
+        return FreeIds(frozenset(self._returned), self._fresh)
+
+
+class FreeIds(Set[int]):
+    """The ids of some blocks, without a list of those that were never taken. Its `len` counts an id once."""
+
+    def __init__(self, returned: frozenset[int], fresh: range) -> None:
+        self._returned, self._fresh = returned, fresh
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._returned or block in self._fresh
+
+    def __iter__(self) -> Iterator[int]:
+        return chain((block for block in self._returned if block not in self._fresh), self._fresh)
+
+    def __len__(self) -> int:
+        return len(self._fresh) + sum(block not in self._fresh for block in self._returned)
+
+    @classmethod
+    def _from_iterable(cls, blocks: object) -> Set[int]:  # the results of & and |
+        return frozenset(blocks)  # type: ignore[call-overload]
