@@ -27,9 +27,11 @@ def scaled_logprobs(logits: Tensor, temperature: Tensor | float) -> Tensor:
     logits [R, V]; temperature a number, or float32 [R], positive. Each row depends on itself alone. Differentiable in
     the logits: the trainer calls these same functions on its logits, so both compute the same log-probabilities. A
     number under GREEDY_BELOW stands for 1, as in the engine's greedy answers. Raises ValueError for a negative one, and
-    for one that float32 has not. (An engine takes at most 1e6: from about 1e38 on its inverse is a denormal number.)
+    for one that float32 has not (an engine takes at most 1e6: from about 1e38 on its inverse is a denormal number), and
+    for logits of another number of dimensions.
     """
     refuse_other_memory("scaled_logprobs", logits=logits)
+    _refuse_other_shapes(logits)
     temperatures = per_row(temperature, logits)
     if logits.requires_grad and torch.is_grad_enabled():
         return _ScaledLogprobs.apply(logits, temperatures)
@@ -44,8 +46,7 @@ def selected_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor | f
     for tokens beyond the vocabulary, where a CPU holds them, and for others than integers.
     """
     refuse_other_memory("selected_logprobs", logits=logits, token_ids=token_ids)
-    if logits.dim() != 2:
-        raise ValueError(f"logits of shape {list(logits.shape)}, not [rows, vocabulary]: flatten them and token_ids")
+    _refuse_other_shapes(logits, " and token_ids")
     num_rows, vocab_size = logits.shape
     if token_ids.shape != (num_rows,):
         raise ValueError(f"{num_rows} rows of logits, and token_ids of shape {list(token_ids.shape)}")
@@ -60,6 +61,12 @@ def selected_logprobs(logits: Tensor, token_ids: Tensor, temperature: Tensor | f
     if logits.requires_grad and torch.is_grad_enabled():
         return _SelectedLogprobs.apply(logits, token_ids, temperatures)
     return _selected(logits, token_ids, temperatures)[0]
+
+
+def _refuse_other_shapes(logits: Tensor, others: str = "") -> None:
+    """Raise ValueError for logits that are not [R, V]. others: what has its dimensions."""
+    if logits.dim() != 2:
+        raise ValueError(f"logits of shape {list(logits.shape)}, not [rows, vocabulary]: flatten them{others}")
 
 
 def per_row(temperature: Tensor | float, logits: Tensor) -> Tensor:

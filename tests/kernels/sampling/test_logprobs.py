@@ -16,3 +16,13 @@ def test_temperatures_of_greedy_answers_stand_for_one_and_negative_ones_are_refu
     for temperature in (-1.0, float("nan"), float("inf"), 1e39):
         with pytest.raises(ValueError, match="a temperature of"):
             selected_logprobs(logits, ids, temperature)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(8,), (2, 3, 8)])
+def test_logits_that_are_no_rows_are_refused_by_their_shape(shape, dtype):
+    logits = torch.zeros(shape, dtype=dtype)
+    with pytest.raises(ValueError, match=r"not \[rows, vocabulary\]: flatten them$"):
+        scaled_logprobs(logits, 1.0)
+    with pytest.raises(ValueError, match=r"not \[rows, vocabulary\]: flatten them and token_ids"):
+        selected_logprobs(logits, torch.zeros(shape[:-1], dtype=torch.int64))
