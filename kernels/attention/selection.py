@@ -112,8 +112,8 @@ def _select_native(
     tables, contexts, starts = layout.block_tables, layout.context_lens, layout.query_start
     table_sizes = (0, 0, 1) if tables is None else (tables.shape[1], tables.stride(0), keys.shape[1])
     fresh = None if fresh is None else fresh.contiguous()
-    places = torch.empty(num_rows, asked.most, dtype=torch.int32)
-    counts = torch.empty(num_rows, dtype=torch.int32)
+    places = torch.empty(num_rows, asked.most, dtype=torch.int32, device="cpu")
+    counts = torch.empty(num_rows, dtype=torch.int32, device="cpu")
     tensors = query, weight, keys, fresh, slots, tables, starts, contexts, places, counts
     bad = native.run(
         _entry_point(),

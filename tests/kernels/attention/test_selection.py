@@ -121,6 +121,15 @@ def test_chunks_blocks_and_neighbours_change_no_selection(path, dtype):
             assert places == [table[key // BLOCK] * BLOCK + key % BLOCK for key in expected]
 
 
+@pytest.mark.parametrize("path", [*NATIVE, "torch"])
+def test_another_default_device_of_the_callers_changes_no_selection(path):
+    """Trainers set a GPU, for which meta stands: what is made there by mistake cannot be read."""
+    indexer = Indexer()
+    with torch.device("meta"):
+        selected = select_keys(indexer.asked, indexer.keys[:, None], indexer.layout, path=path)
+    assert listed(selected) == indexer.expected()
+
+
 @pytest.mark.skipif(not NATIVE, reason="no native kernels")
 def test_threads_change_no_selection():
     indexer = Indexer()
