@@ -96,7 +96,7 @@ class Sampler:
         masked = [row for row, mask in enumerate(allowed) if mask is not None]
         packed = np.stack([np.frombuffer(mask, np.uint8) for mask in allowed if mask is not None]) if masked else None
         masks = None if packed is None else (_on(device, masked), torch.from_numpy(packed).to(device))
-        reshaped = self._reshaped(logits, plan, rows, allowed)
+        reshaped = self._reshaped(logits, plan, rows)
         drawn = draw_tokens(logits, plan.settings, positions, reshaped, masks)
         tops, listed = _alternatives(logits, plan)
         values = zip(drawn.token_ids.tolist(), drawn.logprobs.tolist(), tops, listed)  # noqa: B905 the last two: endless
@@ -142,16 +142,11 @@ class Sampler:
             plan = self._plan = _Plan.of(wanted, device)
         return plan
 
-    def _reshaped(
-        self, logits: Tensor, plan: _Plan, rows: Sequence[SampledRow], allowed: Sequence[bytes | None]
-    ) -> tuple[Tensor, Tensor] | None:
+    def _reshaped(self, logits: Tensor, plan: _Plan, rows: Sequence[SampledRow]) -> tuple[Tensor, Tensor] | None:
         """Return the rows whose logits are changed before the draw, and the changed logits; None without such rows."""
         changed = [*plan.reshaped, *(row for row in plan.reshaped_at_first if _is_too_short(rows[row]))]
         if not changed:
             return None
-        for row in changed:
-            if allowed and allowed[row] is not None:
-                self._counts.pop(plan.requests[row], None)  # a jump may have replaced tokens that were counted
         values = torch.stack([self._reshape(logits[row].float(), rows[row]) for row in changed])
         return _on(logits.device, changed), values
 
@@ -159,9 +154,9 @@ class Sampler:
         """Apply penalties, logit_bias and the ban on early stops to one row [V]."""
         request, params = row.request, row.request.params
         if params.needs_penalties:
-            counts = self._counts.get(request)
-            if counts is None:
-                counts = self._counts[request] = _Counts(logits.shape[-1], logits.device)
+            counts, num_cuts = self._counts.get(request), request.sequence.num_cuts
+            if counts is None or counts.num_cuts != num_cuts:  # a jump has replaced tokens, which may have been counted
+                counts = self._counts[request] = _Counts(logits.shape[-1], logits.device, num_cuts)
             counts.catch_up(request)
             logits = counts.penalise(logits, params, row.drafted)
         if params.logit_bias:
@@ -176,9 +171,11 @@ class Sampler:
 
 
 class _Counts:
-    """Counts of each token in one growing sequence. An update costs the new tokens only."""
+    """Counts of each token in one sequence while it grows. An update costs the new tokens only."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, device: torch.device, num_cuts: int) -> None:
+        """Count nothing yet. num_cuts: of the sequence, which has other tokens if it is another number."""
+        self.num_cuts = num_cuts
         self._in_output = torch.zeros(vocab_size, dtype=torch.float32, device=device)
         self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # in the prompt or the output
         self._num_counted = 0

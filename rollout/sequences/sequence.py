@@ -56,6 +56,7 @@ class Sequence:
         "_num_jumped",
         "newest_replaced",
         "num_tokens_kept",
+        "num_cuts",
     )
 
     def __init__(self, id: str, prompt_ids: SequenceOf[int]) -> None:
@@ -71,6 +72,7 @@ class Sequence:
         self.newest_replaced: tuple[int, ...] = ()  # tokens that the jump settled last has replaced
         # First tokens that have stayed since the grammar's state, which sets this to their number, has followed them.
         self.num_tokens_kept = self.num_prompt_tokens
+        self.num_cuts = 0  # how often tokens were dropped: between two of them the list only grows
 
     # Read several times a step, for which a getter of the interpreter's own takes a third of a function's time.
     state: State = property(attrgetter("_state"))  # type: ignore[assignment]
@@ -117,8 +119,9 @@ class Sequence:
         start = self.num_tokens - num_rolled_back
         assert self.num_tokens_stage_processed <= start, self
         self.has_jump, self._replaced, self._num_jumped = True, self.token_ids[start:], len(token_ids)
-        self.num_tokens_kept = min(self.num_tokens_kept, start)
-        self.token_ids[start:] = token_ids
+        if num_rolled_back:
+            self.cut(start)
+        self.token_ids += token_ids
 
     def settle_jump(self) -> Jump:
         """Make the unsettled jump, which there is, final. Returns it."""
@@ -138,6 +141,7 @@ class Sequence:
     def cut(self, num_tokens: int) -> None:
         """Drop the tokens after the first `num_tokens`. Their progress is not changed."""
         self.num_tokens_kept = min(self.num_tokens_kept, num_tokens)
+        self.num_cuts += 1
         del self.token_ids[num_tokens:]
 
     @property

@@ -390,3 +390,43 @@ def test_equally_likely_tokens_come_in_the_order_of_their_ids_whatever_other_row
         assert mine == ((-0.5, 40), (-1.0, 3), (-1.0, 17)), others
     _, both = top_logprobs(logprobs, [0, 7])
     assert [token for _, token in both] == [40, 3, 17, 500, 900, 0, 1]
+
+
+class Read(list):
+    """Token ids that count how many of them were read."""
+
+    num_read = 0
+
+    def __getitem__(self, index):
+        found = super().__getitem__(index)
+        self.num_read += len(found) if isinstance(found, list) else 1
+        return found
+
+
+def test_counts_of_a_request_with_a_grammar_go_on_and_are_made_anew_where_a_jump_has_replaced_tokens():
+    """Each step draws the tokens of a sampler that counts all tokens anew, and reads the new ones only."""
+    sampler, logits, mask = Sampler(frozenset({EOS})), some_logits(), np.full(3, 0xFF, np.uint8).tobytes()
+    request = a_request(prompt=range(20), seed=7, frequency_penalty=1.5, repetition_penalty=1.3)
+    sequence = request.sequence
+
+    def sample() -> int:
+        """Draw a token, append it, and return the number of tokens that were read."""
+        [expected] = Sampler(frozenset({EOS})).sample(logits, rows([request]), [mask])
+        sequence.token_ids = Read(sequence.token_ids)
+        [found] = sampler.sample(logits, rows([request]), [mask])
+        assert found == expected
+        num_read = sequence.token_ids.num_read
+        sequence.token_ids.append(found.token_id)
+        return num_read
+
+    assert [sample() for _ in range(6)] == [20, 1, 1, 1, 1, 1]
+    sequence.begin_jump(0, [3, 3, 4])
+    assert sample() == 4, "a jump that only appends"
+    sequence.settle_jump()
+    sequence.begin_jump(2, [9, 9])
+    assert sample() == 30, "tokens that were counted are gone"
+    sequence.undo_jump()
+    assert sample() == sequence.num_tokens - 1
+    assert sample() == 1
+    request.cut_output(1)
+    assert [sample(), sample()] == [21, 1]
