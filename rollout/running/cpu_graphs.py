@@ -125,6 +125,7 @@ class _Recording(TorchDispatchMode):
         super().__init__()
         self._calls: list[Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]] = []
         self._pieces = _Pieces()
+        self._constants = _Constants()
         # Left, right and their sum, if that was the last call. The reference keeps their memory from being reused.
         self._sum: tuple[Tensor, Tensor, Tensor] | None = None
         self.refusal: str | None = None  # why the run cannot be recorded; it goes on unrecorded
@@ -162,24 +163,32 @@ class _Recording(TorchDispatchMode):
             return self._dispatched(func, args, kwargs or {})
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags or depends_on_data(func, args):
+        given = _tensors((args, kwargs))
+        is_constant = self._constants.hold_all(given)
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random or (depends_on_data(func, args) and not is_constant):
             self.refusal = self.refusal or f"{func} depends on the data"
         out = func(*args, **kwargs)
         if self.refusal is not None:
             return out
         if func._schema.is_mutable:
+            if not is_constant:
+                self._constants.note(given, False)
             self._add(func, args, kwargs, None)
             return out
         outs = _tensors(out)
+        if func is _aten.lift_fresh.default:  # of a number in the module's code
+            self._constants.note(outs, True)
         if not outs:
             return out
-        inputs = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        inputs = {tensor.untyped_storage().data_ptr() for tensor in given}
         if all(t.untyped_storage().data_ptr() in inputs or not t.numel() for t in outs):
             return out  # views
         if not isinstance(out, Tensor | tuple) or len(outs) != (1 if isinstance(out, Tensor) else len(out)):
             self.refusal = f"{func} has results other than tensors"
             return out
         kept = [self._pieces.like(tensor) for tensor in outs]
+        self._constants.note(kept, is_constant and func.overloadpacket not in _EMPTY)
         if func.overloadpacket not in _EMPTY:
             for own, tensor in zip(kept, outs, strict=True):
                 own.copy_(tensor)
@@ -202,6 +211,27 @@ class _Recording(TorchDispatchMode):
             return _quiet(lambda: _copy_each(func(*args, **kwargs), outs)), ()
 
         self._calls.append(make)
+
+
+class _Constants:
+    """Tensors that are made of numbers in the module's code alone: every step reads the same from them, on the host
+    too, as `torch.distributions` does to check its parameters."""
+
+    def __init__(self) -> None:
+        self._by_address: dict[int, Tensor] = {}  # of storages, which are kept: no other gets an address of theirs
+
+    def hold_all(self, tensors: list[Tensor]) -> bool:
+        """Return whether there are some, all of them constants."""
+        return bool(tensors) and all(t.untyped_storage().data_ptr() in self._by_address for t in tensors)
+
+    def note(self, tensors: list[Tensor], are_constant: bool) -> None:
+        """Note what was written into the tensors' memory."""
+        for tensor in tensors:
+            address = tensor.untyped_storage().data_ptr()
+            if are_constant and address:
+                self._by_address[address] = tensor.detach()
+            else:
+                self._by_address.pop(address, None)
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,11 @@ def _grouped(size: int) -> Call:
 
 def _attention(size: int) -> Call:
     """Attention of samples of one prompt, whose states in its beginning are kept."""
-    num = size << 1
+    num = size << 2
     keys, values = torch.zeros(2, 64, 1, 16), torch.zeros(2, 64, 1, 1)
     tables = torch.tensor([[0, 1]], dtype=torch.int32).expand(num, 2).contiguous()
     step = PagedStep(tables, torch.arange(num + 1, dtype=torch.int32), torch.full((num,), 66, dtype=torch.int32))
-    return partial(paged_attention, torch.zeros(num, 32, 16), keys, values, step, scale=1.0, path="native")
+    return partial(paged_attention, torch.zeros(num, 16, 16), keys, values, step, scale=1.0, path="native")
 
 
 def _selection(size: int) -> Call:

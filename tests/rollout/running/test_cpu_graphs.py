@@ -63,6 +63,11 @@ def results(step: _Step, x: Tensor, count: int, seed: int = 0) -> list[Tensor]:
 
 RULE = NormRule(1e-6)
 WEIGHT = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
+def with_checked_constants(x: Tensor) -> Tensor:
+    """Return the rows times a quantile of a distribution, which reads its parameters on the host to check them."""
+    return x * torch.distributions.Normal(0, 1).icdf(torch.tensor(0.95)) * torch.tensor([2.0, 3.0])[1].item()
+
+
 STEPS = {
     "kernels": lambda x: native_products(x, [(WEIGHT, None)])[0] + 1,
     "views": lambda x: x.view(2, 2, 16).transpose(0, 1).reshape(4, 16)[1:].unsqueeze(0),
@@ -73,6 +78,7 @@ STEPS = {
     "several results": lambda x: torch.add(*x.topk(3), alpha=2) + x.sort(descending=True)[0][:, :3],
     "several results, no out variant": lambda x: torch.add(*torch.frexp(x)),
     "rows by number": lambda x: x[torch.tensor([3, 0])],
+    "constants on the host": with_checked_constants,
     "memory used again": lambda x: ((((x + 1) * 2 - 3) / 4).abs() + x).contiguous(),
 }
 
@@ -154,6 +160,8 @@ UNRECORDABLE = {
     "an array by dlpack": lambda x: x * float(np.from_dlpack(x)[0, 0] > 9),
     "numbers in a list": lambda x: x * torch.tensor([x[0, 0] > 9, 1])[0],
     "numbers in a named list": lambda x: x * torch.as_tensor(data=[x[0, 0] > 9, 1])[0],
+    "a constant that was written to": lambda x: x * torch.tensor([1.0, 2.0]).add_(x[0, :2])[1].item(),
+    "a constant and data": lambda x: x * (torch.tensor([1.0, 2.0]) + x[0, :2])[1].item(),
     "a text": lambda x: x * len(repr(x)),
 }
 
