@@ -88,8 +88,10 @@ class Driver:
             return read()
 
     def take_inbox(self, limit: int | None = None) -> None:
-        """Queue the posted requests, at most `limit`. The caller holds the lock."""
-        self.inbox.hand_over(self._loop.queue, limit)
+        """Queue the posted requests, at most `limit`, and answer those that are aborted. The caller holds the lock."""
+        for request in self.inbox.hand_over(self._loop.queue, limit):
+            if request.aborted is not None:  # answered when the inbox has its id no more: it may come again at once
+                self._loop.abort(request, request.aborted)
 
     def take_posted(self) -> None:
         """Queue all requests that are posted by now. Between slices of them other threads have the engine, and steps
@@ -152,7 +154,7 @@ class Driver:
         with self.lock:
             phase.enter(admits=False)  # a borrower would need the lock
             try:
-                self.inbox.hand_over(self._loop.queue, SLICE)
+                self.take_inbox(SLICE)
                 self._step(most)
             finally:
                 self._waiters.wake_done()

@@ -32,6 +32,7 @@ from .gate import StepGate
 from .parts import Parts
 
 SLICE = 256  # requests that are aborted before other threads may use the engine
+ABORTED_IN_QUEUE = FinishReason("abort", message="Abort in waiting queue")  # SGLang's message
 
 
 class BetweenSteps:
@@ -280,4 +281,4 @@ class BetweenSteps:
 def _aborted(request: Request) -> FinishReason:
     """Return the reason of an abort without a message; the texts are SGLang's."""
     has_begun = request.sequence.state is not State.WAITING
-    return FinishReason("abort", message="Aborted" if has_begun else "Abort in waiting queue")
+    return FinishReason("abort", message="Aborted") if has_begun else ABORTED_IN_QUEUE

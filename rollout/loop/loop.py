@@ -191,7 +191,7 @@ class Loop:
         return True
 
     def abort(self, request: Request, reason: FinishReason) -> None:
-        """End a live request with its tokens so far; one that has ended is answered. No step may be in flight."""
+        """End a live request with its tokens so far; one that has ended is answered. It may be in no step in flight."""
         if request.finish_reason is None:
             self._managers.finish(request.id, reason)
         self._answer(request)

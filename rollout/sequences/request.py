@@ -49,6 +49,7 @@ class Request:
     # needs the host before the next one is drawn
     in_flight: InFlight = field(init=False, default_factory=InFlight)
     images: Images | None = None  # of its prompt
+    aborted: FinishReason | None = None  # before it came: it ends so, and never runs
     next_token: NextToken | None = None
     num_cached_tokens: int = 0
     num_retractions: int = 0  # also the incarnation: results of an earlier one are dropped

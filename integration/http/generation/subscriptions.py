@@ -233,7 +233,6 @@ class Hub:
 
     async def _queue(self, subscription: Subscription, prepare: Callable[[], Asked], *, streamed: bool) -> None:
         """Run `prepare` in a thread and queue its requests."""
-
         prompts: Sequence[Prompt] = ()  # those with images as the engine has read them
 
         def submit() -> list[list[str]]:
@@ -246,6 +245,7 @@ class Hub:
                 rids=asked.rids,
                 options=asked.options,
                 streamed=streamed,
+                aborted=preparing.aborted(),  # before a step of it, which may be without its grammar or its images
             )
 
         missing: list[Promise] = []

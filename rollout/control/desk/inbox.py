@@ -71,11 +71,11 @@ class Inbox:
         with self.lock:
             return list(self._requests.values())
 
-    def hand_over(self, queue: Callable[[Request], None], limit: int | None = None) -> None:
-        """Call `queue` with the requests, in order of arrival, and remove them, also the one at which it raises. limit:
-        at most so many; None: all. The caller holds the engine's lock."""
+    def hand_over(self, queue: Callable[[Request], None], limit: int | None = None) -> list[Request]:
+        """Call `queue` with the requests, in order of arrival, and remove them, also the one at which it raises;
+        returns them. limit: at most so many; None: all. The caller holds the engine's lock."""
         if not self._requests:  # asked before each step
-            return
+            return []
         with self.lock:
             taken = list(islice(self._requests.values(), limit))
         num_queued = 0
@@ -87,6 +87,7 @@ class Inbox:
             with self.lock:
                 for request in taken[:num_queued]:
                     del self._requests[request.id]
+        return taken
 
     @contextmanager
     def counted(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from ...check.image_check import checking_reader
 from ...completion import FinishReason
 from ...errors import EngineStopped
 from ...grammars.cache import Promise
-from ...loop.between_steps import BetweenSteps
+from ...loop.between_steps import ABORTED_IN_QUEUE, BetweenSteps
 from ...loop.parts import Parts
 from ...model.loading import media_tokens
 from ...request_options import RequestOptions
@@ -23,6 +23,7 @@ from .inbox import Inbox
 from .intake import CheckedPrompt, Intake, Params, Prompt, Settings
 from .mailboxes import Listener, Mailbox, Mailboxes
 
+NOT_ABORTED: Mapping[str, FinishReason | None] = {}
 T = TypeVar("T")
 
 
@@ -86,8 +87,10 @@ class RequestDesk:
         rids: Sequence[str] | None = None,
         options: Sequence[RequestOptions] | None = None,
         streamed: bool = True,
+        aborted: Mapping[str, FinishReason | None] = NOT_ABORTED,
     ) -> list[list[str]]:
-        """Queue prompts, all or none, and return the ids of each prompt's n sequences at once.
+        """Queue prompts, all or none, and return the ids of each prompt's n sequences at once. aborted: rids of
+        prompts that are answered as aborted before they run, with the reasons; None: SGLang's.
 
         The thread that runs the steps calls the listener with the chunks, or without `streamed` with the answers only.
         Raises ValueError for a bad prompt or setting, or an id that a live request or another of the prompts has, and
@@ -108,7 +111,7 @@ class RequestDesk:
                 raise EngineStopped("the engine's loop has ended") from self._driver.failure
             self._mailboxes.connect(ids, listener, streamed=streamed)
 
-        return self.post(prompts, settings, options, rids, connect)
+        return self.post(prompts, settings, options, rids, connect, aborted)
 
     def check(self, prompt: Prompt, params: Params, options: RequestOptions) -> CheckedPrompt:
         """Return a prompt as `submit` reads it, which may be submitted in its place. Raises the ValueError that
@@ -149,11 +152,13 @@ class RequestDesk:
         options: Sequence[RequestOptions],
         rids: Sequence[str | None],
         connect: Callable[[list[str]], object],
+        aborted: Mapping[str, FinishReason | None] = NOT_ABORTED,
     ) -> list[list[str]]:
         """Make the requests of some prompts and post them, all or none; return the ids of each prompt's sequences.
 
         Thousands take long to make: the inbox's lock, which a step needs to begin, is held only before, to claim their
-        ids and numbers, and after. connect: called with all ids under the lock, before they are posted.
+        ids and numbers, and after. connect: called with all ids under the lock, before they are posted. aborted: as of
+        `submit`.
         """
         self._parts.ranks.check_controller("requests")
         asked = list(zip(prompts, settings, options, rids, strict=True))
@@ -183,6 +188,8 @@ class RequestDesk:
                 made = self.intake.requests(prompt, setting, option, group, number + len(requests))
                 for request in made:
                     request.base_id = option.base_id or name
+                    if name in aborted:
+                        request.aborted = aborted[name] or ABORTED_IN_QUEUE
                 requests += made
             with self._inbox.lock:
                 self._driver.check_open()  # again: the engine may have been closed while the requests were made

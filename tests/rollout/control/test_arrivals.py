@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from lockstep.rollout.completion import StreamChunk
+from lockstep.rollout.completion import Completion, FinishReason, StreamChunk
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.control.desk.intake import Intake
 from lockstep.rollout.control.driver import SLICE
@@ -34,6 +34,18 @@ class Nobody:
         raise AssertionError(error)
 
 
+class Told(Nobody):
+    """A listener that keeps the answers by their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: dict[str, Completion] = {}
+
+    def on_chunk(self, chunk: StreamChunk) -> None:
+        if chunk.completion is not None:
+            self.ended[chunk.id] = chunk.completion
+
+
 @pytest.fixture
 def engine(make_model):
     torch.set_num_threads(1)
@@ -56,6 +68,28 @@ def test_a_step_takes_up_a_bounded_number_of_requests_in_their_order(engine):
         assert len(engine.driver.inbox) == MANY - num_steps * SLICE
     assert [request.id for request in engine.parts.sequences.requests()] == ids[: 3 * SLICE]
     assert engine.state()["num_waiting"] + engine.state()["num_running"] == MANY  # a report counts all
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+def test_requests_that_are_aborted_when_they_come_are_answered_and_never_run(engine, is_started):
+    told = Told()
+    if is_started:
+        engine.start()
+    params = [SamplingParams(n=2, max_new_tokens=3, ignore_eos=True)] * 3
+    reason = FinishReason("abort", message="enough")
+    engine.requests.submit([[5, 6]] * 3, params, told, rids=["a", "b", "c"], aborted={"a": reason, "c": None})
+    if not is_started:
+        engine.step()
+        assert {view.id for view in engine.live_sequences()} == {"b-0", "b-1"}
+    while not is_started and len(told.ended) < 6:
+        engine.step()
+    wait_until(lambda: len(told.ended) == 6)
+    assert {id: len(one.token_ids) for id, one in told.ended.items()} == {
+        "a-0": 0, "a-1": 0, "b-0": 3, "b-1": 3, "c-0": 0, "c-1": 0,
+    }  # fmt: skip
+    assert [told.ended[id].finish_reason.message for id in ("a-1", "c-1")] == ["enough", "Abort in waiting queue"]
+    engine.requests.submit([[5, 6]], [SamplingParams(max_new_tokens=0)], told, rids=["a-0"])  # the id is free again
+    engine.check_integrity()
 
 
 def test_reports_take_no_requests_from_the_inbox_and_sort_those_that_wait_once(engine, monkeypatch):
