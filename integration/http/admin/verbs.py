@@ -10,13 +10,15 @@ import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import Annotated, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from starlette.applications import Starlette
 from starlette.datastructures import State
 
+from ....rollout.completion import FinishReason
 from ....rollout.engine import Engine
 from ....weight_sync.deadline import Deadline
 from ...plain_values import plain
@@ -25,6 +27,7 @@ from ...service import RolloutService
 from ...weights.sources import OWN_FORMATS
 from ...weights.verbs import GROUP_NAME
 from ..edge.bodies import AdminBody, Timeout, fields_of, read_object
+from ..edge.early_aborts import note_abort
 from ..edge.errors import BadField, HttpError
 from .broadcasts import ForeignUpdate
 
@@ -66,6 +69,7 @@ async def call_verb(verb: str, request: Request) -> JSONResponse:
 
     is_foreign = verb == "update_weights_from_distributed" and arguments.get("load_format") not in OWN_FORMATS
     foreign = ForeignUpdate(request, str(arguments.get("group_name", GROUP_NAME)), is_foreign=is_foreign)
+    _note_abort(request.app, verb, arguments)
 
     def run(seconds_left: float | None) -> dict[str, object]:
         with _in_turn(state, verb, arguments, seconds_left or service.config.weight_timeout_s) as still_left:
@@ -77,6 +81,16 @@ async def call_verb(verb: str, request: Request) -> JSONResponse:
             f"/lockstep/{verb}", run, op_id=common.op_id, timeout_s=common.timeout_s, arguments=values
         )
     return JSONResponse(report)
+
+
+def _note_abort(app: Starlette, verb: str, arguments: Mapping[str, Any]) -> None:
+    """Note what a verb aborts, for the requests that the engine has not got yet."""
+    if verb == "pause_generation" and arguments.get("mode") == "abort":
+        note_abort(app, None)
+    elif verb == "abort_request" and (arguments.get("abort_all") or arguments.get("rid") is not None):
+        message = arguments.get("message")
+        reason = arguments.get("finished_reason") or (FinishReason("abort", message=message) if message else None)
+        note_abort(app, None if arguments.get("abort_all") else arguments["rid"], reason)
 
 
 @contextmanager

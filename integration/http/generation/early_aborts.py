@@ -23,9 +23,13 @@ class Preparing:
     was_noted: asyncio.Event = field(default_factory=asyncio.Event)  # one of them
 
     def aborted(self) -> dict[str, FinishReason | None]:
-        """Return the ids of the request that were aborted, with the reasons."""
-        rids = [] if self.asked is None else self.asked.rids
-        return {own: reason for rid, reason in reversed(self.aborts) for own in rids if rid in (None, own)}
+        """Return the ids of the request that were aborted, with the reasons. An abort may name the request that one of
+        them is a sample of."""
+        if self.asked is None:
+            return {}
+        options = zip(self.asked.rids, self.asked.options, strict=True)
+        names = {own: (None, own, option.base_id or own) for own, option in options}
+        return {own: reason for rid, reason in reversed(self.aborts) for own in names if rid in names[own]}
 
     @property
     def is_aborted(self) -> bool:
@@ -85,6 +89,6 @@ async def are_compiled(missing: Sequence[Promise], preparing: Preparing) -> bool
 
 
 def without_grammars(asked: Asked) -> Asked:
-    """Return a request without its grammars: it is aborted before a token of it counts."""
+    """Return a request without its grammars: it is aborted, and ends before it runs."""
     nothing: dict[str, None] = dict.fromkeys(GRAMMARS)
     return replace(asked, params=[replace(params, **nothing) for params in asked.params])  # type: ignore[arg-type]

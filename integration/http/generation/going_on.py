@@ -25,6 +25,7 @@ from ....rollout.engine import Engine
 from ....rollout.receipt import differences, guarantee
 from ....rollout.request_options import Begun, Renewal, RequestOptions
 from ....rollout.sampling_params import SamplingParams
+from ....rollout.sequences.request import fresh_ids
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField, HttpError
 from .asked import Asked
@@ -189,8 +190,8 @@ def _gone_on(asked: Asked, begun: BegunBody, rids: Sequence[str]) -> Asked:
             more = _beginning(one, begun, params, options, seed, index)
             parts.append((prompt, replace(params, n=1), replace(options, base_id=rid, **more)))
     prompts, each, options_each = zip(*parts, strict=True)
-    # Other ids: the first server's may still live here.
-    return Asked(prompts, each, options_each, [""] * num, grammar_field=asked.grammar_field)
+    # Other ids: the first server's may still live here. An abort finds them by their base_id.
+    return Asked(prompts, each, options_each, fresh_ids(num), grammar_field=asked.grammar_field)
 
 
 def _beginning(

@@ -147,7 +147,7 @@ class _Known:
         is_all = self._num_tokens == len(begun.token_ids)
         has_more = len(chunk.token_ids) > num or (chunk.completion is not None and not begun.has_ended)
         if chunk.completion is not None and not is_all:
-            raise self._diverged(self._num_tokens, "the answer ends here")
+            raise self._ended(self._num_tokens, chunk.completion)
         if begun.has_ended and len(chunk.token_ids) > num:
             raise self._diverged(self._num_tokens, "the answer goes on here")
         if not is_all or not has_more:
@@ -185,7 +185,7 @@ class _Known:
             return
         num = len(begun.token_ids)
         if len(completion.token_ids) < num:
-            raise self._diverged(len(completion.token_ids), "the answer ends here")
+            raise self._ended(len(completion.token_ids), completion)
         if (other := self._compare(0, completion.token_ids[:num], completion.logprobs[:num])) is not None:
             raise self._diverged(*other)
 
@@ -200,6 +200,13 @@ class _Known:
             if logprob != told and not (told is None and not math.isfinite(logprob)):
                 return _Other(at, f"the log-probability {told} was claimed, and {logprob} comes out")
         return None
+
+    def _ended(self, at: int, completion: Completion) -> HttpError:
+        """Make the error of an answer that ends before all that the client has has come again."""
+        reason = completion.finish_reason
+        if reason is not None and reason.type == "abort":
+            return HttpError(409, f"the begun answer was aborted: {reason.message}", code="aborted")
+        return self._diverged(at, "the answer ends here")
 
     def _diverged(self, at: int, why: str) -> HttpError:
         doubt = f" ({self._doubt})" if self._doubt else ""

@@ -55,6 +55,20 @@ def test_a_replaced_token_among_those_that_the_client_has_comes_again_with_them(
     assert (known.token_ids, fresh.token_ids, fresh.text) == ((5,), (6,), "f")
 
 
+def test_an_abort_before_all_has_come_again_is_called_by_its_name(make_end):
+    ended = make_end(chunk([1], "a"))
+    assert ended.completion is not None
+    reason = FinishReason("abort", message="enough")
+    aborted = replace(ended.completion, token_ids=(1,), logprobs=(1.0,), finish_reason=reason)
+    for read in (
+        lambda seam: seam.parts(0, [replace(ended, completion=aborted)]),
+        lambda seam: seam.completion(0, aborted),
+    ):
+        with pytest.raises(HttpError, match="was aborted: enough") as raised:
+            read(seam_of([1, 2], 2))
+        assert (raised.value.status, raised.value.code) == (409, "aborted")
+
+
 def test_another_token_is_named_at_once_where_none_replaces_it():
     with pytest.raises(HttpError, match="at output token 1 token 2 was claimed, and 7 is drawn") as raised:
         seam_of([1, 2], 2).parts(0, [chunk([1, 7], "ab")])
