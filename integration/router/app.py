@@ -194,8 +194,8 @@ def _add_admin(app: FastAPI) -> None:
         return Response(body, status, media_type="application/json")
 
     for verb, rule in RULES.items():
-        # Verbs that change a worker are never a GET; a worker refuses a method that it does not take.
-        methods = ["POST", "PUT"] if rule.is_change else ["GET", "POST", "PUT"]
+        # A worker refuses a method that it does not take.
+        methods = ["POST", "PUT"] if rule.is_change or rule.acts else ["GET", "POST", "PUT"]
         for path in (f"/{verb}", f"/lockstep/{verb}", f"/hicache/{verb}"):
             app.add_api_route(path, administer, methods=methods, include_in_schema=path == f"/{verb}")
     for path in (*ELSEWHERE, *(f"/{name}" for name in SAME)):

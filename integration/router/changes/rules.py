@@ -16,6 +16,7 @@ class Rule:
     """The rule of one verb."""
 
     is_change: bool = False  # waits for the change before it
+    acts: bool = False  # does something at the workers, as every change does: never a GET
     holds: bool = False  # its targets get no requests meanwhile
     journal: str = ""  # of an update: "opens" or "closes" a session, "writes", or "mends" after a failed update
     is_whole: bool = False  # replaces all weights in one call, so that it settles an update that only some refused
@@ -28,6 +29,7 @@ class Rule:
 _UPDATE = Rule(is_change=True, holds=True, journal="writes")
 _CHANGE = Rule(is_change=True, holds=True)
 _READ = Rule()
+_ACT = Rule(acts=True)
 _VERSION = Rule(one_version=True)
 # By the last part of the path, so that /lockstep/VERB follows the same rule. Other verbs are not broadcast.
 RULES: dict[str, Rule] = {
@@ -54,20 +56,20 @@ RULES: dict[str, Rule] = {
     "pull_weights": Rule(is_change=True),
     "weights_checker": _READ,  # but see `rule_for`
     "flush_cache": _READ,
-    "abort_request": _READ,
-    "finish_digest": _READ,
+    "abort_request": _ACT,
+    "finish_digest": _ACT,
     "state": _READ,
     "sequences": _READ,
     "server_info": _READ,
     "get_server_info": _READ,
     "get_weights_by_name": _READ,
-    "start_profile": _READ,
-    "stop_profile": _READ,
-    "pin_blocks": _READ,
-    "unpin_blocks": _READ,
-    "pin_prefix": _READ,
-    "unpin_prefix": _READ,
-    "evict_descendants": _READ,
+    "start_profile": _ACT,
+    "stop_profile": _ACT,
+    "pin_blocks": _ACT,
+    "unpin_blocks": _ACT,
+    "pin_prefix": _ACT,
+    "unpin_prefix": _ACT,
+    "evict_descendants": _ACT,
     "cache_tree": _READ,
     "model_info": _VERSION,
     "get_model_info": _VERSION,
@@ -81,8 +83,8 @@ RULES: dict[str, Rule] = {
     "is_paused": Rule(merge=("is_paused", all)),
     "is_sleeping": Rule(merge=("is_sleeping", all)),
     "get_world_size": Rule(merge=("world_size", sum)),
-    "abort_requests": Rule(merge=("aborted", sum)),
-    "reset_prefix_cache": Rule(merge=("success", all)),
+    "abort_requests": Rule(acts=True, merge=("aborted", sum)),
+    "reset_prefix_cache": Rule(acts=True, merge=("success", all)),
     "weight_info": _VERSION,
     "weight_checker": _READ,  # but see `rule_for`
     "init_weight_transfer_engine": _CHANGE,
@@ -120,20 +122,33 @@ def rule_for(verb: str, values: Mapping[str, object]) -> Rule:
 
 
 def aborted_by(call: WorkerCall, values: Mapping[str, object]) -> Abort | None:
-    """Return which requests a verb aborts; None where it aborts none."""
-    verb = verb_of(call.path)
-    if verb == "abort_request":
+    """Return which requests a call aborts at the workers; None where it aborts none, or no worker takes it."""
+    if call.method != "POST":
+        return None
+    if call.path in ("/abort_request", "/lockstep/abort_request"):
         reason = values.get("finished_reason")
-        said = values.get("abort_message") or (reason.get("message") if isinstance(reason, Mapping) else None)
+        said = values.get("abort_message") or values.get("message")
+        said = said or (reason.get("message") if isinstance(reason, Mapping) else None)
         rid, message = values.get("rid"), said if isinstance(said, str) and said else "Aborted"
         if values.get("abort_all"):
             return Abort(None, message)
         return Abort(frozenset({rid}), message) if isinstance(rid, str) and rid else None
-    if verb == "abort_requests":
+    if call.path in ("/abort_requests", "/inference/v1/abort_requests"):
         given = values.get("request_ids")
         rids = [one for one in given if isinstance(one, str)] if isinstance(given, list) else []
         if call.path == "/inference/v1/abort_requests":
             return Abort(frozenset(map(inference_name, rids)), "aborted by abort_requests")
         return Abort(frozenset(rids) if given else None, "aborted by abort_requests")
-    mode = values.get("mode") if verb == "pause_generation" else parse_qs(call.query).get("mode", [None])[0]
-    return Abort(None) if verb in ("pause_generation", "pause") and mode in (None, "abort") else None
+    return Abort(None) if _pause_mode(call, values) == "abort" else None
+
+
+def _pause_mode(call: WorkerCall, values: Mapping[str, object]) -> object:
+    """Return the mode of a pause, where none is given that of its path; None for another call."""
+    if call.path == "/pause":
+        return parse_qs(call.query).get("mode", ["abort"])[0]
+    if call.path == "/lockstep/pause_generation":
+        return values.get("mode", "retract")
+    if call.path == "/areal_pause_generation":  # reads none
+        return "abort"
+    given = values.get("mode")
+    return ("abort" if given is None else given) if call.path == "/pause_generation" else None

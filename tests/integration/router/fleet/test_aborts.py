@@ -26,8 +26,8 @@ MAX_LISTS = 1000
 EVERYTHING = Abort(None)
 
 
-def call(path: str, body: object = None, query: str = "") -> WorkerCall:
-    return WorkerCall("POST", path, query, (), json.dumps(body or {}).encode())
+def call(path: str, body: object = None, query: str = "", method: str = "POST") -> WorkerCall:
+    return WorkerCall(method, path, query, (), json.dumps(body or {}).encode())
 
 
 async def turns() -> None:
@@ -55,6 +55,12 @@ async def turns() -> None:
         ),
         (call("/pause_generation", {}), EVERYTHING),
         (call("/pause_generation", {"mode": "retract"}), None),
+        (call("/areal_pause_generation", {}), EVERYTHING),
+        (call("/lockstep/pause_generation", {"mode": "abort"}), EVERYTHING),
+        (call("/lockstep/pause_generation", {}), None),  # its own default is retract
+        (call("/lockstep/abort_request", {"abort_all": True, "message": "why"}), Abort(None, "why")),
+        (call("/abort_requests", {}, method="GET"), None),  # no worker takes it so
+        (call("/lockstep/abort_requests", {}), None),  # nor under this prefix
         (call("/pause", query="mode=abort"), EVERYTHING),
         (call("/pause", query="mode=keep"), None),
         (call("/flush_cache"), None),
@@ -62,6 +68,14 @@ async def turns() -> None:
 )
 def test_a_verb_says_which_requests_it_aborts(verb, expected):
     assert aborted_by(verb, json.loads(verb.body)) == expected
+
+
+@pytest.mark.slow
+def test_a_verb_that_acts_is_no_get(fleet):
+    for path in ("/abort_requests", "/abort_request", "/reset_prefix_cache", "/hicache/pin_blocks", "/start_profile"):
+        refused = fleet.http.get(path)
+        assert refused.status_code == 405 and "POST" in refused.headers["allow"], refused.text
+    assert not any(worker.asked("/abort_requests") for worker in fleet.workers)
 
 
 @pytest.mark.parametrize(
