@@ -69,6 +69,7 @@ class Admin:
         self._taking_back = TakingBack(updates, self._broadcast)
         self._lock = asyncio.Lock()
         self._running: tuple[str, float] | None = None  # the current change, and its start
+        self._beginning: str | None = None  # the name of the client whose session begins now
 
     async def run(
         self, verb: str, call: WorkerCall, values: Mapping[str, object], has_left: Callable[[], Awaitable[bool]]
@@ -163,7 +164,7 @@ class Admin:
     async def client_left(self, client: str, call: WorkerCall) -> None:
         """Take back the session that a client has begun and not ended, whose connection has closed, at all workers:
         also at those that have committed it already. call: that of its connection, with its key."""
-        if self.updates.client != client:
+        if client not in (self.updates.client, self._beginning):
             return
         try:
             async with self.changing("abort_weight_update", self._config.lock_limit_s):
@@ -257,8 +258,7 @@ class Admin:
         if verb in ("update_weights_from_distributed", "update_weights"):
             self._groups.check(group_of(verb, values), targets)
         known = await self.updates.open(verb, rule, targets)
-        if rule.journal == "opens":
-            self.updates.client = client_of(values)
+        self._beginning = client_of(values) if rule.journal == "opens" else None
         is_settled = False
         try:
             results = await self._change(verb, rule, call, values, targets)
@@ -275,7 +275,10 @@ class Admin:
                 results = await self._taking_back.revert_committed(call, values, results)
             lost = await self.updates.settle(verb, rule, results, known)
             is_settled = True
+            if rule.journal == "opens" and not all(result.is_refusal for result in results):
+                self.updates.client = self._beginning  # where all refuse it, an open session stays its client's
         finally:
+            self._beginning = None
             if not is_settled:
                 await self.updates.break_off(verb)
 
