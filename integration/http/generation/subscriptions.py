@@ -32,7 +32,6 @@ from ....rollout.control.desk.intake import Prompt
 from ....rollout.engine import Engine
 from ....rollout.errors import EngineStopped, GrammarError
 from ....rollout.grammars.cache import Promise
-from ....rollout.request_options import RequestOptions
 from ..edge.bodies import start_parsers
 from ..edge.config import HttpConfig
 from ..edge.disconnect import unless_gone
@@ -48,6 +47,7 @@ from .encoding import Encoder, encode
 from .grammar_limits import check_grammars
 from .limits import OpenEntries, RequestLimits
 from .loss_watch import LossWatch
+from .naming import WeightNaming
 from .sse import EventStream
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Hub:
     ) -> None:  # fmt: skip
         """Start the threads. loss: the reason why no request runs until the weights are updated; None: they run.
         name_weights: gives the weights a digest, which receipts need."""
-        self.engine, self._name_weights = engine, name_weights
+        self.engine = engine
         self.config = config or HttpConfig()
         self.limits = RequestLimits(engine, self.config)
         self.admission = Admission(engine, self.config)
@@ -140,6 +140,7 @@ class Hub:
         self._losses = LossWatch(loss, self.config.refusal_timeout_s, self.open)
         start_parsers()
         self._intake = start_pool(_INTAKE_THREADS, "lockstep-intake")
+        self._naming = WeightNaming(engine, name_weights, self._intake)
         self.image_threads = (
             self._intake if self.limits.images.no_images else start_pool(_IMAGE_THREADS, "lockstep-images")
         )
@@ -255,15 +256,16 @@ class Hub:
             subscription.check_here()
             subscription.asked = preparing.asked = prepare()
 
-        def begin() -> list[list[str]]:
+        def begin() -> list[list[str]] | None:
             if not subscription.has_images:
                 make()
             asked = subscription.asked
             check_grammars(asked.params, self.config, asked.grammar_field)
             self.entries.take(subscription, self.limits.num_open_entries(asked.prompts, asked.params, asked.options))
-            if asked.names_weights or any(map(self._has_receipt, asked.options)):
-                self._name_weights()
-            missing.extend(self.engine.requests.ask_grammars(asked.params))
+            return None if self._naming.is_due(asked) else go_on()
+
+        def go_on() -> list[list[str]]:
+            missing.extend(self.engine.requests.ask_grammars(subscription.asked.params))
             return [] if missing else submit()
 
         try:
@@ -271,6 +273,9 @@ class Hub:
                 await self._in_thread(make, subscription, self.image_threads)
                 prompts = await self._read(subscription, preparing)
             groups = await self._in_thread(begin, subscription, self._intake, missing)
+            if groups is None:
+                await self._naming.run()
+                groups = await self._in_thread(go_on, subscription, self._intake, missing)
             if missing:  # a grammar may take long, and there are few intake threads: wait in the event loop
                 try:
                     if not await are_compiled(missing, preparing):
@@ -298,10 +303,6 @@ class Hub:
             return read_images(self.engine, given, share, subscription.check_here, lambda: preparing.is_aborted)
 
         return await self._in_thread(read, subscription, self._reading, aborted=(preparing, partial(unread, given)))
-
-    def _has_receipt(self, options: RequestOptions) -> bool:
-        asked: object = options.return_receipt
-        return asked not in (None, False) or (asked is None and self.engine.config.receipts != "off")
 
     async def _in_thread(
         self, run: Callable[[], T], subscription: Subscription, threads: Executor, missing: Sequence[Promise] = (),

@@ -21,6 +21,7 @@ from lockstep.rollout.engine import Engine
 from lockstep.rollout.errors import EngineStopped, Overloaded
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.rollout.sequences.request import fresh_ids
 
 PATIENCE = 30.0
 PROMPTS = [[5, 6, 7], [8, 9]]
@@ -241,6 +242,39 @@ def test_first_of_cancels_the_other_one():
         assert await first_of(working, forever())
 
     asyncio.run(asyncio.wait_for(both(), PATIENCE))
+
+
+def test_requests_that_need_no_digest_do_not_wait_for_those_that_do(engine, monkeypatch):
+    """More of them wait than there are threads; the digest is computed once for all."""
+    naming, may_end, num_named = threading.Event(), threading.Event(), []
+
+    def name_weights() -> None:
+        num_named.append(1)
+        naming.set()
+        assert may_end.wait(PATIENCE)
+        engine.parts.sequences.weight_digest = "d"
+
+    def with_receipts() -> Asked:
+        return replace(asked(), options=[RequestOptions(return_receipt=True)] * 2, rids=fresh_ids(2))
+
+    async def ask(hub: Hub, prepare: Callable[[], Asked]) -> list[Completion]:
+        subscription = await hub.subscribe(prepare, streamed=False, size=SIZE)
+        return await subscription.completions()
+
+    async def several() -> None:
+        hub = Hub(engine, name_weights=name_weights)
+        waiting = [asyncio.ensure_future(ask(hub, with_receipts)) for _ in range(6)]
+        assert await asyncio.to_thread(naming.wait, PATIENCE)
+        assert len(await asyncio.wait_for(ask(hub, asked), PATIENCE)) == 2
+        waiting[0].cancel()
+        assert not any(one.done() for one in waiting)
+        may_end.set()
+        answers = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), PATIENCE)
+        assert isinstance(answers[0], asyncio.CancelledError)
+        assert all(one.receipt is not None for given in answers[1:] for one in given)
+
+    asyncio.run(several())
+    assert num_named == [1]
 
 
 def test_a_client_that_leaves_while_a_noted_abort_is_carried_out_leaves_no_sequence(engine, monkeypatch, until):
