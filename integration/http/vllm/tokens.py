@@ -9,14 +9,20 @@ from fastapi.responses import Response
 from pydantic import Field, StrictInt
 
 from ....rollout.engine import Engine
+from ....rollout.giving_way import give_way
 from ..admin.common import json_response
 from ..edge.bodies import Body, describe, fields_of, read_as
 from ..edge.errors import BadField
+from ..generation.answers import Answer
 from ..generation.body import refuse_unsupported
+from ..generation.encoding import encode
 from ..generation.limits import RequestLimits
 from ..generation.subscriptions import hub_of
 from ..observe.model_info import refuse_unknown_model
 from ..openai.chat_prompt import ChatPrompt, prompt_of, prompt_tokens
+
+_SLICE = 1024  # tokens that are named between two looks at what else waits
+_IDS_PER_COST, _COST_WITH_STRINGS = 16, 4  # of an answer, see `Encoder.run`
 
 router = APIRouter()
 
@@ -47,19 +53,27 @@ async def tokenize(request: Request) -> Response:
     """Convert a text or a conversation to token ids."""
     hub = hub_of(request.app)
 
-    def read(values: dict[str, object]) -> tuple[TokenizeBody, list[int] | ChatPrompt]:
+    def read(values: dict[str, object]) -> tuple[TokenizeBody, list[int] | ChatPrompt, list[str] | None]:
         refuse_unknown_model(request.app, values.get("model"), or_root=True)
         refuse_unsupported(values, ("chat_template",))
         hub.limits.long_lists(values, "prompt")
         body = fields_of(TokenizeBody, values)
-        return body, _token_ids(body, values, hub.engine, hub.limits)
+        ids = _token_ids(body, values, hub.engine, hub.limits)
+        is_known = body.return_token_strs and not isinstance(ids, ChatPrompt)
+        return body, ids, _strings(ids, hub.engine) if is_known else None
 
     # On a thread, also where the body is short: a template may take long.
-    body, ids = await read_as(request, read, is_slow=lambda values: True)
-    ids = await prompt_tokens(hub, ids)
-    strings = _tokenizer(hub.engine).convert_ids_to_tokens(ids) if body.return_token_strs else None
-    found = {"count": len(ids), "max_model_len": hub.engine.max_model_len, "tokens": ids, "token_strs": strings}
-    return json_response(found)
+    body, prompt, strings = await read_as(request, read, is_slow=lambda values: True)
+    ids = await prompt_tokens(hub, prompt)
+
+    def make() -> bytes:
+        shown = _strings(ids, hub.engine) if body.return_token_strs and strings is None else strings
+        return encode(
+            {"count": len(ids), "max_model_len": hub.engine.max_model_len, "tokens": ids, "token_strs": shown}
+        )
+
+    cost = len(ids) * (_COST_WITH_STRINGS if body.return_token_strs else 1) // _IDS_PER_COST
+    return Answer(await hub.encoder.run(make, cost), on_end=lambda: None)
 
 
 @router.post("/detokenize", openapi_extra=describe(DetokenizeBody))
@@ -93,6 +107,15 @@ def _token_ids(
     assert body.prompt is not None
     limits.characters(len(body.prompt), "prompt")
     return limits.tokenising.whole(body.prompt, adds_special=body.add_special_tokens is not False)
+
+
+def _strings(ids: list[int], engine: Engine) -> list[str]:
+    """Return the tokens' names in the vocabulary, and give way meanwhile."""
+    tokenizer, names = _tokenizer(engine), list[str]()
+    for at in range(0, len(ids), _SLICE):
+        give_way()
+        names += tokenizer.convert_ids_to_tokens(ids[at : at + _SLICE])
+    return names
 
 
 def _tokenizer(engine: Engine) -> Any:

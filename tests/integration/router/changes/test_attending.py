@@ -36,7 +36,9 @@ def test_a_refused_begin_of_another_client_leaves_the_session_to_its_own(fleet):
         with attending(fleet, "b"):
             assert fleet.post(BEGIN, {"client": "b"}).status_code >= 400
         assert fleet.post(BEGIN, {"client": "b"}).status_code >= 400
-    wait_until(lambda: taken_back(fleet) == [["a"], ["a"]], WAIT_S, "the session of the client that has left is taken back")
+    wait_until(
+        lambda: taken_back(fleet) == [["a"], ["a"]], WAIT_S, "the session of the client that has left is taken back"
+    )
 
 
 def test_the_session_of_a_client_that_leaves_while_it_begins_is_taken_back(fleet):
