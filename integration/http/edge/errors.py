@@ -27,6 +27,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -317,6 +318,10 @@ def install(app: FastAPI) -> None:
         field = ".".join(str(part) for part in first["loc"][1:])
         return error_response(request.scope["path"], BadField(field, first["msg"]))
 
+    async def answer_gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    app.add_exception_handler(ClientDisconnect, answer_gone)
     app.add_exception_handler(HTTPException, answer_http)
     app.add_exception_handler(RequestValidationError, answer_validation)
     for kind in (HttpError, ValueError, OSError, LockstepError, WeightSyncError, Exception):

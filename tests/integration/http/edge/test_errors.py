@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 from collections.abc import Iterator
 
 import httpx
 import pytest
 import torch
+from fastapi import FastAPI
+from starlette.requests import ClientDisconnect
 
 from lockstep.integration.http.admin.unsupported import router as unsupported
 from lockstep.integration.http.edge.auth import Level, level_of
 from lockstep.integration.http.edge.config import HttpConfig
-from lockstep.integration.http.edge.errors import as_http_error, error_body, error_response
+from lockstep.integration.http.edge.errors import as_http_error, error_body, error_response, install
 from lockstep.integration.http.server import serve_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout import errors as rollout_errors
@@ -43,6 +47,22 @@ def client() -> Iterator[httpx.Client]:
     ):
         yield client
     service.close()
+
+
+def test_a_client_that_leaves_is_no_error_of_the_server(caplog):
+    app = FastAPI()
+    install(app)
+
+    @app.get("/flush_cache")
+    async def wait() -> None:
+        raise ClientDisconnect
+
+    async def ask() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            return await client.get("/flush_cache")
+
+    assert asyncio.run(ask()).status_code == 499
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize(
