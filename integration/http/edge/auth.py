@@ -85,15 +85,16 @@ def needs_key(config: HttpConfig, level: Level) -> bool:
 def check_origin(config: HttpConfig, method: str, headers: Headers, level: Level = Level.ADMIN) -> None:
     """Refuse requests from web pages of other sites: a browser on this machine can reach the loopback address, too.
 
-    The Origin header shows such a page, and Sec-Fetch-Site where a browser sends no Origin, as for images: only the
-    open paths answer then. A page whose host name resolves to this machine is found by the Host header, wherever a
+    The Origin header shows such a page, and Sec-Fetch-Site also where a browser sends no Origin, as for images. Only the
+    open paths answer then, and these only to be read. A page whose host name resolves to this machine is found by the Host header, wherever a
     call needs no key. Raises HttpError 403.
     """
     host, origin = headers.get("host", ""), headers.get("origin")
-    if origin is not None and method not in ("GET", "HEAD") and origin.partition("://")[2] != host:
+    is_open = level is Level.OPEN and method in ("GET", "HEAD")
+    if origin is not None and not is_open and origin.partition("://")[2] != host:
         raise HttpError(403, f"a page of {origin} may not call this server", code="forbidden")
     site = headers.get("sec-fetch-site", "").lower()
-    if origin is None and level is not Level.OPEN and site in ("cross-site", "same-site"):
+    if level is not Level.OPEN and site in ("cross-site", "same-site"):
         raise HttpError(403, "a page of another site may not call this server", code="forbidden")
     name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
     has_keys = bool(config.api_key or config.admin_api_key)

@@ -170,9 +170,14 @@ def test_images_of_a_web_page_cannot_act_and_open_paths_may_be_linked(service):
     with serve_in_background(service, HttpConfig(port=0)) as server:
         image = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Dest": "image", "Sec-Fetch-Mode": "no-cors"}
         for path in ("/flush_cache?timeout=604800", "/weights_checker", "/state", "/generate", "/lockstep/sequences"):
-            assert httpx.get(server.url + path, headers=image).status_code == 403, path
+            for origin in ({}, {"Origin": "https://evil.example"}, {"Origin": server.url}):
+                assert httpx.get(server.url + path, headers=image | origin).status_code == 403, path
+            read = {"Origin": "https://evil.example"}  # by a browser that sends no Sec-Fetch-Site
+            assert httpx.get(server.url + path, headers=read).status_code == 403, path
         assert httpx.get(server.url, headers={**image, "Sec-Fetch-Mode": "navigate"}).status_code == 200
-        assert httpx.get(f"{server.url}/health", headers=image).status_code == 200
+        assert httpx.get(f"{server.url}/health", headers=image | read).status_code == 200
+        own = {"Origin": server.url, "Sec-Fetch-Site": "same-origin"}
+        assert httpx.get(f"{server.url}/state", headers=own).status_code == 200
 
 
 @pytest.mark.parametrize(
