@@ -18,7 +18,7 @@ from ...service import RolloutService
 from ...weights.host import Commit
 from ...weights.memory import MemoryReport
 from ...weights.verbs import GROUP_NAME
-from ..edge.bodies import AdminBody, Count, Timeout
+from ..edge.bodies import AdminBody, Count, Timeout, fields_of, read_as
 from ..edge.errors import HttpError
 from .common import endpoint, json_response, run, run_update, service_of, skipped, triple, verb
 
@@ -223,9 +223,11 @@ def update_weight_version(service: RolloutService, body: VersionBody, _: float |
 
 
 @router.get("/get_weights_by_name")
-async def get_weights_by_name(request: Request, name: str, truncate_size: int = 100) -> Response:
-    """Return values of a parameter as nested lists."""
-    return await _values(request, ByNameBody(name=name, truncate_size=truncate_size))
+async def get_weights_by_name(request: Request, name: str | None = None, truncate_size: int | None = None) -> Response:
+    """Return values of a parameter as nested lists. The fields are in the query, or in a body as for a POST."""
+    query = {"name": name, "truncate_size": truncate_size}
+    given: dict[str, object] = {key: value for key, value in query.items() if value is not None}
+    return await _values(request, await read_as(request, lambda values: fields_of(ByNameBody, values | given)))
 
 
 @endpoint(router, "/get_weights_by_name", ByNameBody)

@@ -382,6 +382,15 @@ def test_values_of_a_parameter_are_nested_lists_and_what_is_no_number_is_text(cl
     query = {"name": "lm_head.weight", "truncate_size": "3"}  # tied
     table = service.engine.model.module.model.embed_tokens.weight
     assert client.get("/get_weights_by_name", params=query).json() == table[:3, :3].tolist()
+    assert client.request("GET", "/get_weights_by_name", json=query).json() == table[:3, :3].tolist()
+    for given, told in (
+        ({"params": query | {"truncate_size": 0}}, "truncate_size: Input should be greater than or equal to 1"),
+        ({"params": query | {"truncate_size": "x"}}, "truncate_size: Input should be a valid integer"),
+        ({"json": {"truncate_size": 3}}, "name: Field required"),
+    ):
+        refused = client.request("GET", "/get_weights_by_name", **given)
+        message = refused.json()["message"]
+        assert refused.status_code == 400 and message.startswith(told) and "\n" not in message
 
 
 def test_the_checker_answers_in_sglangs_shape_with_our_digests_beside(client, service):
