@@ -24,6 +24,9 @@ from .calls import WorkerCall
 _MAX_WORDS = 200  # characters of an error of the transport
 _NO_DESCRIPTOR = {errno.EMFILE, errno.ENFILE}
 _NO_WAY = {errno.ENETUNREACH, errno.EADDRNOTAVAIL}  # of an address of a family that this machine does not have
+# An idle connection is used no more after so long: well before a worker closes it (idle_timeout_s, 5 s), which would
+# cut a call off that is just sent.
+KEPT_S = 2.0
 
 
 class WorkerFailed(Exception):
@@ -88,7 +91,7 @@ class Wire:
 
     def __init__(self, verify: ssl.SSLContext, connect_timeout_s: float, num_kept: int) -> None:
         """Prepare connections. num_kept: idle connections that stay open; 0: a new connection for each call."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=num_kept)
+        limits = httpx.Limits(max_keepalive_connections=num_kept, keepalive_expiry=KEPT_S)
         self._transport = httpx.AsyncHTTPTransport(verify=verify, trust_env=False, limits=limits)
         self._connect_timeout_s = connect_timeout_s
 

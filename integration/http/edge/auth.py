@@ -85,9 +85,9 @@ def needs_key(config: HttpConfig, level: Level) -> bool:
 def check_origin(config: HttpConfig, method: str, headers: Headers, level: Level = Level.ADMIN) -> None:
     """Refuse requests from web pages of other sites: a browser on this machine can reach the loopback address, too.
 
-    The Origin header shows such a page, and Sec-Fetch-Site also where a browser sends no Origin, as for images. Only the
-    open paths answer then, and these only to be read. A page whose host name resolves to this machine is found by the Host header, wherever a
-    call needs no key. Raises HttpError 403.
+    The Origin header shows such a page, and Sec-Fetch-Site also where a browser sends no Origin, as for images. Only
+    the open paths answer then, and these only to be read. A page whose host name resolves to this machine is found by
+    the Host header, wherever a call needs no key. Raises HttpError 403.
     """
     host, origin = headers.get("host", ""), headers.get("origin")
     is_open = level is Level.OPEN and method in ("GET", "HEAD")

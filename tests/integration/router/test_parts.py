@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import ssl
 import stat
 import time
 from pathlib import Path
@@ -23,7 +24,17 @@ from lockstep.integration.router.fleet.groups import rank_offsets
 from lockstep.integration.router.fleet.roster import Roster, RosterUnwritable
 from lockstep.integration.router.fleet.worker import Health, Hold, Worker
 from lockstep.integration.router.fleet.workers import WorkerRegistry
+from lockstep.integration.router.wire import KEPT_S, Wire
 from lockstep.tests.support.full_disks import no_file_above
+
+# -- connections -----------------------------------------------------------------------------------------------------
+
+
+def test_a_kept_connection_is_given_up_well_before_its_worker_closes_it():
+    """A worker that closes it while a call is sent would cut that call off, and look dead."""
+    pool = Wire(ssl.create_default_context(), 5.0, num_kept=4)._transport._pool
+    assert pool._keepalive_expiry == KEPT_S <= HttpConfig().idle_timeout_s / 2
+
 
 # -- balance ---------------------------------------------------------------------------------------------------------
 
