@@ -141,10 +141,12 @@ class Session:
         for rid, turn in self.turns.items():
             if turn.parent is parent or (turn.parent is not None and turn.parent.rid in gone):
                 gone.add(rid)
+        digests: set[bytes] = set()
         for rid in gone:
             turn = self.turns.pop(rid)
             self.num_bytes -= turn.num_bytes
-            if turn.digest:
-                others = [one for one in self._by_digest.pop(turn.digest) if one is not turn]
-                if others:
-                    self._by_digest[turn.digest] = others
+            digests.add(turn.digest)
+        for digest in digests & self._by_digest.keys():  # thousands of turns may have one
+            left = [one for one in self._by_digest.pop(digest) if one.rid not in gone]
+            if left:
+                self._by_digest[digest] = left

@@ -330,6 +330,28 @@ def test_a_replaced_turn_is_no_branch():
     assert session.leaves == ["d"]
 
 
+def test_thousands_of_replaced_turns_of_one_conversation_are_looked_through_once():
+    class Noted(dict[bytes, list[Turn]]):
+        num_taken = 0
+
+        def pop(self, *arguments: Any) -> Any:
+            self.num_taken += 1
+            return super().pop(*arguments)
+
+    session = Session("a", 0, SessionOptions(), 100.0, 0.0)
+    session._by_digest = by_digest = Noted()
+    before = session.num_bytes
+    kept, others = Turn("k", None, 0, array("i", [1]), 1, None, (), digest=b"same"), []
+    session.add(kept, replaces=False)
+    for at in range(100):
+        others.append(Turn(str(at), kept, 1, array("i", [2]), 1, None, (), digest=b"same" if at else b"another"))
+        session.add(others[-1], replaces=False)
+    new = Turn("n", kept, 1, array("i", [3]), 1, None, (), digest=b"new")
+    assert session.add(new, replaces=True) and by_digest.num_taken == 2
+    assert by_digest == {b"same": [kept], b"new": [new]} and [*session.turns] == ["k", "n"]
+    assert session.num_bytes == before + kept.num_bytes + new.num_bytes
+
+
 def test_a_branch_with_other_thoughts_goes_on_from_the_turn_before():
     base = first_turn([user("hi")], "yes]", reasoning_content="hm")
     given = [user("hi"), assistant("yes", reasoning_content="no"), user("so")]
