@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..edge.errors import BadField
+from ..edge.nesting import parse_text
 from ..images.pictures import SentPicture
 
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -88,8 +89,8 @@ def _call(call: object, field: str) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
+            arguments = parse_text(arguments or "{}")
+        except ValueError as error:
             raise BadField(f"{field}.function.arguments", f"are no JSON: {error}") from None
     return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
 

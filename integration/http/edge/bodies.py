@@ -35,6 +35,7 @@ from .disconnect import unless_gone
 from .errors import BadField, HttpError
 from .field_kinds import entries_of, numbers_of, several_kinds_of
 from .json_slices import TooManyLists, parse_in_slices
+from .nesting import MAX_NESTING, TooDeep, check_nesting
 from .threads import run_giving_way, start_pool
 
 MAX_TIMEOUT_S = 7 * 86400.0
@@ -199,11 +200,14 @@ def parse_object(data: bytes, max_lists: int | None = None) -> dict[str, object]
         text = data.decode("utf-8")
         if len(data) <= _WHOLE_BYTES:
             value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+            check_nesting(value, text)
         else:
-            num = max_lists or len(data)
-            value = parse_in_slices(text, num, parse_constant=_refuse_constant, parse_float=_finite)
-    except RecursionError:
-        raise HttpError(400, "the body is nested too deeply") from None
+            value = parse_in_slices(
+                text, max_lists or len(data), parse_constant=_refuse_constant, parse_float=_finite,
+                max_nesting=MAX_NESTING,
+            )  # fmt: skip
+    except (RecursionError, TooDeep):
+        raise HttpError(400, f"the body is {TooDeep()}") from None
     except TooManyLists:
         message = f"the body has more than {max_lists} lists and objects (max_body_lists)"
         raise HttpError(413, message, code="too_large") from None

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 
 from ....rollout.giving_way import give_way
+from .nesting import TooDeep, lists_in
 
 _WINDOW = 1 << 14  # characters of a slice
 _ROW = 16  # entries of a long list that are encoded together
@@ -29,11 +31,13 @@ def parse_in_slices(
     *,
     parse_constant: Callable[[str], object],
     parse_float: Callable[[str], object] | None = None,
+    max_nesting: int = sys.maxsize,
 ) -> object:
-    """Parse one JSON value. Raises ValueError as `json.loads`, RecursionError for deep nesting, and TooManyLists for
-    more lists, objects, and keys of objects longer than a slice than `max_lists`."""
+    """Parse one JSON value. Raises ValueError as `json.loads`, RecursionError for deep nesting, or TooDeep for a deeper
+    one than `max_nesting`, and TooManyLists for more lists, objects, and keys of objects longer than a slice than
+    `max_lists`."""
     decoder = json.JSONDecoder(parse_constant=parse_constant, parse_float=parse_float)
-    parser = _Parser(text, decoder, max_lists)
+    parser = _Parser(text, decoder, max_lists, max_nesting)
     value, at = parser.value(parser.skip(0))
     if parser.skip(at) != len(text):
         raise json.JSONDecodeError("Extra data", text, at)
@@ -43,8 +47,9 @@ def parse_in_slices(
 class _Parser:
     """The parser of one text. `at` is a place in the text; each method returns the place after what it has read."""
 
-    def __init__(self, text: str, decoder: json.JSONDecoder, max_lists: int) -> None:
+    def __init__(self, text: str, decoder: json.JSONDecoder, max_lists: int, max_nesting: int) -> None:
         self._text, self._left = text, max_lists
+        self._depth_left = max_nesting  # less the lists and objects around the place
         self._decode = decoder.decode
         self._scan: Callable[[str, int], tuple[object, int]] = decoder.scan_once  # type: ignore[attr-defined]
         self._window, self._base = "", 0  # a copy of a part of the text, and its place
@@ -63,7 +68,11 @@ class _Parser:
         if found is not None:
             return found
         self._count(1)
-        return self._list(at) if first == "[" else self._object(at)
+        self._check_depth(1)
+        self._depth_left -= 1
+        found = self._list(at) if first == "[" else self._object(at)
+        self._depth_left += 1
+        return found
 
     def _scalar(self, at: int) -> tuple[object, int]:
         try:
@@ -83,7 +92,9 @@ class _Parser:
                         return None
                 else:
                     has_more = any(self._window.find(mark, start + 1, end) >= 0 for mark in "[{")
-                    self._count(_num_lists(value) if has_more else 1)
+                    num, depth = lists_in(value) if has_more else (1, 1)  # type: ignore[arg-type]
+                    self._count(num)
+                    self._check_depth(depth)
                     return value, self._base + end
             self._window, self._base = self._text[at : at + _WINDOW], at
         return None
@@ -138,18 +149,9 @@ class _Parser:
         if self._left < 0:
             raise TooManyLists
 
-
-def _num_lists(value: object) -> int:
-    """Count the lists and objects of a value, itself included."""
-    num, todo = 0, [value]
-    while todo:
-        entry = todo.pop()
-        if isinstance(entry, dict):
-            entry = list(entry.values())
-        if isinstance(entry, list):
-            num += 1
-            todo += [one for one in entry if isinstance(one, dict | list)]
-    return num
+    def _check_depth(self, depth: int) -> None:
+        if depth > self._depth_left:
+            raise TooDeep
 
 
 def _has_long_entries(value: list[object] | tuple[object, ...]) -> bool:

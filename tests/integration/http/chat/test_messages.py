@@ -80,7 +80,8 @@ def test_a_call_that_is_none_is_refused_by_its_place(url):
             assert answer.json()["error"]["param"] == f"messages.1.tool_calls.{place}"
 
 
-def test_arguments_that_are_nested_too_deeply_for_the_template_are_an_error_of_the_request(url):
-    deep = {**CALL, "function": {"name": "add", "arguments": "[" * 900 + "]" * 900}}
+@pytest.mark.parametrize(("depth", "place"), [(512, "messages"), (513, "messages.1.tool_calls.0.function.arguments")])
+def test_arguments_that_are_nested_too_deeply_for_the_template_are_an_error_of_the_request(url, depth, place):
+    deep = {**CALL, "function": {"name": "add", "arguments": "[" * depth + "]" * depth}}
     for answer in answers(url, [USER, {"role": "assistant", "tool_calls": [deep]}]):
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, place)

@@ -92,6 +92,11 @@ def test_encoding_in_slices_is_the_encoding_of_json():
         ('"\\udc00"', "a: has a lone surrogate"),
         ('"\\\\ud83d\\ude00"', "a: has a lone surrogate"),  # a backslash, letters, and half a character
         ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ("[" * 512 + "]" * 512, "nested too deeply: more than 512"),  # with the body itself one too many
+        ("[1, " * 512 + "1" + "]" * 512, "nested too deeply: more than 512"),
+        ('{"b": ' * 512 + "1" + "}" * 512, "nested too deeply: more than 512"),
+        ("[[], " + "[{}, [" * 256 + "]]" * 256 + "]", "nested too deeply: more than 512"),
+        (f'[["{"x" * 9000}", ' * 256 + "1" + "]]" * 256, "nested too deeply: more than 512"),  # longer than slices
     ],
 )
 @pytest.mark.parametrize("padding", [0, LONG])
@@ -100,6 +105,14 @@ def test_long_bodies_are_refused_for_what_short_ones_are(inside, says, padding):
     with pytest.raises(HttpError) as caught:
         parse_object(body.encode())
     assert caught.value.status == 400 and says in caught.value.message
+
+
+@pytest.mark.parametrize("padding", [0, LONG])
+def test_bodies_of_the_deepest_nesting_are_read_and_brackets_of_texts_are_none(padding):
+    deepest = "[" * 511 + "]" * 511
+    body = '{{"pad": [{}1], "a": {}, "b": "{}"}}'.format("1," * padding, deepest, "[" * 3000)
+    value = parse_object(body.encode())
+    assert json.dumps(value["a"]) == deepest and value["b"] == "[" * 3000
 
 
 @pytest.mark.parametrize(
