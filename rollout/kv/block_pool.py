@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from itertools import chain
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class BlockPool:
@@ -57,5 +60,5 @@ class FreeIds(Set[int]):
         return len(self._fresh) + sum(block not in self._fresh for block in self._returned)
 
     @classmethod
-    def _from_iterable(cls, blocks: object) -> Set[int]:  # the results of & and |
-        return frozenset(blocks)  # type: ignore[call-overload]
+    def _from_iterable(cls, blocks: Iterable[T]) -> Set[T]:  # the results of & and |
+        return frozenset(blocks)

@@ -63,6 +63,8 @@ def results(step: _Step, x: Tensor, count: int, seed: int = 0) -> list[Tensor]:
 
 RULE = NormRule(1e-6)
 WEIGHT = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
+
+
 def with_checked_constants(x: Tensor) -> Tensor:
     """Return the rows times a quantile of a distribution, which reads its parameters on the host to check them."""
     return x * torch.distributions.Normal(0, 1).icdf(torch.tensor(0.95)) * torch.tensor([2.0, 3.0])[1].item()
