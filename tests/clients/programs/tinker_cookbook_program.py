@@ -63,22 +63,23 @@ class Group(EnvGroupBuilder):
 
 
 class Groups(RLDataset):
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, num_steps: int) -> None:
+        self._name, self._num_steps = name, num_steps
 
     def get_batch(self, index: int):
         return [Group(self._name) for _ in range(3)]
 
     def __len__(self) -> int:
-        return NUM_STEPS
+        return self._num_steps
 
 
 @chz.chz
 class GroupsBuilder(RLDatasetBuilder):
     name: str
+    num_steps: int
 
     async def __call__(self):
-        return Groups(self.name), None
+        return Groups(self.name, self.num_steps), None
 
 
 class Conversations(SupervisedDataset):
@@ -105,10 +106,10 @@ def metrics_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def reinforcement(url: str, name: str, folder: Path, **settings: object) -> list[dict]:
+def reinforcement(url: str, name: str, folder: Path, num_steps: int, **settings: object) -> list[dict]:
     """Run the RL loop. Returns the metrics of its steps."""
     config = rl.Config(
-        learning_rate=3e-2, dataset_builder=GroupsBuilder(name=name), model_name=name, recipe_name="test",
+        dataset_builder=GroupsBuilder(name=name, num_steps=num_steps), model_name=name, recipe_name="test",
         max_tokens=8, log_path=str(folder), eval_every=0, save_every=5, renderer_name="role_colon", lora_rank=8,
         base_url=url, **settings,
     )  # fmt: skip
@@ -119,7 +120,8 @@ def reinforcement(url: str, name: str, folder: Path, **settings: object) -> list
 def main(url: str, _folder: str, name: str) -> None:
     with tempfile.TemporaryDirectory() as logs:
         reference = rl.KLReferenceConfig(base_model=name)
-        found = reinforcement(url, name, Path(logs, "rl"), kl_penalty_coef=0.001, kl_reference_config=reference)
+        penalty = {"kl_penalty_coef": 0.001, "kl_reference_config": reference}
+        found = reinforcement(url, name, Path(logs, "rl"), NUM_STEPS, learning_rate=3e-2, **penalty)
         rewards = [one["env/all/reward/total"] for one in found]
         gaps = [one[f"optim/kl_sample_train_{kind}"] for one in found for kind in ("v1", "v2")]
         assert len(found) == NUM_STEPS and rewards[-1] > rewards[0] + 0.1, rewards
@@ -127,9 +129,12 @@ def main(url: str, _folder: str, name: str) -> None:
         print(f"cookbook, RL: the reward rises from {rewards[0]:.2f} to {rewards[-1]:.2f}, kl_sample_train is 0.0")
 
         ahead = rl.AsyncConfig(max_steps_off_policy=2, groups_per_batch=3, loss_fn="importance_sampling")
-        found = reinforcement(url, name, Path(logs, "ahead"), async_config=ahead)
+        # Ratios of samples that are two steps old have no clip here: at the rate above they hinder each other.
+        found = reinforcement(url, name, Path(logs, "ahead"), 2 * NUM_STEPS, learning_rate=1e-2, async_config=ahead)
         rewards = [one["env/all/reward/total"] for one in found]
+        ages = [one["training_client/step"] - one["sampling_client/step_min"] for one in found]
         assert len(found) > 1 and rewards[-1] > rewards[0] + 0.1, rewards
+        assert 0 < max(ages) <= ahead.max_steps_off_policy, ages
         print(f"cookbook, RL off policy: the reward rises from {rewards[0]:.2f} to {rewards[-1]:.2f}")
 
         folder = Path(logs, "supervised")
