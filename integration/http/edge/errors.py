@@ -319,7 +319,7 @@ def install(app: FastAPI) -> None:
         return error_response(request.scope["path"], BadField(field, first["msg"]))
 
     async def answer_gone(request: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # which has no reader
 
     app.add_exception_handler(ClientDisconnect, answer_gone)
     app.add_exception_handler(HTTPException, answer_http)

@@ -240,14 +240,9 @@ class Hub:
             subscription.check_here()
             asked = subscription.asked
             return self.engine.requests.submit(
-                prompts or asked.prompts,
-                asked.params,
-                subscription,
-                rids=asked.rids,
-                options=asked.options,
-                streamed=streamed,
-                aborted=preparing.aborted(),  # before a step of it, which may be without its grammar or its images
-            )
+                prompts or asked.prompts, asked.params, subscription, rids=asked.rids, options=asked.options,
+                streamed=streamed, aborted=preparing.aborted(),  # it may be without its grammar or its images
+            )  # fmt: skip
 
         missing: list[Promise] = []
         preparing = self.early_aborts.begin()

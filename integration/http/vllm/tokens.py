@@ -59,8 +59,9 @@ async def tokenize(request: Request) -> Response:
         hub.limits.long_lists(values, "prompt")
         body = fields_of(TokenizeBody, values)
         ids = _token_ids(body, values, hub.engine, hub.limits)
-        is_known = body.return_token_strs and not isinstance(ids, ChatPrompt)
-        return body, ids, _strings(ids, hub.engine) if is_known else None
+        if isinstance(ids, ChatPrompt) or not body.return_token_strs:
+            return body, ids, None
+        return body, ids, _strings(ids, hub.engine)
 
     # On a thread, also where the body is short: a template may take long.
     body, prompt, strings = await read_as(request, read, is_slow=lambda values: True)
