@@ -14,12 +14,10 @@ import asyncio
 import json
 import math
 import os
-import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import islice
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import Request
@@ -36,6 +34,7 @@ from .errors import BadField, HttpError
 from .field_kinds import entries_of, numbers_of, several_kinds_of
 from .json_slices import TooManyLists, parse_in_slices
 from .nesting import MAX_NESTING, TooDeep, check_nesting
+from .surrogates import may_have_surrogates, refuse_surrogates
 from .threads import run_giving_way, start_pool
 
 MAX_TIMEOUT_S = 7 * 86400.0
@@ -43,13 +42,7 @@ QUICK_BYTES = 1 << 12  # a body up to this length, with few lists and objects, i
 _QUICK_LISTS = 32
 _WHOLE_BYTES = 1 << 16  # a body up to this length is not parsed in slices
 _LONG_BYTES = 1 << 20  # longer bodies wait for each other, and shorter ones not for them
-_WINDOW = 1 << 18  # bytes that a pattern searches at a time
 _ENTRIES_A_SLICE = 1 << 12
-# Escapes that may be a lone surrogate: a first half without a second one, the reverse, or any behind a backslash.
-_SURROGATE = re.compile(
-    rb"\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
-    rb"|[c-fC-F](?<!\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD].)|[89a-fA-F](?<=\\\\u[dD].))"
-)
 
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
 Divisor = Annotated[float, Field(gt=0, le=MOST_TEMPERATURE, allow_inf_nan=False)]  # of logits
@@ -215,21 +208,13 @@ def parse_object(data: bytes, max_lists: int | None = None) -> dict[str, object]
         raise HttpError(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise HttpError(400, f"the body must be a JSON object, not {_kind(value)}")
-    if _may_have_surrogates(data):
+    if may_have_surrogates(data):
         try:
-            _refuse_surrogates(value)
+            refuse_surrogates(value)
         except BadField:
             let_go(value)
             raise
     return value
-
-
-def _may_have_surrogates(data: bytes) -> bool:
-    for at in range(0, len(data), _WINDOW):
-        give_way()
-        if _SURROGATE.search(data, at, at + _WINDOW + 16):
-            return True
-    return False
 
 
 def is_quick(data: bytes) -> bool:
@@ -347,34 +332,6 @@ def _finite(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text[:40]} is larger than any number can be")
     return value
-
-
-def _refuse_surrogates(values: dict[str, object]) -> None:
-    """Refuse a text that has half of a surrogate pair. Raises BadField naming the field of the body."""
-    for name, value in values.items():
-        _check_text(name, "a key")
-        walks: list[Iterator[object]] = [iter([value])]
-        while walks:
-            give_way()
-            for item in islice(walks[-1], _ENTRIES_A_SLICE):
-                if isinstance(item, str):
-                    _check_text(item, name)
-                elif isinstance(item, dict):
-                    walks += [iter(item), iter(item.values())]
-                    break
-                elif isinstance(item, list):
-                    walks.append(iter(item))
-                    break
-            else:
-                if walks[-1].__length_hint__() == 0:  # type: ignore[attr-defined]  # of lists' and dicts' iterators
-                    walks.pop()
-
-
-def _check_text(text: str, where: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadField(where, "has a lone surrogate, which is no character") from None
 
 
 def let_go(values: dict[str, object]) -> None:

@@ -10,7 +10,7 @@ import tracemalloc
 
 import pytest
 
-from lockstep.integration.http.edge import bodies, json_slices
+from lockstep.integration.http.edge import bodies, json_slices, surrogates
 from lockstep.integration.http.edge.bodies import parse_object
 from lockstep.integration.http.edge.errors import HttpError
 from lockstep.integration.http.edge.json_slices import TooManyLists, encode_in_slices, parse_in_slices
@@ -149,7 +149,7 @@ def test_a_refused_body_of_millions_of_texts_holds_no_other_thread(monkeypatch):
         tracemalloc.reset_peak()
         bodies.let_go(values)
         assert values == {"a": []} and len(slices) - num >= 100
-        bodies._refuse_surrogates({"a": ["é"] * 500_000})
+        surrogates.refuse_surrogates({"a": ["é"] * 500_000})
         assert tracemalloc.get_traced_memory()[1] - before < 16 << 20
     finally:
         tracemalloc.stop()
