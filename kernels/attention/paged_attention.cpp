@@ -148,18 +148,20 @@ void attend(const Problem& p, const std::vector<Item>& rows, int threads, float*
 
 template <typename T, typename Tile>
 void attend_all(const Problem& p, int threads) {
-  static thread_local std::vector<float> memory;
+  static thread_local memory::Kept<float> kept;
+  std::unique_ptr<float[]> own;
+  float* saved = nullptr;
   const int64_t positions = std::max<int64_t>(1, QUERY_ROWS / (p.num_heads / p.num_kv_heads));
   // Runs are short enough that each thread gets some of them.
   const int64_t largest = std::min(positions, p.num_sequences * p.num_kv_heads / (2 * threads));
   std::vector<int64_t> shared;
   const std::vector<Item> beginnings = shared_beginnings(p, largest, shared);
   if (!beginnings.empty()) {
-    const int64_t size = p.query_start[p.num_sequences] * p.num_heads * (2 * W + Tile::padded(p.value_width));
-    if ((int64_t)memory.size() < size) memory.resize(size);
-    attend<T, Tile>(p, beginnings, threads, memory.data());
+    // By row of the step, of which only those that share a beginning are touched.
+    saved = memory::take(p.query_start[p.num_sequences] * p.num_heads * (2 * W + Tile::padded(p.value_width)), kept, own);
+    attend<T, Tile>(p, beginnings, threads, saved);
   }
-  attend<T, Tile>(p, rows_alone(p, positions, shared), threads, memory.data());
+  attend<T, Tile>(p, rows_alone(p, positions, shared), threads, saved);
 }
 
 // Writes new rows into the cache before attention reads it.

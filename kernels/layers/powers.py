@@ -1,9 +1,10 @@
 """Powers and other functions of which PyTorch computes the last few elements of a tensor, in each thread, with another
 routine than the rest, and sums to one number, which it divides among threads.
 
-On a CPU in fp32: powers with exponents other than those of `_EXACT`, and of numbers to tensors, exp2, sinh, atan2,
-logaddexp. They are composed here of functions in which no element depends on its place (see `activation.py`), in fp64
-and rounded, so that a result is as near as PyTorch's. In half precisions only the power -0.5 showed a difference.
+On a CPU in fp32: powers with exponents other than those of `_EXACT`, and of numbers to tensors, exp2, sinh, cosh,
+atanh, atan2, logaddexp. They are composed here of functions in which no element depends on its place (see
+`activation.py`), in fp64 and rounded, so that a result is as near as PyTorch's. In half precisions only the power -0.5
+showed a difference.
 """
 
 from __future__ import annotations
@@ -43,6 +44,21 @@ def sinh(x: Tensor) -> Tensor:
         return torch.copysign(0.5 * (grown + grown / (grown + 1)), x)
 
     return _composed(compose, torch.sinh, x)
+
+
+def cosh(x: Tensor) -> Tensor:
+    """Compute the hyperbolic cosine, any shape, differentiable once."""
+
+    def compose(x: Tensor) -> Tensor:
+        grown = torch.exp(x.abs())
+        return 0.5 * (grown + 1 / grown)
+
+    return _composed(compose, torch.cosh, x)
+
+
+def atanh(x: Tensor) -> Tensor:
+    """Compute the inverse hyperbolic tangent, any shape, differentiable once."""
+    return _composed(lambda x: 0.5 * torch.log1p(2 * x.abs() / (1 - x.abs())), torch.atanh, x)
 
 
 def atan2(y: Tensor, x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class NormRule:
 
 def rms_norm(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
     """Compute x [...,D] / rms(x) * weight [D]; x, weight and result share a dtype; differentiable once in both.
-    Raises ValueError for a weight of another size."""
+    Raises ValueError for a weight of another size or dtype."""
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _RMSNorm.apply(x, weight, rule)
     return _forward(x, weight, rule)
@@ -70,6 +70,8 @@ def _forward(x: Tensor, weight: Tensor, rule: NormRule) -> Tensor:
         refuse_other_memory("rms_norm", x=x, weight=weight)
     if weight.shape != x.shape[-1:]:
         raise ValueError(f"rms_norm: x is {list(x.shape)} and weight {list(weight.shape)}")
+    if weight.dtype != x.dtype:
+        raise ValueError(f"rms_norm: x is {x.dtype} and weight {weight.dtype}")
     if triton_serves(x.device):
         from . import triton_rms_norm  # Triton is imported only where it is used
 

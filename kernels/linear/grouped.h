@@ -3,6 +3,7 @@
 #pragma once
 #include <omp.h>
 
+#include <memory>
 #include <vector>
 
 #include "linear/linear_call.h"
@@ -90,12 +91,12 @@ void visit_experts(const Grouped& call, const std::vector<int64_t>& first, int64
 template <typename T, typename Multiply>
 void multiply_grouped(const Grouped& call, int threads, Multiply multiply) {
   static thread_local std::vector<int64_t> first_routes, routes;
-  static thread_local std::vector<T> rows_of_x;
+  static thread_local memory::Kept<T> kept;
   // The threads below have thread-locals of their own; they use these of the caller.
   std::vector<int64_t>&first = first_routes, &order = routes;
   sort_routes(call, first, order);
-  if ((int64_t)rows_of_x.size() < call.R * call.K) rows_of_x.resize(call.R * call.K);
-  T* x = rows_of_x.data();
+  std::unique_ptr<T[]> own;
+  T* x = memory::take(call.R * call.K, kept, own);  // a copy of the rows, in the order of the experts
   const int64_t columns = call.N * (call.is_gated ? 2 : 1);
   const bool is_worth_threads =
       threads > 1 && columns * call.K > SERIAL_WEIGHTS && columns * call.K * call.R > SERIAL_WORK;

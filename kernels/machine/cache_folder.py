@@ -4,21 +4,33 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+
+_ABANDONED_S = 3600  # no compilation takes as long
 
 
 class UnsafeCache(ValueError):
     """A cache whose files another user could have put there; the message names it and the remedy."""
 
 
+class NoHome(OSError):
+    """This user has no home, and no other folder is set; the message names the remedy."""
+
+
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return the folder's path; it may not exist."""
+    """Return the folder's path; it may not exist. Raises NoHome where the user has none."""
     if environ.get("LOCKSTEP_CACHE_DIR"):
         return Path(environ["LOCKSTEP_CACHE_DIR"])
     home = environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "lockstep"
+    try:
+        return (Path(home) if home else Path.home() / ".cache") / "lockstep"
+    except RuntimeError as error:  # a user id without an entry and without $HOME, as in containers
+        raise NoHome("there is no home for compiled kernels: set LOCKSTEP_CACHE_DIR to a folder") from error
 
 
 def make_folder(folder: Path) -> None:
@@ -40,3 +52,12 @@ def check_owner(path: Path) -> None:
         f"the kernel cache {path} {why}, so that another user could have put code there: "
         f"make it yours (chmod go-w, chown) or set LOCKSTEP_CACHE_DIR to a folder of your own"
     )
+
+
+def remove_abandoned(path: Path) -> None:
+    """Remove what processes that were killed have left beside `path` as they wrote it, in folders of its stem's name.
+    Raises OSError."""
+    for left in path.parent.glob(f"{path.stem}-*"):
+        with suppress(FileNotFoundError):  # another process has removed it
+            if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                shutil.rmtree(left)

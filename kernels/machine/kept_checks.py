@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from . import native
-from .cache_folder import UnsafeCache, cache_folder, check_owner, make_folder
+from .cache_folder import NoHome, UnsafeCache, cache_folder, check_owner, make_folder, remove_abandoned
 from .switches import is_on
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ def keep(kind: str, subject: Iterable[object], value: Mapping[str, object]) -> N
         return
     try:
         make_folder(path.parent)
+        remove_abandoned(path)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-") as work:
             written = Path(work) / "value"
             written.write_text(json.dumps(value))
@@ -74,9 +75,13 @@ def _path(kind: str, subject: Iterable[object]) -> Path | None:
     """Return the path of a value; None where checks are not kept."""
     if not is_on("LOCKSTEP_KEPT_CHECKS"):
         return None
+    try:
+        folder = cache_folder(os.environ)
+    except NoHome:
+        return None
     parts = [*_machine(), *map(repr, subject)]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-    return cache_folder(os.environ) / f"{kind}-{digest}.json"
+    return folder / f"{kind}-{digest}.json"
 
 
 def _machine() -> list[str]:
@@ -93,7 +98,8 @@ def _machine() -> list[str]:
 
 def _compiler() -> str:
     try:
-        return native.compiler_version(native.find_compiler(os.environ))
+        compiler = native.find_compiler(os.environ)
+        return "\0".join([*compiler[1:], native.compiler_version(compiler)])
     except native.NativeUnavailable as reason:
         return str(reason)
 

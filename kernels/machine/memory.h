@@ -1,13 +1,38 @@
-// Kernels that find no memory for their scratch: an error that leaves a function of a library, or a parallel region, ends
-// the process, so it is caught there and returned as a number, of which native.py makes a MemoryError.
+// The scratch of kernels. Where one finds no memory for it, an error that leaves a function of a library, or a parallel
+// region, ends the process, so it is caught there and returned as a number, of which native.py makes a MemoryError.
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <new>
 
 namespace memory {
 
 constexpr int64_t NONE_LEFT = INT64_MIN;  // what such a kernel returns; no other result
+
+constexpr int64_t KEPT_BYTES = int64_t(128) << 20;  // to touch new memory costs some percent of the work on it
+
+// Uninitialised memory that a thread keeps from call to call.
+template <typename T>
+struct Kept {
+  std::unique_ptr<T[]> data;
+  int64_t size = 0;
+};
+
+// Takes uninitialised memory for a call. More than KEPT_BYTES is its own, and is given back as the call ends.
+template <typename T>
+T* take(int64_t size, Kept<T>& kept, std::unique_ptr<T[]>& own) {
+  if (size * (int64_t)sizeof(T) > KEPT_BYTES) {
+    own.reset(new T[size]);
+    return own.get();
+  }
+  if (kept.size < size) {
+    kept.size = 0;
+    kept.data.reset(new T[size]);
+    kept.size = size;
+  }
+  return kept.data.get();
+}
 
 // Does a kernel's work at the edge of its library. Returns 0, or NONE_LEFT.
 template <typename Work>

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from .cache_folder import cache_folder, check_owner, make_folder
+from .cache_folder import NoHome, cache_folder, check_owner, make_folder, remove_abandoned
 from .switches import is_on
 
 logger = logging.getLogger(__name__)
@@ -167,9 +167,13 @@ def build(source: Path, environ: Mapping[str, str], more_flags: Sequence[str] = 
     version = compiler_version(compiler)
     flags = [*compile_flags(environ), *more_flags]
     openmp = _openmp_link_flags(is_clang="clang" in version)
-    path = cache_folder(environ) / f"{source.stem}-{_digest(source, version, [*flags, *openmp])}.so"
+    try:
+        folder = cache_folder(environ)
+    except NoHome as error:
+        raise BuildFailed(str(error)) from error
+    path = folder / f"{source.stem}-{_digest(source, [*compiler[1:], version], [*flags, *openmp])}.so"
     started = time.perf_counter()
-    _make_folder(path.parent)
+    _make_folder(folder)
     if path.exists():
         check_owner(path)
         try:
@@ -235,8 +239,9 @@ def _openmp_link_flags(is_clang: bool) -> list[str]:
     return ["-fopenmp"]
 
 
-def _digest(source: Path, compiler_version: str, flags: list[str]) -> str:
-    parts = [*flags, compiler_version, processor()]
+def _digest(source: Path, compiler: list[str], flags: list[str]) -> str:
+    """Name a library. compiler: the arguments of its command, and what it says of itself."""
+    parts = [*flags, *compiler, processor()]
     parts += [file.read_text() for file in [source, *sorted({*source.parent.glob("*.h"), *KERNELS.rglob("*.h")})]]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
@@ -253,6 +258,7 @@ def processor() -> str:
 
 def _compile(compiler: tuple[str, ...], source: Path, flags: list[str], link_flags: list[str], path: Path) -> None:
     try:
+        remove_abandoned(path)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.stem}-") as work:
             compiled, linked = f"{work}/kernel.o", f"{work}/kernel.so"
             _run([*compiler, *flags, INCLUDE_FLAG, "-c", str(source), "-o", compiled])

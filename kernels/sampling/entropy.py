@@ -19,7 +19,7 @@ _MAX_WIDENED = 1 << 22  # logits that are widened to float32 at a time
 
 def row_entropy(logits: Tensor, temperature: Tensor | float) -> Tensor:
     """Compute the entropy float32 [R], in nats, of softmax(logits / temperature). logits [R, V]; temperature: one, or
-    float32 [R]; as in `scaled_logprobs` a number under GREEDY_BELOW stands for 1.
+    float32 [R]; as in `scaled_logprobs` one under GREEDY_BELOW stands for 1.
 
     Differentiable once in the logits. The backward pass does nothing where the entropy is in no loss.
     """

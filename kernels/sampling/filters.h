@@ -1,6 +1,7 @@
 // The tokens of a row that top-k, top-p and min-p keep, as reference.py defines them: tokens are ranked by logit, equal
 // ones by id, and masses are integers, so that no order of addition matters.
 #pragma once
+#include <limits>
 #include <type_traits>
 
 #include "sampling/rows.h"
@@ -159,7 +160,7 @@ class Filter {
     if (limits.top_k <= (int64_t)groups.size()) {  // k groups have a logit that is at least this: the count decides
       auto kth = groups.begin() + (limits.top_k - 1);
       std::nth_element(groups.begin(), kth, groups.end(), std::greater<float>());
-      halve_at(std::nextafterf(*kth, -INFINITY), false);
+      halve_at(below(*kth), false);
     }
     int64_t few = std::clamp<int64_t>(row.V / 128, 64, 1024);
     auto is_wide = [&] { return above_low.count - above_high.count > few; };
@@ -172,6 +173,12 @@ class Filter {
       if (!halved && !halve_at(between(low, high), weighs)) break;
     }
     return last_of(low, high, above_high);
+  }
+
+  // Returns a number below x: the next one, but no denormal number, which a processor that flushes them takes for 0.
+  static float below(float x) {
+    float next = std::nextafterf(x, -INFINITY);
+    return std::fabs(next) < std::numeric_limits<float>::min() ? -std::numeric_limits<float>::min() : next;
   }
 
   // Returns a number in the middle of all floats between the two; one of them if there is none.

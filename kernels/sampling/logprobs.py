@@ -24,11 +24,11 @@ _MAX_WIDENED = 1 << 20  # logits that the PyTorch path widens to float32 at a ti
 def scaled_logprobs(logits: Tensor, temperature: Tensor | float) -> Tensor:
     """Compute log_softmax(logits / temperature) over the full vocabulary, in float32.
 
-    logits [R, V]; temperature a number, or float32 [R], positive. Each row depends on itself alone. Differentiable in
-    the logits: the trainer calls these same functions on its logits, so both compute the same log-probabilities. A
-    number under GREEDY_BELOW stands for 1, as in the engine's greedy answers. Raises ValueError for a negative one, and
-    for one that float32 has not (an engine takes at most 1e6: from about 1e38 on its inverse is a denormal number), and
-    for logits of another number of dimensions.
+    logits [R, V]; temperature a number, or float32 [R]. Each row depends on itself alone. Differentiable in the logits:
+    the trainer calls these same functions on its logits, so both compute the same log-probabilities. A temperature
+    under GREEDY_BELOW stands for 1, as in the engine's greedy answers. Raises ValueError for a negative number, and for
+    one that float32 has not (an engine takes at most 1e6: from about 1e38 on its inverse is a denormal number), and for
+    logits of another number of dimensions.
     """
     refuse_other_memory("scaled_logprobs", logits=logits)
     _refuse_other_shapes(logits)
@@ -74,7 +74,8 @@ def per_row(temperature: Tensor | float, logits: Tensor) -> Tensor:
     if isinstance(temperature, Tensor):
         if temperature.shape not in ((), (1,), (len(logits),)):
             raise ValueError(f"temperatures of shape {list(temperature.shape)} for {len(logits)} rows of logits")
-        return temperature.to(logits.device, torch.float32).reshape(-1)
+        divisors = temperature.to(logits.device, torch.float32).reshape(-1)
+        return divisors.masked_fill((divisors >= 0) & (divisors < GREEDY_BELOW), 1.0)
     if not 0 <= temperature <= _MOST_FLOAT:
         raise ValueError(f"a temperature of {temperature}, not one from 0 to {_MOST_FLOAT:.4g}")
     temperature = 1.0 if temperature < GREEDY_BELOW else temperature

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,16 @@ def test_a_variable_that_changes_instructions_asks_for_a_new_check(
 ) -> None:
     kept_checks.keep("check", SUBJECT, VALUE)
     monkeypatch.setenv(name, "avx2")
+    assert kept_checks.kept("check", SUBJECT, VALUE) is None
+
+
+def test_other_arguments_of_the_compiler_ask_for_a_new_check(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        [compiler, *_] = native.find_compiler(os.environ)
+    except native.NativeUnavailable:
+        pytest.skip("needs a C++ compiler")
+    kept_checks.keep("check", SUBJECT, VALUE)
+    monkeypatch.setenv("CXX", f"{compiler} -ffast-math")
     assert kept_checks.kept("check", SUBJECT, VALUE) is None
 
 

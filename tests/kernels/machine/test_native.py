@@ -134,6 +134,50 @@ def test_a_compiler_may_have_arguments(source: Path, tmp_path: Path) -> None:
     assert answer(native.build(source, environment(tmp_path, CXX=f"env {path} -DANSWER=42"))) == 42
 
 
+@needs_compiler
+def test_other_arguments_of_a_compiler_make_another_library(source: Path, tmp_path: Path) -> None:
+    source.write_text(SOURCE.replace("42", "ANSWER"))
+    [path, *_] = native.find_compiler(os.environ)
+    for number in (42, 43, 42):
+        assert answer(native.build(source, environment(tmp_path, CXX=f"{path} -DANSWER={number}"))) == number
+
+
+@needs_compiler
+def test_what_killed_compilations_left_is_removed_and_not_what_another_one_writes(source: Path, tmp_path: Path) -> None:
+    library = native.build(source, environment(tmp_path)).path
+    library.unlink()
+    left, written, other = (library.parent / f"{stem}-x" for stem in (library.stem, f"{library.stem}-now", "other"))
+    for folder in (left, written, other):
+        folder.mkdir()
+        (folder / "kernel.o").write_text("half")
+    for folder in (left, other):
+        os.utime(folder, (0, 0))
+    assert native.build(source, environment(tmp_path)).path == library
+    assert sorted(library.parent.iterdir()) == sorted([library, written, other])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes a user without an entry")
+def test_a_user_without_a_home_is_told_what_to_set(source: Path) -> None:
+    code = f"""if True:
+        import os
+        from pathlib import Path
+        from lockstep.kernels.machine import kept_checks, native
+        os.setuid(54321)
+        del os.environ["HOME"]
+        try:
+            native.build(Path({str(source)!r}), {{"PATH": os.environ["PATH"]}})
+        except native.BuildFailed as error:
+            assert "set LOCKSTEP_CACHE_DIR" in str(error), error
+            kept_checks.keep("check", [1], {{"a": 1}})
+            assert kept_checks.kept("check", [1], ["a"]) is None
+            print("told")
+    """
+    environ = {**os.environ, "LOCKSTEP_KEPT_CHECKS": "1", "HOME": "/"}
+    environ = {name: value for name, value in environ.items() if name not in ("LOCKSTEP_CACHE_DIR", "XDG_CACHE_HOME")}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout == "told\n"
+
+
 @pytest.mark.parametrize("name", ["LOCKSTEP_NATIVE", "LOCKSTEP_TRITON", "LOCKSTEP_KEPT_CHECKS", "LOCKSTEP_HUGE_PAGES"])
 def test_a_switch_is_0_or_1(name: str) -> None:
     assert [is_on(name, {name: value}) for value in ("", "0", "1")] == [True, False, True] and is_on(name, {})

@@ -66,3 +66,5 @@ def test_it_is_refused_by_name(call: Callable[..., object], message: str, needs_
 def test_a_norm_with_a_weight_of_another_size_is_refused() -> None:
     with pytest.raises(ValueError, match=r"rms_norm: x is \[2, 8\] and weight \[0\]"):  # ungathered, of ZeRO-3
         rms_norm(ROWS, torch.ones(0), NormRule(1e-6))
+    with pytest.raises(ValueError, match=r"rms_norm: x is torch.bfloat16 and weight torch.float32"):
+        rms_norm(torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(8), NormRule(1e-6))

@@ -97,3 +97,28 @@ def test_a_kernel_without_memory_for_its_scratch_is_an_error_and_not_the_end(
     with no_more_memory(), pytest.raises(MemoryError, match="finds no memory for its scratch"):
         large()
     small()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def test_large_scratch_is_given_back_with_its_call():
+    size = 12288
+    call = _grouped(size)  # whose copy of x is 192 MiB
+    before = _resident_bytes()
+    call()
+    assert _resident_bytes() - before < size * 4096 * 4 / 2
+
+
+def test_rows_beside_those_that_share_a_beginning_take_no_memory_for_its_states():
+    heads, width, num_prompts = 32, 128, 256
+    rows = torch.tensor([0, 1, 1] + [16] * num_prompts).cumsum(0).to(torch.int32)
+    tables = torch.zeros(num_prompts + 2, 5, dtype=torch.int32)
+    tables[:2] = torch.arange(5)
+    step = PagedStep(tables, rows, torch.tensor([70, 70] + [16] * num_prompts, dtype=torch.int32))
+    keys = torch.zeros(8, 16, 2, width)
+    query = torch.zeros(int(rows[-1]), heads, width)
+    before = _resident_bytes()
+    out = paged_attention(query, keys, keys, step, scale=1.0, path="native")
+    assert _resident_bytes() - before < out.nbytes + query.nbytes / 2

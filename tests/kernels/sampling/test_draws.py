@@ -116,6 +116,18 @@ def test_temperatures_and_shapes_that_do_not_fit_are_refused(dtype):
 
 
 @PATHS
+def test_a_temperature_that_means_greedy_stands_for_one_in_tensors_as_in_numbers(dtype):
+    logits, ids = some_logits(4, 257, dtype), torch.arange(4)
+    temperatures = torch.tensor([0.0, 0.7, 1e-7, 1.0])
+    selected, scaled = selected_logprobs(logits, ids, temperatures), scaled_logprobs(logits, temperatures)
+    for row, number in enumerate((0.0, 0.7, 1e-7, 1.0)):
+        one = logits[row : row + 1]
+        assert torch.equal(selected[row : row + 1], selected_logprobs(one, ids[row : row + 1], number))
+        assert torch.equal(scaled[row : row + 1], scaled_logprobs(one, number))
+    assert torch.equal(selected[0], selected_logprobs(logits[:1], ids[:1])[0])
+
+
+@PATHS
 @pytest.mark.parametrize("name", ["temperatures", "seeds", "top_k", "top_p", "min_p", "positions"])
 def test_settings_that_lie_apart_in_memory_are_read_as_those_that_lie_together(dtype, name):
     num_rows, logits = 64, some_logits(64, 257, dtype)
@@ -276,6 +288,24 @@ def test_nearly_equal_policies_draw_the_same_token_as_often_as_they_can(dtype):
     assert 0.003 < distance < 0.05
     assert differ < at_most + 4 * math.sqrt(at_most / count)
     assert differ_by_running_sum > 3 * differ
+
+
+def test_denormal_numbers_that_the_processor_flushes_change_no_draw():
+    """The last of the k most likely tokens has the logit 0: the number before it is a denormal one."""
+    logits = torch.full((1, 64), -3.0)
+    logits[0, [5, 9, 11]] = torch.tensor([4.0, 0.0, 0.0])
+
+    def drawn() -> set[int]:
+        settings = (settings_of(1, temperature=3.0, seed=seed, top_k=3, top_p=0.05) for seed in range(100))
+        return {int(draw_tokens(logits, its, torch.tensor([0])).token_ids) for its in settings}
+
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor flushes none")
+    try:
+        assert drawn() == {5}
+    finally:
+        torch.set_flush_denormal(False)
+    assert drawn() == {5}
 
 
 @PATHS
