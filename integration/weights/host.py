@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from itertools import count
+from pathlib import Path
+
+import torch
 
 from ...rollout.engine import Engine
 from ...rollout.errors import LockstepError, SamplingRefused
+from ...rollout.held_signals import Uninterrupted
 from ...rollout.loop.commands import HoldReport, OnCommit
-from ...weight_sync.errors import WeightSyncError
+from ...weight_sync.delta.apply import Check
+from ...weight_sync.delta.stream import DeltaManifest
+from ...weight_sync.errors import DigestMismatch, WeightSyncError
 from ...weight_sync.transaction.host import SessionHost
 from ...weight_sync.transaction.records import SessionRecord
 from ...weight_sync.transaction.transaction import Coverage, Undo, WeightTransaction
@@ -22,6 +28,9 @@ from .options import DigestTime, UpdateOptions
 from .rank_weights import ReplicaWeights
 
 logger = logging.getLogger(__name__)
+
+Holding = Callable[[], AbstractContextManager[None]]
+AS_A_WHOLE = Uninterrupted()  # for changes of bytes and of their version, which belong together
 
 # The reasons to refuse sampling.
 _SESSION, _REVERT, _POISONED, _UNWRITTEN, _TORN = "session", "revert", "poisoned", "unwritten", "torn"
@@ -48,6 +57,7 @@ class _Standing:
     digest: str | None
     undefined: frozenset[str]  # tensors with undefined values
     refusals: Mapping[str, str]  # reasons to refuse sampling from them, which the commit removed
+    keeps_running: bool = False  # requests that were paused in_place went on with the commit, and so with its revert
     num_forgotten: int = 0  # of the roots, once the commit is published: grows with a write that has no commit
 
 
@@ -80,15 +90,16 @@ class EngineHost(SessionHost):
         self._commit_everywhere, self._on_lease_over = commit_everywhere, on_lease_over
         self._end_pause = end_pause
         self.last_commit: Commit | None = None
+        self.rolled_back: Callable[[], None] = lambda: None  # called where a session was rolled back
         self._before = _Standing(engine.weight_version, engine.weight_digest, frozenset(), {})
         self._next = _Prepared({}, None, frozenset(), True)
         self._transaction: WeightTransaction | None = None  # of the open session
         self._beside: WritesBeside | None = None  # of the open session
         self._digest_time: DigestTime = "now"
         self._in_flight: OnCommit | None = None  # of the next commit
+        self._keeps_running = False  # the next commit lets requests that are paused in_place go on
         self._continues = False  # generation was paused by the client of the last explicit session, for it alone
         self._client: str | None = None  # of the last explicit session, if it has a name
-        self._reverts = count(1)  # numbers of the reverts, each of which refuses steps for itself
         self.reads: str | None = None  # the folder that the open session has read last
         # The folder of the weights, that an update has read or the engine was made from, and their epoch.
         made_from = engine.model.folder
@@ -115,7 +126,7 @@ class EngineHost(SessionHost):
         """Open a transaction; see `SessionHost`. A digest that is owed is computed before the next write, or never."""
         self._roots.finish_digest()
         self._roots.forget_fresh()
-        self._digest_time = "now"
+        self._digest_time, self._keeps_running, self._in_flight = "now", False, None
         self._transaction = self._weights.transaction(coverage, undo)
         self._beside = WritesBeside(self._engine.model)
         self._transaction.before_overwriting = self._beside.look
@@ -147,7 +158,7 @@ class EngineHost(SessionHost):
             lift.append(_TORN)
         version = record.version if record.version is not None else engine.weight_version
         digest = engine.weight_digest if ready.has_written_alone else None  # a revert leaves what others wrote
-        before = _Standing(engine.weight_version, digest, self._roots.undefined, {})
+        before = _Standing(engine.weight_version, digest, self._roots.undefined, {}, self._keeps_running)
         report = engine.weights.commit_weights(
             version, ready.digest, lift=lift, refuse=_refusal_of(ready.undefined), in_flight=self._in_flight
         )
@@ -180,14 +191,17 @@ class EngineHost(SessionHost):
             self._roots.forget()
             why = f"the weights are poisoned ({why}): only a full, verified update in a session heals them"
             self._engine.weights.refuse_sampling(why, _POISONED)
+        self.finish_copies()  # of the old bytes
         self._engine.weights.before_sampling = None
         self._engine.weights.allow_sampling(_SESSION, None if is_revert else written)
+        self.rolled_back()
 
     def on_dropped(self) -> None:
         """Record a session without writes; see `SessionHost`."""
         written = self._drop_transaction()
         self._engine.weights.before_sampling = None
-        if not self._replica.is_alone:  # sampling was stopped here, and could not be stopped on another rank
+        # Sampling was stopped here, and could not be stopped on another rank, or an interrupt came right after it.
+        if self._engine.weights.refusal_under([_SESSION]) is not None:
             self._engine.weights.allow_sampling(_SESSION, written)
 
     def on_expired(self) -> None:
@@ -215,6 +229,13 @@ class EngineHost(SessionHost):
         """Roll back an expired session; see `SessionHost`."""
         self._on_lease_over()
 
+    def finish_copies(self) -> None:
+        """Wait for the copies that this thread has started. Its stream may be the caller's own, and steps run on
+        another one, which does not wait for it."""
+        device = self._engine.model.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
     def _drop_transaction(self) -> set[str]:
         """Return the names of the tensors that it alone has written, restored or not."""
         written = self._written_alone()
@@ -233,6 +254,30 @@ class EngineHost(SessionHost):
         found = self._replica.gather_made("written beside", lambda: look(self._written_alone()))
         return {name for names in found for name in names}
 
+    def require_base(self, delta: DeltaManifest, check: Check, folder: Path) -> None:
+        """Check, in an update, that the weights as they are now are those that a delta was made from, or its result, by
+        their digest, where the delta has that of its base. Changes nothing; raises DigestMismatch.
+
+        A digest that is not known is not needed where `check` compares the chunks of the delta with digests of their
+        own. Else it is computed; where several ranks hold the model, ValueError is raised instead.
+        """
+        # Of all ranks, the first one alone: it knows the digest of the whole model.
+        if delta.base_model_digest is None or self._replica.local_rank != 0:
+            return
+        digest, result = self.known_digest, delta.manifest.model_digest
+        has_chunk_digests = check != "touched"
+        if digest is None and not has_chunk_digests:
+            if not self._replica.is_alone:
+                why = 'the digest of the present weights is not known, to compare it with that of the base: check="pre"'
+                raise ValueError(f"{folder}: {why} needs none")
+            digest = self._roots.model_digest()
+        if digest in (None, delta.base_model_digest, result):
+            return
+        if result is None and has_chunk_digests:
+            return  # it may have been applied already, which its chunks show
+        why = f"its base is {delta.base_model_digest}, the present weights are {digest}: send all of them"
+        raise DigestMismatch([str(folder)], why)
+
     # -- the engine -------------------------------------------------------------------------------------------------
 
     def hold_for_session(self, digest: DigestTime, options: UpdateOptions) -> HoldReport:
@@ -244,6 +289,7 @@ class EngineHost(SessionHost):
             timeout_s=options.timeout_s,
         )  # fmt: skip
         self._digest_time, self._continues, self._client = digest, options.continue_on_expiry, options.client
+        self._keeps_running = options.keep_running
         return report
 
     def hold_for_update(self, options: UpdateOptions) -> None:
@@ -254,23 +300,38 @@ class EngineHost(SessionHost):
             keep_running=options.keep_running, in_flight=options.in_flight, timeout_s=options.timeout_s,
         )  # fmt: skip
         self._in_flight = options.in_flight or self._in_flight
+        self._keeps_running |= options.keep_running
 
     def verify_in_flight(self, in_flight: OnCommit | None) -> None:
         """Set what the commit that follows does with sequences that have begun. The manager's lock is held."""
         self._in_flight = in_flight
 
-    def revert(self, take_back: Callable[[], object]) -> str:
-        """Refuse to sample while `take_back` restores the old bytes, then publish them. Returns their version."""
-        key = f"{_REVERT} {next(self._reverts)}"  # one that fails while another runs lifts its own refusal alone
-        self._engine.weights.hold_for_update(refusal=(key, "a weight update is being reverted"))
-        try:
+    def revert(self, take_back: Callable[[Holding, Callable[[], object]], object]) -> str:
+        """Take the last commit back by `take_back`, which gets the context that holds the sampling meanwhile, and a
+        call for its inside on all ranks. Returns the version that is current again. Requests that are paused in_place
+        go on with it where they did with the commit."""
+        versions: list[str] = []
+
+        def prepare() -> None:
             if not all(self._replica.gather(self._is_as_committed())):
                 self._before = replace(self._before, digest=None)  # what was written since is not taken back
-            take_back()
-            self.unpublish()
+            versions.append(self._before.version)
+
+        take_back(self._reverting, prepare)
+        return versions[0]
+
+    @contextmanager
+    def _reverting(self) -> Iterator[None]:
+        """Refuse to sample while a commit is reverted. The manager's lock is held."""
+        is_held = False
+        try:
+            self._engine.weights.hold_for_update(
+                refusal=(_REVERT, "a weight update is being reverted"), keep_running=self._before.keeps_running
+            )
+            is_held = True
+            yield
         finally:
-            self._engine.weights.allow_sampling(key)
-        return self._before.version
+            self._engine.weights.allow_sampling(_REVERT, None if is_held else ())
 
     def _is_as_committed(self) -> bool:
         """Return whether no write without a commit was found since the last commit."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ...rollout.engine import Engine
 from ...rollout.errors import MemoryReleased
@@ -17,6 +18,16 @@ from .published_parts import PublishedParts
 from .rank_weights import ReplicaWeights
 
 _RELEASED = "the weights are released: they have no digest"
+
+
+@dataclass(frozen=True)
+class ReleasedWeights:
+    """The weights whose memory was released, and that came from a folder."""
+
+    version: str
+    digest: str | None  # None: it was never computed
+    folder: str  # that held them
+    epoch: int  # of the engine, in which they were its weights
 
 
 class KnownRoots:

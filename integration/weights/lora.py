@@ -5,7 +5,6 @@ An engine has at most one adapter, which is part of its weights: it answers ever
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +15,10 @@ from ...rollout.errors import MemoryReleased
 from ...rollout.loop.commands import OnCommit
 from ...rollout.model.adapters.folder import AdapterFolder, AdapterLayers
 from ...weight_sync.errors import SessionError
+from ...weight_sync.transaction.call_lock import CallLock
 from ..service_config import ServiceConfig
 from .all_ranks import Replica
-from .host import Commit
+from .host import AS_A_WHOLE, Commit
 from .options import UpdateOptions
 from .sessions import WeightSessions
 
@@ -42,7 +42,7 @@ class LoraVerbs:
     sessions: WeightSessions
     replica: Replica
     _adapter: tuple[str, str] | None = None  # name and folder
-    _adapter_lock: threading.Lock  # held while an adapter is changed
+    _adapter_lock: CallLock  # held while an adapter is changed
 
     @property
     def loaded_adapters(self) -> dict[str, str]:
@@ -103,12 +103,8 @@ class LoraVerbs:
 
     @contextmanager
     def _changing(self, timeout_s: float) -> Iterator[None]:
-        if not self._adapter_lock.acquire(timeout=timeout_s):
-            raise SessionError(f"waited {timeout_s:g} s for another change of the adapter")
-        try:
+        with self._adapter_lock.held("a change of the adapter", timeout_s, lambda error: None):
             yield
-        finally:
-            self._adapter_lock.release()
 
     def _change_adapter(
         self, adapter: tuple[str, str] | None, content: AdapterFolder | AdapterLayers, options: UpdateOptions
@@ -117,30 +113,36 @@ class LoraVerbs:
         if self.sessions.state()["state"] == "open":
             raise SessionError("a weight-update session is open: end it or give it up before an adapter is changed")
         # No session begins before the end: it would write tensors that the change may take out again.
-        commit = self.sessions.change_adapter(lambda: self._put_in(content, options), options.timeout_s)
-        self._adapter = adapter
-        self.engine.model.adapter_name = None if adapter is None else adapter[0]
+        commit = self.sessions.change_adapter(lambda: self._put_in(adapter, content, options), options.timeout_s)
         self.replica.stands()
         return AdapterReport(self.loaded_adapters, commit)
 
-    def _put_in(self, content: AdapterFolder | AdapterLayers, options: UpdateOptions) -> Commit:
+    def _put_in(
+        self, adapter: tuple[str, str] | None, content: AdapterFolder | AdapterLayers, options: UpdateOptions
+    ) -> Commit:
         weights = self.engine.weights
         if not self.engine.model.holds_weights:
             raise MemoryReleased('the weights are released: resume_memory_occupation(["weights"]) first')
         if self.engine.refusal is not None:
             raise SessionError(f"the weights are to be updated before an adapter is changed: {self.engine.refusal}")
         version = options.weight_version if options.weight_version is not None else self.engine.weight_version
-        weights.hold_for_update(
-            refusal=(_LOADING, "an adapter is being loaded or unloaded"), abort_all=options.abort_all_requests,
-            keep_running=options.keep_running, in_flight=options.in_flight, timeout_s=options.timeout_s,
-        )  # fmt: skip
+        is_held = False
         try:
-            former = weights.replace_adapter(content)
-            try:
-                return self.sessions.commit_adapter(version, options.in_flight)
-            except BaseException:
-                weights.replace_adapter(former)
-                self.sessions.renamed()
-                raise
+            weights.hold_for_update(
+                refusal=(_LOADING, "an adapter is being loaded or unloaded"), abort_all=options.abort_all_requests,
+                keep_running=options.keep_running, in_flight=options.in_flight, timeout_s=options.timeout_s,
+            )  # fmt: skip
+            is_held = True
+            with AS_A_WHOLE:
+                former = weights.replace_adapter(content)
+                try:
+                    commit = self.sessions.commit_adapter(version, options.in_flight)
+                except BaseException:
+                    weights.replace_adapter(former)
+                    self.sessions.renamed()
+                    raise
+                self._adapter = adapter
+                self.engine.model.adapter_name = None if adapter is None else adapter[0]
+            return commit
         finally:
-            weights.allow_sampling(_LOADING)
+            weights.allow_sampling(_LOADING, None if is_held else ())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from ...rollout.loop.commands import OnCommit, check_in_flight
+from ...rollout.errors import DeadlineExceeded
+from ...rollout.loop.commands import OnCommit, check_in_flight, check_timeout
+from ...weight_sync.deadline import Deadline
 
 DigestTime = Literal["now", "later"]
 MAX_CLIENT = 200  # characters of the name of a caller
@@ -30,6 +32,15 @@ def check_client(client: object) -> None:
     """Check the name of a caller; None: it has none. Raises ValueError for one that a line of a log cannot bear."""
     if client is not None and not (isinstance(client, str) and 0 < len(client) <= MAX_CLIENT and client.isprintable()):
         raise ValueError(f"client must be a text of 1 to {MAX_CLIENT} printable characters, not {ascii(client)[:100]}")
+
+
+def own_time(timeout_s: float | None, most_s: float) -> float | None:
+    """Return how long a call waits for another one, at most `most_s`; None: it has no time of its own. Raises
+    ValueError for a time that nothing can wait for."""
+    if timeout_s is None:
+        return None
+    check_timeout(timeout_s)
+    return min(timeout_s, most_s)
 
 
 def _is_encodable(text: str) -> bool:
@@ -58,3 +69,10 @@ class UpdateOptions:
         check_client(self.client)
         check_version(self.weight_version)
         check_in_flight(self.in_flight, abort_all=self.abort_all_requests, keep_running=self.keep_running)
+
+    def within(self, deadline: Deadline) -> UpdateOptions:
+        """Return these options with the time that is left until then. Raises DeadlineExceeded where none is."""
+        left_s = deadline.left_s
+        if left_s <= 0:
+            raise DeadlineExceeded(f"the {self.timeout_s:.3g} s passed before the update began, and it will not run")
+        return replace(self, timeout_s=left_s)

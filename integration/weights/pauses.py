@@ -115,7 +115,8 @@ class PauseLease:
         try:
             if self._service.engine.is_paused and not self._service.sessions.is_open:
                 with self._service.turn_to_commit("continue_generation", _MOMENT_S):
-                    self._service.commit_implicit_update()  # waits for an update: without the lock
+                    # Waits for an update: without the lock.
+                    self._service.end_implicit_update(f"the pause of its client expired after {ttl_s:g} s")
         except (LockstepError, WeightSyncError, ValueError) as error:
             why = error
         with self._lock:
@@ -202,6 +203,7 @@ class PauseVerbs(ABC):
     ) -> PauseReport:
         """Pause the engine, see `Engine.pause_generation`. After `ttl` seconds generation continues by itself, so that
         a lost client leaves no engine paused; not in a weight-update session, whose begin and end start the time anew.
+        Of updates without a session only the whole weights are committed then, a part of them is taken back.
         None: never.
 
         keeps_other: where generation is paused already, that pause keeps the time at which it ends, and its client.
@@ -229,7 +231,7 @@ class PauseVerbs(ABC):
             return self.end_pause_of(client, op_id=op_id, timeout_s=timeout_s)
         deadline = None if timeout_s is None else Deadline.within(timeout_s)
         self._refuse_open_session()
-        self.commit_implicit_update()  # waits for an update: before the lease is held
+        self.commit_implicit_update(timeout_s=timeout_s)  # waits for an update: before the lease is held
         left = None if deadline is None else deadline.left_s
         with self.pause_lease.changing(timeout_s=left) as still_left:
             return self.resume_generation(op_id=op_id, timeout_s=still_left)
@@ -262,8 +264,12 @@ class PauseVerbs(ABC):
         return self.engine.continue_generation(op_id=op_id, timeout_s=timeout_s)
 
     @abstractmethod
-    def commit_implicit_update(self) -> None:
+    def commit_implicit_update(self, *, timeout_s: float | None = None) -> None:
         """Commit an implicit session, where one is open."""
+
+    @abstractmethod
+    def end_implicit_update(self, why: str) -> None:
+        """Commit an implicit session of a client that is gone where it has written all weights, else roll it back."""
 
     @abstractmethod
     def lose_weight_update(self, why: str, only_expired: bool = False, *, client: str | None = None) -> None:

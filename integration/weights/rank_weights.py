@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import cast
@@ -21,6 +22,7 @@ from ...weight_sync.digests.model_digest import model_root, tensor_roots
 from ...weight_sync.digests.shard_digest import local_digests, merged_roots, require_whole_cells
 from ...weight_sync.manifest import TensorSpec
 from ...weight_sync.same_host.handover import listed
+from ...weight_sync.transaction.in_place import is_same_memory
 from ...weight_sync.transaction.transaction import Coverage, Undo, WeightTransaction
 from .all_ranks import Replica
 
@@ -174,7 +176,8 @@ class ReplicaWeights:
         return value
 
     def transaction(self, coverage: Coverage, undo: Undo) -> WeightTransaction:
-        """Open a transaction that writes this rank's part of the weights."""
+        """Open a transaction that writes this rank's part of the weights. Buffers that belong to no checkpoint, as
+        rotary tables, are no part of the digest: they may be sent as they are, and are not written."""
         self._follow_ties()
         model = self._engine.model
         resident = list(model.resident_tensors())
@@ -182,6 +185,7 @@ class ReplicaWeights:
         elsewhere: list[TensorSpec] = []
         optional_elsewhere: list[TensorSpec] = []
         buffers = list(model.buffers())
+        stored = {name for name, _ in model.buffers(stored=True)}
         if not self._replica.is_alone:
             here = {name for name, _ in (*resident, *buffers)}
             shards = model.shards
@@ -189,9 +193,36 @@ class ReplicaWeights:
             optional = model.division.buffer_specs.items()
             optional_elsewhere = [TensorSpec(name, *spec) for name, spec in optional if name not in here]
         return WeightTransaction(
-            resident, optional=buffers, aliases=self._tied, coverage=coverage, undo=undo, shards=shards,
-            elsewhere=elsewhere, optional_elsewhere=optional_elsewhere, pieces=self,
+            resident, optional=[(name, tensor) for name, tensor in buffers if name in stored],
+            fixed=[(name, tensor) for name, tensor in buffers if name not in stored], aliases=self._tied,
+            coverage=coverage, undo=undo, shards=shards, elsewhere=elsewhere, optional_elsewhere=optional_elsewhere,
+            pieces=self,
         )  # fmt: skip
+
+    def memory_of_others(self) -> Callable[[str, Tensor], bool]:
+        """Return a function of a name and a tensor: whether the tensor lies in memory of the engine's weights, but not
+        at the place of that name. A write of other weights changes it."""
+        here = dict(chain(self._engine.model.resident_tensors(), self._engine.model.buffers()))
+        spans: dict[torch.device, list[tuple[int, int]]] = {}
+        for tensor in here.values():
+            spans.setdefault(tensor.device, []).append(_span(tensor))
+        for found in spans.values():
+            found.sort()
+
+        def is_of_others(name: str, tensor: Tensor) -> bool:
+            if tensor.layout is not torch.strided or not tensor.numel() or tensor.device not in spans:
+                return False
+            own = here.get(name)
+            if own is not None and is_same_memory(own, tensor):
+                return False
+            (start, stop), of_device = _span(tensor), spans[tensor.device]
+            at = bisect_left(of_device, (stop, 0)) - 1
+            if at < 0 or of_device[at][1] <= start:
+                return False
+            part = self._parts([name]).get(name)
+            return part is None or part.tensor is None or not is_same_memory(part.tensor, tensor)
+
+        return is_of_others
 
     def _piece_if_any(self, name: str) -> PublishedPiece | None:
         try:
@@ -233,6 +264,13 @@ class ReplicaWeights:
                 shard = Shard.whole(piece.shape)
             found[name] = _Part(tensor, shard, dtype)
         return found
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte and behind its last one."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (reach + 1) * tensor.itemsize if tensor.numel() else start
 
 
 def _first_entries(part: Tensor, shard: Shard, limit: int) -> list[list[object]]:

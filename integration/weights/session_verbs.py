@@ -11,7 +11,7 @@ from ...weight_sync.transaction.transaction import Coverage, Undo
 from ..service_config import ServiceConfig
 from .all_ranks import Replica, on_all_ranks
 from .host import Commit
-from .options import DigestTime, UpdateOptions
+from .options import DigestTime, UpdateOptions, own_time
 from .pauses import Clients, PauseLease
 from .sessions import WeightSessions
 
@@ -64,17 +64,24 @@ class SessionVerbs:
         return report
 
     @on_all_ranks
-    def verify_weight_update(self, digests: Mapping[str, str], *, client: str | None = None) -> None:
+    def verify_weight_update(
+        self, digests: Mapping[str, str], *, client: str | None = None, timeout_s: float | None = None
+    ) -> None:
         """Compare all tensors that the open session wrote with the sender's tensor roots, hex by name.
 
         Raises DigestMismatch naming the tensors that differ: they are restored, and sending only them again repairs the
         session, which stays open. Raises ValueError for names that were not written.
         """
-        self.sessions.verify(digests, client)
+        self.sessions.verify(digests, client, own_time(timeout_s, self.config.weight_timeout_s))
 
     @on_all_ranks
     def end_weight_update(
-        self, *, weight_version: str | None = None, in_flight: OnCommit | None = None, client: str | None = None
+        self,
+        *,
+        weight_version: str | None = None,
+        in_flight: OnCommit | None = None,
+        client: str | None = None,
+        timeout_s: float | None = None,
     ) -> Commit:
         """Commit the open session: its version and digest are published and a KV epoch starts.
 
@@ -82,15 +89,17 @@ class SessionVerbs:
         open.
         """
         check_in_flight(in_flight, abort_all=False, keep_running=False)
-        commit = self.sessions.end(weight_version, in_flight, client)
+        commit = self.sessions.end(weight_version, in_flight, client, own_time(timeout_s, self.config.weight_timeout_s))
         self.pause_lease.renew()  # its client may have other engines to end before it continues
         return commit
 
     @on_all_ranks
-    def abort_weight_update(self, why: str = "asked for", *, client: str | None = None) -> None:
+    def abort_weight_update(
+        self, why: str = "asked for", *, client: str | None = None, timeout_s: float | None = None
+    ) -> None:
         """Roll back the open session and restore every byte. Where no old bytes were kept the weights are poisoned.
         A caller without a name gives up anybody's."""
-        self.sessions.abort(why, client=client)
+        self.sessions.abort(why, client=client, timeout_s=own_time(timeout_s, self.config.weight_timeout_s))
 
     @on_all_ranks
     def lose_weight_update(self, why: str, only_expired: bool = False, *, client: str | None = None) -> None:
@@ -99,10 +108,10 @@ class SessionVerbs:
         self.sessions.abort(why, is_lost=True, only_expired=only_expired, client=client)
 
     @on_all_ranks
-    def revert_weight_update(self, *, client: str | None = None) -> str:
+    def revert_weight_update(self, *, client: str | None = None, timeout_s: float | None = None) -> str:
         """Take the last commit back while its undo data is kept (until `release_weight_undo` or the next update).
         Returns the version that is current again."""
-        return self.sessions.revert(client)
+        return self.sessions.revert(client, own_time(timeout_s, self.config.weight_timeout_s))
 
     @on_all_ranks
     def release_weight_undo(self) -> None:
@@ -110,9 +119,16 @@ class SessionVerbs:
         self.replica.peers.together("release_weight_undo", self.sessions.release_undo)
 
     @on_all_ranks
-    def commit_implicit_update(self) -> None:
-        """Commit an implicit session, where one is open."""
-        self.sessions.commit_implicit()
+    def commit_implicit_update(self, *, or_roll_back: bool = False, timeout_s: float | None = None) -> None:
+        """Commit an implicit session, where one is open. Raises SessionBusy, and commits nothing, where another update
+        runs longer than `timeout_s`. or_roll_back: roll it back where it cannot be committed, as for missing bytes."""
+        self.sessions.commit_implicit(own_time(timeout_s, self.config.weight_timeout_s), or_roll_back=or_roll_back)
+
+    @on_all_ranks
+    def end_implicit_update(self, why: str) -> None:
+        """End an implicit session whose client is lost: commit it where it has written all weights, else roll it
+        back."""
+        self.sessions.end_implicit(why)
 
     def _check_resident(self) -> None:
         if not self.engine.model.holds_weights:

@@ -14,15 +14,15 @@ never waits for a session (`EngineWeights.before_sampling` is called without it)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
 
 from ...rollout.engine import Engine
 from ...rollout.loop.commands import HoldReport, OnCommit
+from ...weight_sync.deadline import Deadline
 from ...weight_sync.delta.apply import Check
 from ...weight_sync.delta.stream import DeltaManifest
-from ...weight_sync.errors import DigestMismatch
 from ...weight_sync.layout.sink import Sink
 from ...weight_sync.manifest import TensorSpec
 from ...weight_sync.transaction.receiving import Receive
@@ -30,23 +30,13 @@ from ...weight_sync.transaction.records import UpdateRecord
 from ...weight_sync.transaction.session import SessionManager
 from ...weight_sync.transaction.transaction import Coverage, Undo
 from .all_ranks import Replica
-from .host import Commit, EngineHost
-from .known_roots import KnownRoots
+from .host import AS_A_WHOLE, Commit, EngineHost
+from .known_roots import KnownRoots, ReleasedWeights
 from .metrics import WeightMetrics, path_of
 from .options import DigestTime, UpdateOptions, check_version
 from .rank_weights import ReplicaWeights
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class ReleasedWeights:
-    """The weights whose memory was released, and that came from a folder."""
-
-    version: str
-    digest: str | None  # None: it was never computed
-    folder: str  # that held them
-    epoch: int  # of the engine, in which they were its weights
 
 
 class WeightSessions:
@@ -78,7 +68,7 @@ class WeightSessions:
         )
         self._released: ReleasedWeights | None = None  # the last ones
         self._resumed_in: int | None = None  # the epoch in which memory of weights was allocated last
-        self._manager = SessionManager(self._host, peers=replica.peers, lock_timeout_s=timeout_s)
+        self._manager = SessionManager(self._host, peers=replica.peers, lock_timeout_s=timeout_s, as_a_whole=AS_A_WHOLE)
 
     # -- explicit sessions ------------------------------------------------------------------------------------------
 
@@ -95,47 +85,72 @@ class WeightSessions:
         if digest not in ("now", "later"):
             raise ValueError(f'digest must be "now" or "later", not {digest!r}')
         reports: list[HoldReport] = []
+        version, client, timeout_s = options.weight_version, options.client, options.timeout_s
+        deadline = Deadline.within(timeout_s)
 
         def prepare() -> None:
             check()
-            reports.append(self._host.hold_for_session(digest, options))
+            reports.append(self._host.hold_for_session(digest, options.within(deadline)))
 
         with self.metrics.attempt("begin"):
-            self._manager.begin(options.weight_version, coverage, undo, lease_s, prepare, options.client)
+            self._manager.begin(version, coverage, undo, lease_s, prepare, client, timeout_s)
         return reports[0]
 
-    def verify(self, digests: Mapping[str, str], client: str | None = None) -> None:
+    def verify(self, digests: Mapping[str, str], client: str | None = None, timeout_s: float | None = None) -> None:
         """Compare the written tensors with the sender's digests; see `SessionManager.verify`."""
         with self.metrics.attempt("verify"):
-            self._manager.verify(digests, client=client)
+            self._manager.verify(digests, timeout_s, client)
         self.metrics.verified(len(digests))
 
-    def end(self, version: str | None, in_flight: OnCommit | None = None, client: str | None = None) -> Commit:
+    def end(
+        self,
+        version: str | None,
+        in_flight: OnCommit | None = None,
+        client: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Commit:
         """Commit the open session. Raises SessionError where none is open, ValueError for a version that is none."""
         check_version(version)
+        commits: list[Commit | None] = []
         with self.metrics.attempt("commit"):
-            self._manager.commit(version, prepare=lambda: self._host.verify_in_flight(in_flight), client=client)
-        assert self._host.last_commit is not None
-        return self._host.last_commit
+            self._manager.commit(
+                version, timeout_s, lambda: self._host.verify_in_flight(in_flight), client,
+                lambda: commits.append(self._host.last_commit),
+            )  # fmt: skip
+        [commit] = commits
+        assert commit is not None
+        return commit
 
-    def abort(self, why: str, *, is_lost: bool = False, only_expired: bool = False, client: str | None = None) -> None:
+    def abort(
+        self,
+        why: str,
+        *,
+        is_lost: bool = False,
+        only_expired: bool = False,
+        client: str | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
         """Roll back the open session and restore every byte. is_lost: without its client, whose own call may follow.
         only_expired: only where its lease is over. client: only that of this client. Raises SessionError where none is
         open."""
-        self._manager.rollback(why, is_lost=is_lost, only_expired=only_expired, client=client)
+        self._manager.rollback(why, timeout_s, is_lost=is_lost, only_expired=only_expired, client=client)
 
     def on_expired(self) -> None:
         """Continue generation that the lost client of the last session had paused; see `SessionHost`."""
         self._host.on_expired()
 
-    def revert(self, client: str | None = None) -> str:
+    def revert(self, client: str | None = None, timeout_s: float | None = None) -> str:
         """Take the last commit back, of this client if it is named, with its weights, version and digest. Returns the
         version that is current again.
 
         Raises SessionError where its undo data is not kept any more, or a session is open.
         """
         self.finish_digest()  # else another thread could compute it while the bytes change
-        return self._host.revert(lambda: self._manager.revert(client=client))
+        return self._host.revert(lambda *held: self._manager.revert(timeout_s, client, *held))
+
+    def when_rolled_back(self, call: Callable[[], None]) -> None:
+        """Have `call` run where a session is rolled back, whose sender may be gone."""
+        self._host.rolled_back = call
 
     def release_undo(self) -> None:
         """Free the undo data of the last commit, which then cannot be reverted."""
@@ -143,34 +158,50 @@ class WeightSessions:
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
-    def update(self, source: str, receive: Receive, options: UpdateOptions, folder: str | None = None) -> UpdateRecord:
+    def update(
+        self,
+        source: str,
+        receive: Receive,
+        options: UpdateOptions,
+        folder: str | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> UpdateRecord:
         """Write through the open session, or through an implicit one, which is committed before the next sampling.
-        folder: the one that is read, if it is one."""
+        folder: the one that is read, if it is one. look: called before requests are aborted for it; may raise."""
         received: list[str] = []
 
         def receive_noted(sink: Sink) -> Sequence[TensorSpec]:
             specs = receive(sink)
+            self._host.finish_copies()
             received.extend(spec.name for spec in specs)
             self._roots.was_written(received)
             self._host.reads = folder
             return specs
 
+        def prepare() -> None:
+            look()
+            self._host.hold_for_update(options.within(deadline))
+
         if options.in_flight is not None and self.is_open:
             raise ValueError("in a session end_weight_update has in_flight")
-        path, verify = path_of(source), options.verify
+        path, verify, deadline = path_of(source), options.verify, Deadline.within(options.timeout_s)
         with self.metrics.update(path):
             record = self._manager.update(
                 source, receive_noted, options.weight_version, verify, options.timeout_s,
-                lambda: self._host.hold_for_update(options), options.client, options.is_whole,
+                prepare, options.client, options.is_whole,
             )  # fmt: skip
         self.metrics.written(path, record.num_bytes, record.seconds, len(set(received) & set(verify or {})))
         return record
 
-    def commit_implicit(self) -> None:
+    def commit_implicit(self, timeout_s: float | None = None, *, or_roll_back: bool = False) -> None:
         """Commit the open implicit session, if there is one, after a running update has ended. Raises as
-        `SessionManager.commit`."""
+        `SessionManager.commit`. or_roll_back: it is rolled back where it cannot be committed."""
         with self.metrics.attempt("commit"):
-            self._manager.commit_implicit()
+            self._manager.commit_implicit(timeout_s, or_roll_back=or_roll_back)
+
+    def end_implicit(self, why: str) -> None:
+        """Commit or roll back an implicit session whose client is lost; see `SessionManager.end_implicit`."""
+        self._manager.end_implicit(why)
 
     @property
     def is_open(self) -> bool:
@@ -200,13 +231,12 @@ class WeightSessions:
         """The moment at which the open explicit session began, of time.monotonic; None: there is none."""
         return self._manager.opened_at
 
-    def name_version(self, version: str, client: str | None = None) -> None:
-        """Set the version of the open session, or else of the current weights. Raises SessionError where the session is
-        not this client's."""
-        if self.state()["state"] == "open":
-            self._manager.name_version(version, client=client)
-        else:
-            self._engine.weights.relabel_weights(version)
+    def name_version(
+        self, version: str, client: str | None, prepare: Callable[[], None], timeout_s: float | None = None
+    ) -> None:
+        """Set the version of the open session, or else of the current weights. prepare: called right before. Raises
+        SessionError, before it, where the session is not this client's."""
+        self._manager.name_version(version, self._engine.weights.relabel_weights, timeout_s, client, prepare)
 
     # -- digests ----------------------------------------------------------------------------------------------------
 
@@ -237,28 +267,8 @@ class WeightSessions:
         return self._roots.look()
 
     def require_base(self, delta: DeltaManifest, check: Check, folder: Path) -> None:
-        """Check, in an update, that the weights as they are now are those that a delta was made from, or its result, by
-        their digest, where the delta has that of its base. Changes nothing; raises DigestMismatch.
-
-        A digest that is not known is not needed where `check` compares the chunks of the delta with digests of their
-        own. Else it is computed; where several ranks hold the model, ValueError is raised instead.
-        """
-        # Of all ranks, the first one alone: it knows the digest of the whole model.
-        if delta.base_model_digest is None or self._replica.local_rank != 0:
-            return
-        digest, result = self._host.known_digest, delta.manifest.model_digest
-        has_chunk_digests = check != "touched"
-        if digest is None and not has_chunk_digests:
-            if not self._replica.is_alone:
-                why = 'the digest of the present weights is not known, to compare it with that of the base: check="pre"'
-                raise ValueError(f"{folder}: {why} needs none")
-            digest = self._roots.model_digest()
-        if digest in (None, delta.base_model_digest, result):
-            return
-        if result is None and has_chunk_digests:
-            return  # it may have been applied already, which its chunks show
-        why = f"its base is {delta.base_model_digest}, the present weights are {digest}: send all of them"
-        raise DigestMismatch([str(folder)], why)
+        """Check that a delta fits the weights as they are now; see `EngineHost.require_base`."""
+        self._host.require_base(delta, check, folder)
 
     # -- writers beside the sessions ----------------------------------------------------------------------------------
 

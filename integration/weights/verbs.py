@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,10 @@ from ...weight_sync.transaction.receiving import Receive
 from ...weight_sync.transaction.records import UpdateRecord
 from ..service_config import ServiceConfig
 from .all_ranks import Replica, on_all_ranks
-from .options import UpdateOptions, check_required_version
+from .options import UpdateOptions, check_required_version, own_time
 from .session_verbs import SessionVerbs
 from .sessions import WeightSessions
-from .sources import OWN_FORMATS, SharedMemory, from_folder, from_group, from_ipc, from_named_tensors, from_payload
+from .sources import OWN_FORMATS, FolderSource, SharedMemory, from_group, from_ipc, from_named_tensors, from_payload
 from .vllm_group import VllmGroupVerbs
 
 GROUP_NAME = "weight_update_group"
@@ -39,11 +39,11 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
     each expert's matrices by themselves, for instance. Deltas have no such pieces.
 
     Common arguments: weight_version, the label of the weights, published when they are committed; verify, the sender's
-    tensor roots (`model_digest.tensor_root`, hex) by name; abort_all_requests, abort running requests first;
-    keep_running, let requests that are paused in_place continue with the new weights; in_flight="verify", draw the
-    tokens of requests that have begun again under the new weights, so that their answers are those that these would
-    have given from the start (inside a session `begin_weight_update` has the first two, `end_weight_update` the third);
-    delta_check, how closely a delta checks the bytes that it changes
+    tensor roots (`model_digest.tensor_root`, hex) by name, None for those of its manifest, if it has one;
+    abort_all_requests, abort running requests first; keep_running, let requests that are paused in_place continue with
+    the new weights; in_flight="verify", draw the tokens of requests that have begun again under the new weights, so
+    that their answers are those that these would have given from the start (inside a session `begin_weight_update` has
+    the first two, `end_weight_update` the third); delta_check, how closely a delta checks the bytes that it changes
     (`delta.apply.Check`); timeout_s, the deadline of every wait; client, a name of the caller's own, one for each
     update: its calls then reach only the session that it has begun, and others' updates do not get into that.
     """
@@ -126,9 +126,11 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
         group, specs = self.groups.get(group_name), (names or (), dtypes or (), shapes or ())
         with nullcontext() if load_format in OWN_FORMATS else self.groups.in_step(group_name) as have_arrived:
             timeout_s = self.config.wait_s(timeout_s)
-            receive = from_group(group, load_format, specs, manifest, delta_check, timeout_s, have_arrived)
+            digests: dict[str, str] = {}  # filled while receiving; compared after the tensors have arrived
+            receive = from_group(group, load_format, specs, manifest, delta_check, timeout_s, have_arrived, digests)
+            given = digests if verify is None else verify
             options = UpdateOptions(
-                weight_version, timeout_s, verify, abort_all_requests, keep_running, in_flight, client=client
+                weight_version, timeout_s, given, abort_all_requests, keep_running, in_flight, client=client
             )
             return self._update(f"group {group_name}", receive, options)
 
@@ -158,15 +160,16 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
         """
         if (serialized_named_tensors is None) == (descriptions is None):
             raise ValueError("pass either serialized_named_tensors or descriptions")
-        timeout_s = self.config.wait_s(timeout_s)
+        timeout_s, digests = self.config.wait_s(timeout_s), dict[str, str]()
         if descriptions is not None:
             description = self._own(descriptions, "descriptions")
-            receive = self._shared_memory.source(description, load_format, delta_check, timeout_s)
+            receive = self._shared_memory.source(description, load_format, delta_check, timeout_s, digests)
         else:
             payload = self._own(serialized_named_tensors or (), "serialized_named_tensors")
             receive = from_payload(payload, load_format, self.config)
+        given = digests if verify is None else verify
         options = UpdateOptions(
-            weight_version, timeout_s, verify, abort_all_requests, keep_running, in_flight, client=client
+            weight_version, timeout_s, given, abort_all_requests, keep_running, in_flight, client=client
         )
         return self._update("tensor", receive, options)
 
@@ -203,7 +206,8 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
         client: str | None = None,
         timeout_s: float | None = None,
     ) -> UpdateRecord:
-        """Copy tensors of this process, one at a time as the iterator yields them.
+        """Copy tensors of this process, one at a time as the iterator yields them. Raises ValueError for one that lies
+        in memory of other weights of the engine, unless they come as a list, of which such tensors are copied first.
 
         Ranks that share the model call this together, each with the same whole tensors, of which it keeps its part. An
         iterator is read to its end, also after a failure, since gathering may be a collective. Raises ValueError where
@@ -211,7 +215,8 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
         """
         if self.replica.asks_followers:
             raise ValueError("the other ranks follow this one: call update_weights_from_named_tensors on all of them")
-        receive = from_named_tensors(named_tensors, to_the_end=not self.replica.is_alone)
+        alone, others = self.replica.is_alone, self.sessions.weights.memory_of_others
+        receive = from_named_tensors(named_tensors, to_the_end=not alone, memory_of_others=others)
         options = UpdateOptions(
             weight_version,
             self.config.wait_s(timeout_s),
@@ -254,7 +259,7 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
         """
         path, timeout_s = Path(model_path), self.config.wait_s(timeout_s)
         digests: dict[str, str] = {}  # filled while reading; compared after the tensors have arrived
-        receive = from_folder(
+        source = FolderSource(
             path, digests if verify is True else None, delta_check, timeout_s,
             lambda specs: None if self.sessions.is_open else self.sessions.weights.require_all(specs, f"folder {path}"),
             self.sessions.weights.skeleton_for, self.sessions.require_base,
@@ -263,7 +268,7 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
         options = UpdateOptions(
             weight_version, timeout_s, given, abort_all_requests, keep_running, in_flight, client=client, is_whole=True
         )
-        record = self._update(f"folder {path}", receive, options, folder=str(path))
+        record = self._update(f"folder {path}", source.receive, options, str(path), source.look)
         if keep_pause and self.engine.is_controller and not self.engine.is_paused:
             self.engine.pause_generation("in_place")
         return record
@@ -289,20 +294,26 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
 
     @on_all_ranks
     def update_weight_version(
-        self, new_version: str, abort_all_requests: bool = True, *, client: str | None = None
+        self,
+        new_version: str,
+        abort_all_requests: bool = True,
+        *,
+        client: str | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         """Set the version of the open session's weights, or else of the current weights. Aborts all requests unless
-        told not to. Raises ValueError for a version that is none, SessionError where another client's session is open;
-        then no request was aborted."""
+        told not to. Raises ValueError for a version that is none, SessionError where another client's session is open
+        or a call of it runs too long; then no request was aborted."""
         check_required_version(new_version)
+        timeout_s = own_time(timeout_s, self.config.weight_timeout_s)
 
-        def set_version() -> None:
-            self.sessions.check_client(client)
+        def abort_all() -> None:
             if abort_all_requests and self.engine.is_controller:
                 self.engine.abort_request(abort_all=True, message="the weight version changed")
-            self.sessions.name_version(new_version, client)
 
-        self.replica.peers.together("update_weight_version", set_version)
+        self.replica.peers.together(
+            "update_weight_version", lambda: self.sessions.name_version(new_version, client, abort_all, timeout_s)
+        )
 
     @on_all_ranks
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[object]:
@@ -332,9 +343,16 @@ class WeightVerbs(SessionVerbs, VllmGroupVerbs):
 
     # -- helpers ----------------------------------------------------------------------------------------------------
 
-    def _update(self, source: str, receive: Receive, options: UpdateOptions, folder: str | None = None) -> UpdateRecord:
+    def _update(
+        self,
+        source: str,
+        receive: Receive,
+        options: UpdateOptions,
+        folder: str | None = None,
+        look: Callable[[], None] = lambda: None,
+    ) -> UpdateRecord:
         self._check_resident()
-        return self.sessions.update(source, receive, options, folder)
+        return self.sessions.update(source, receive, options, folder, look)
 
     def _own(self, items: Sequence[T], what: str) -> T:
         """Return this rank's entry, or the one entry that is for all ranks."""

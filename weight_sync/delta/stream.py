@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..disk.atomic_folder import atomic_folder
-from ..disk.folder import FileState, parse_manifest, read_exactly
+from ..disk.folder import FileState, parse_manifest, read_exactly, regular_file
 from ..errors import TransferFailed
 from ..layout.json_values import parse_object
 from ..manifest import Manifest, TensorSpec
@@ -224,7 +224,7 @@ class StoredDelta:
         """Read the chunks one by one. Raises TransferFailed where the file is not the one that was checked."""
         path = self.folder / DATA_FILE
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = os.open(regular_file(path), os.O_RDONLY)
         except OSError as error:
             raise TransferFailed(f"delta: {path}: {error.strerror}") from error
         try:
@@ -282,7 +282,7 @@ def load_delta(folder: str | Path) -> StoredDelta:
     """
     path = Path(folder) / DATA_FILE
     try:
-        manifest = DeltaManifest.from_json((Path(folder) / DELTA_MANIFEST_FILE).read_bytes())
+        manifest = DeltaManifest.from_json(regular_file(Path(folder) / DELTA_MANIFEST_FILE).read_bytes())
     except OSError as error:
         raise ValueError(f"{folder}/{DELTA_MANIFEST_FILE}: {error.strerror}") from error
     except ValueError as error:
@@ -290,7 +290,7 @@ def load_delta(folder: str | Path) -> StoredDelta:
     headers: list[ChunkHeader] = []
     offsets: list[int] = []
     try:
-        with open(path, "rb") as file:
+        with open(regular_file(path), "rb") as file:
             state = FileState.of(file.fileno())
             _read_magic(file.read)
             while (head := _read_head(file.read, len(headers))) is not None:

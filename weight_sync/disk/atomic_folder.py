@@ -24,7 +24,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
         raise ValueError(f"{target} exists already")
     with partial_folder(target) as partial:
         yield partial
-        flush_folder(partial)
+        complete_folder(partial)
         partial.rename(target)
     flush(target.parent)
 
@@ -52,6 +52,18 @@ def num_bytes_beside(target: Path) -> int:
         for file in target.parent.glob(f".{target.name}.partial-*/*"):
             found += file.stat().st_size
     return found
+
+
+def complete_folder(folder: Path, on_file: Callable[[], object] = lambda: None) -> None:
+    """Let those read the tensors of a new folder who may read the folder, and flush it. on_file: as in `flush_folder`.
+
+    The library of safetensors writes files that their owner alone may read, whatever the umask.
+    """
+    allowed = folder.stat().st_mode & 0o666  # mkdir has followed the umask
+    for file in folder.glob("*.safetensors"):
+        if file.stat().st_mode & 0o777 != allowed:  # some file systems have no permissions to change
+            file.chmod(allowed)
+    flush_folder(folder, on_file)
 
 
 def flush_folder(folder: Path, on_file: Callable[[], object] = lambda: None) -> None:

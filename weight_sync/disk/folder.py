@@ -89,7 +89,7 @@ def read_folder(path: str | Path) -> DiskPlan:
     files: dict[str, FileState] = {}
     for name in _shard_names(folder, weight_map, problems):
         try:
-            with open(_regular(folder / name), "rb") as file:
+            with open(regular_file(folder / name), "rb") as file:
                 files[name] = FileState.of(file.fileno())
                 found, wrong = read_header(file, name, files[name].num_bytes)
         except OSError as error:
@@ -256,7 +256,7 @@ def _read_index(folder: Path, problems: list[str]) -> dict[str, str] | None:
     if (folder / SINGLE_FILE).exists():
         problems.append(f"both {SINGLE_FILE} and {INDEX_FILE} are there: which one counts is not clear")
     try:
-        weight_map = parse_object(_regular(folder / INDEX_FILE).read_bytes()).get("weight_map")
+        weight_map = parse_object(regular_file(folder / INDEX_FILE).read_bytes()).get("weight_map")
     except (OSError, ValueError) as error:
         problems.append(f"{INDEX_FILE} {error}")
         return {}
@@ -269,7 +269,7 @@ def _read_index(folder: Path, problems: list[str]) -> dict[str, str] | None:
     return {name: file for name, file in weight_map.items() if _is_shard_name(file)}
 
 
-def _regular(path: Path) -> Path:
+def regular_file(path: Path) -> Path:
     """Return the path. Raises OSError for what is there and is no file: to open a pipe waits for its writer."""
     if path.exists() and not path.is_file():
         raise OSError(errno.EINVAL, "is not a regular file")
@@ -300,7 +300,7 @@ def _read_manifest(folder: Path, problems: list[str]) -> Manifest | None:
     if not (folder / MANIFEST_FILE).exists():
         return None
     try:
-        return parse_manifest(_regular(folder / MANIFEST_FILE).read_bytes())
+        return parse_manifest(regular_file(folder / MANIFEST_FILE).read_bytes())
     except (OSError, ValueError) as error:
         problems.append(f"{MANIFEST_FILE} {error}")
         return None

@@ -25,6 +25,8 @@ from ..same_host.handover import shown
 
 SHM_FOLDER = Path("/dev/shm")
 _SHARED_NAME = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
+_MANAGER = "torch_shm_manager"  # torch's program that removes the memory of a sender that has died
+_CREDENTIALS = struct.Struct("3i")  # of the process at the other end of a socket: its id, user and group
 _COUNTER_BYTES = 64  # torch keeps its count of users before the storage
 
 
@@ -91,6 +93,7 @@ class NamedStorage:
 
     def attach(self, timeout_s: float) -> torch.UntypedStorage:
         try:
+            _check_manager(self.manager, timeout_s)
             return reductions.rebuild_storage_filename(torch.UntypedStorage, self.manager, self.handle, self.num_bytes)
         except RuntimeError as error:
             raise TransferFailed(f"attaching to shared memory {shown(self.handle)}: {error}") from error
@@ -159,6 +162,30 @@ class _Fetched:
 
     def detach(self) -> int:
         return self.descriptor
+
+
+def _check_manager(path: bytes, timeout_s: float) -> None:
+    """Check that torch's own manager answers a socket: torch waits for its answer without a deadline, and all threads
+    of this process with it. Raises TransferFailed."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(timeout_s)
+        try:
+            probe.connect(path)
+        except OSError as error:
+            reason = str(error) or type(error).__name__
+            raise TransferFailed(
+                f"no manager of shared memory at {shown(path)} within {timeout_s} s: {reason}"
+            ) from error
+        credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, _user, _group = _CREDENTIALS.unpack(credentials)
+    try:
+        program = os.readlink(f"/proc/{pid}/exe").removesuffix(" (deleted)")
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # a process of another namespace
+        return
+    if os.path.basename(program) != _MANAGER or state in "Tt":
+        what = "stands still" if os.path.basename(program) == _MANAGER else f"is {program}"
+        raise TransferFailed(f"{shown(path)} is no {_MANAGER} that answers: process {pid} {what}")
 
 
 def _socket_problem(path: bytes) -> str | None:

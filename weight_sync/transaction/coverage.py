@@ -73,6 +73,7 @@ class Resident:
 
     held: ShardBytes
     required: bool
+    is_fixed: bool = False  # it is not written: bytes that come for it are compared with those that it has
     covered: Ranges = ()
     ranges: dict[str, Ranges] = field(default_factory=dict)  # by name in the model, covered by `write`, `destination`
     sent: dict[str, Ranges] = field(default_factory=dict)  # the same by the name that was sent

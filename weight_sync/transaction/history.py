@@ -18,8 +18,8 @@ class SessionHistory:
     def __init__(self) -> None:
         self.poison: str | None = None  # why the weights are poisoned
         self.owners = Owners()
-        # Why an explicit session of a client without a name ended without it. Its later updates must not open an
-        # implicit session.
+        # Why an explicit session of a client without a name ended without it, or an implicit one. Its later updates
+        # must not open an implicit session.
         self.lost: str | None = None
         self._is_aborted = False  # `lost` was asked for, by its client or by another one
         self.is_unheard = False  # the last explicit session was rolled back, and no abort has come since
@@ -59,6 +59,12 @@ class SessionHistory:
         """Note that the session that was rolled back last was given up on request. is_lost: not of its client. It is
         not known who has asked: buckets that its client sends afterwards must not open an implicit session."""
         self._is_aborted, self.is_unheard = not is_lost, is_lost
+
+    def was_lost(self, why: str) -> None:
+        """Note that an implicit session was rolled back without its client, whose further updates must not open another
+        one, until it pauses generation or begins a session."""
+        self.lost = f"the weight update was rolled back ({why}): pause generation again and send all of it"
+        self._is_aborted = True
 
     def was_accepted(self) -> None:
         """Note that a client without a name knows that its session has ended."""

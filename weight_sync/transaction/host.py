@@ -30,7 +30,8 @@ class SessionHost(Protocol):
         """Make a commit visible. If it raises, the commit is taken back."""
 
     def unpublish(self) -> None:
-        """Take the last `publish` back, because another rank failed to publish. The old bytes are already restored."""
+        """Take the last `publish` back: its commit is reverted, or another rank failed to publish. The old bytes are
+        already restored."""
 
     def on_rollback(self, why: str, is_poisoned: bool) -> None:
         """Record a rollback. is_poisoned: the old bytes could not be restored, or were poisoned before."""

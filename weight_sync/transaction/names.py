@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from ..layout.flat_bytes import Ranges, add_range, overlaps
@@ -139,3 +140,34 @@ def check_tensors(named: Sequence[tuple[str, Tensor]], aliases: Mapping[str, str
     wrong += [f"alias {alias} is a tensor of its own" for alias in aliases if alias in known]
     if wrong:
         raise ValueError("; ".join(wrong))
+
+
+def written_as(name: str, others: Sequence[str]) -> str:
+    """Describe a name whose bytes were written under these other names."""
+    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+    return f"{name}: some of its bytes were written already as {others[0]}{more}"
+
+
+def overlapping(name: str) -> str:
+    """Describe a tensor that cannot be written, since its own elements share memory."""
+    return (
+        f"{name}: elements of the resident tensor share memory, as after expand(), so that it cannot be written: give "
+        "each its own (tensor.data = tensor.data.contiguous())"
+    )
+
+
+def checked_elements(place: Place, positions: Tensor, values: Tensor) -> Tensor:
+    """Return `values` as words of the tensor. Raises ValueError for values or positions that do not fit it."""
+    name, entry = place.name, place.entry
+    if positions.dtype != torch.int64 or positions.dim() != 1 or positions.shape != values.shape:
+        raise ValueError(f"{name}: positions must be int64 [n] and values [n], not {dtype_name(positions.dtype)}"
+                         f"{list(positions.shape)} and {list(values.shape)}")  # fmt: skip
+    dtype = entry.spec.dtype
+    is_integer = not (values.is_floating_point() or values.is_complex())
+    if values.dtype != dtype and not (is_integer and values.itemsize == dtype.itemsize):
+        raise ValueError(f"{name}: values are {dtype_name(values.dtype)}, resident {dtype_name(dtype)}")
+    if positions.numel():
+        lowest, highest = (int(bound) for bound in positions.aminmax())
+        if lowest < 0 or highest >= entry.spec.num_elements:
+            raise ValueError(f"{name}: positions {lowest} to {highest} leave its {entry.spec.num_elements} elements")
+    return entry.held.local.as_words(values)

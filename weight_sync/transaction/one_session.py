@@ -27,8 +27,14 @@ _COLLECTIVE = ("begin", "update", "verify", "commit", "rollback", "revert", "rea
 class OneSession:
     """At most one open session, and the history of those before it."""
 
-    def __init__(self, host: SessionHost, peers: Peers | None, lock_timeout_s: float) -> None:
-        self._host = host
+    def __init__(
+        self,
+        host: SessionHost,
+        peers: Peers | None,
+        lock_timeout_s: float,
+        as_a_whole: AbstractContextManager[object],
+    ) -> None:
+        self._host, self._as_a_whole = host, as_a_whole
         self._peers = peers or Peers()
         self._lock = CallLock(lock_timeout_s)
         self._session: WeightSession | None = None
@@ -60,12 +66,15 @@ class OneSession:
 
         try:
             transaction = self._peers.together("open", make)
+            session = WeightSession(
+                transaction, explicit, version, started, lease, client, healing=self._history.poison
+            )
+            self._history.release_undo()
+            self._session = session
         except BaseException:
+            self._session = None
             self._host.on_dropped()
             raise
-        session = WeightSession(transaction, explicit, version, started, lease, client, healing=self._history.poison)
-        self._history.release_undo()
-        self._session = session
         if lease is not None:
             lease.call_at_end(lambda: self._on_lease_over(session))
         return session
@@ -107,33 +116,44 @@ class OneSession:
             return SessionError(NONE_OPEN)
         return owners.why_not_to_abort(session, client)
 
-    def _commit(self, version: str | None, client: str | None) -> SessionRecord:
+    def _commit(
+        self, version: str | None, client: str | None, prepare: Callable[[], None] = lambda: None
+    ) -> SessionRecord:
         self._ready("commit", lambda: check_commit(self._require_session(client), self._history))
         session = self._require_session(client)
+        prepare()
         record = session.record(version)
         publishing = Publishing(session, record, self._host, self._peers)
         try:
-            publishing.run()
+            publishing.prepare()
+            with self._as_a_whole:
+                publishing.run()
+                self._close(session)
+                self._history.was_committed(session, record)
         except BaseException as error:
-            self._roll_back(session, f"publishing failed: {error}")
+            if self._session is session:  # else an interrupt has waited for the commit, which stands
+                self._take_back(session, publishing, f"publishing failed: {error}")
+            raise
+        return record
+
+    def _take_back(self, session: WeightSession, publishing: Publishing, why: str) -> None:
+        with self._as_a_whole:
+            self._roll_back(session, why)
             if publishing.has_published:
                 self._host.unpublish()  # after the rollback: the version returns with the old bytes
-            raise
-        self._close(session)
-        self._history.was_committed(session, record)
-        return record
 
     def _roll_back(self, session: WeightSession, why: str, *, alone: bool = False) -> Tally:
         """Restore the old bytes or mark the weights as poisoned, on all ranks of the model, and end the session.
         alone: whether the other ranks do nothing of it. Returns what the ranks report, and raises the error of this
         rank's undo."""
         failed, tally = None, Tally()
-        try:
-            failed = error_of(lambda: take_back(session.transaction))
-        finally:  # where the undo fails too, the weights are poisoned
-            self._close(session)
-            self._history.was_rolled_back(session, why)
-            tally = tell_of_rollback(why, failed, self._history, self._host, Peers() if alone else self._peers)
+        with self._as_a_whole:
+            try:
+                failed = error_of(lambda: take_back(session.transaction))
+            finally:  # where the undo fails too, the weights are poisoned
+                self._close(session)
+                self._history.was_rolled_back(session, why)
+                tally = tell_of_rollback(why, failed, self._history, self._host, Peers() if alone else self._peers)
         if failed is not None:
             raise failed
         return tally

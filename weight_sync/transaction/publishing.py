@@ -27,9 +27,12 @@ class Publishing:
         self._session, self._record, self._host, self._peers = session, record, host, peers
         self.has_published = False  # here; where `run` raises the caller takes it back
 
-    def run(self) -> None:
-        """Digest, decide and publish. A collective. No step after the decision can fail on another rank only."""
+    def prepare(self) -> None:
+        """Digest and decide. A collective."""
         self._peers.together("decide", lambda: self._host.prepare_commit(self._record))
+
+    def run(self) -> None:
+        """Publish, after `prepare`. A collective. No step of it can fail on another rank only."""
         self._session.transaction.commit()
         self._peers.together("published", self._publish)
 

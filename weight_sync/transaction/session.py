@@ -11,12 +11,13 @@ undone. A failure on one rank is undone on all.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TypeVar
 
-from ..errors import DigestMismatch, Poisoned, SessionError
+from ..errors import DigestMismatch, Poisoned, SessionError, WeightSyncError
 from .host import SessionHost
 from .one_session import OneSession
-from .peers import Peers
+from .peers import Peers, error_of
 from .receiving import REPAIR_IN_A_SESSION, REPAIR_NOW, Receive, Receiving, not_as
 from .records import SessionRecord, UpdateRecord
 from .transaction import Coverage, Undo
@@ -30,11 +31,19 @@ class SessionManager(OneSession):
     peers: the other ranks of a model that is spread over several ranks. Every method but `state`, `name_version`,
     `close`, `without_session` and `release_undo` is then a collective and raises PeerFailed for a failure elsewhere. A
     call waits at most its `timeout_s`, else `lock_timeout_s`, for another call that is running; then it raises
-    SessionBusy and changes nothing. client: the name of the caller, see `owners`; None: it has none.
+    SessionBusy and changes nothing. client: the name of the caller, see `owners`; None: it has none. as_a_whole: a
+    context, re-entrant, in which interrupts of the main thread wait: bytes and their publication change together.
     """
 
-    def __init__(self, host: SessionHost, *, peers: Peers | None = None, lock_timeout_s: float = 60.0) -> None:
-        super().__init__(host, peers, lock_timeout_s)
+    def __init__(
+        self,
+        host: SessionHost,
+        *,
+        peers: Peers | None = None,
+        lock_timeout_s: float = 60.0,
+        as_a_whole: AbstractContextManager[object] | None = None,
+    ) -> None:
+        super().__init__(host, peers, lock_timeout_s, as_a_whole or nullcontext())
 
     # -- verbs --------------------------------------------------------------------------------------------------------
 
@@ -46,6 +55,7 @@ class SessionManager(OneSession):
         lease_s: float | None = None,
         prepare: Callable[[], None] = lambda: None,
         client: str | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         """Open an explicit session. It is rolled back where nothing of it is called for `lease_s`: its begin, and each
         update and verify that ends well, start that time.
@@ -56,7 +66,8 @@ class SessionManager(OneSession):
         """
         if lease_s is not None and lease_s <= 0:
             raise ValueError(f"lease_s must be positive, not {lease_s}")
-        with self._locked("begin", None if lease_s is None else min(lease_s, self._lock.timeout_s)):
+        waits = [seconds for seconds in (lease_s, timeout_s, self._lock.timeout_s) if seconds is not None]
+        with self._locked("begin", min(waits)):
 
             def check() -> None:
                 if self._session is not None:
@@ -65,8 +76,14 @@ class SessionManager(OneSession):
                     raise Poisoned(self._history.refusal)
 
             self._ready("begin", check)
-            self._open(version, coverage, undo, explicit=True, lease_s=lease_s, prepare=prepare, client=client)
-            self._history.has_begun(client)
+            try:
+                self._open(version, coverage, undo, explicit=True, lease_s=lease_s, prepare=prepare, client=client)
+                self._history.has_begun(client)
+            except BaseException as error:
+                if self._session is not None and self._peers.is_alone:  # an interrupt: its client has not begun it
+                    self._roll_back(self._session, f"begin: {type(error).__name__}")
+                    self._history.was_accepted()
+                raise
 
     def update(
         self,
@@ -158,10 +175,23 @@ class SessionManager(OneSession):
                     self._roll_back(session, str(mismatch))
                 raise mismatch
 
-    def name_version(self, version: str, timeout_s: float | None = None, client: str | None = None) -> None:
-        """Set the version under which the open session will commit. Raises SessionError where this client has none."""
+    def name_version(
+        self,
+        version: str,
+        relabel: Callable[[str], object],
+        timeout_s: float | None = None,
+        client: str | None = None,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Set the version under which the open session will commit, or call `relabel` where none is open. prepare: a
+        callback right before. Raises SessionError, and calls neither, where the session is not this client's."""
         with self._locked("name_version", timeout_s):
-            self._require_session(client).version = version
+            self._history.owners.check(self._session, client)
+            prepare()
+            if self._session is None:
+                relabel(version)
+            else:
+                self._session.version = version
 
     def commit(
         self,
@@ -169,23 +199,45 @@ class SessionManager(OneSession):
         timeout_s: float | None = None,
         prepare: Callable[[], None] = lambda: None,
         client: str | None = None,
+        then: Callable[[], object] = lambda: None,
     ) -> SessionRecord:
         """End the open session, explicit or implicit, and publish it. Its undo data is kept until `release_undo` or the
-        next session. prepare: called before, with the lock held. Raises SessionError where no session is open or its
+        next session. prepare: called before, where the session can be committed; then: called after the commit, both
+        with the lock held. Raises SessionError where no session is open or its
         lease has expired; ValueError listing missing bytes, and Poisoned in a session that should heal but was not
         fully verified: both leave it open. If publishing fails, the session is rolled back.
         """
         with self._locked("commit", timeout_s):
             self._history.owners.check(self._session, client)
-            prepare()
-            return self._commit(version, client)
+            record = self._commit(version, client, prepare)
+            then()
+            return record
 
-    def commit_implicit(self, timeout_s: float | None = None) -> SessionRecord | None:
-        """Commit an implicit session as `commit` does. Returns None where none is open."""
+    def commit_implicit(self, timeout_s: float | None = None, *, or_roll_back: bool = False) -> SessionRecord | None:
+        """Commit an implicit session as `commit` does. Returns None where none is open. or_roll_back: one that cannot
+        be committed, because some of its bytes are missing for instance, is rolled back."""
         with self._locked("commit", timeout_s):
             if self._session is None or self._session.explicit:
                 return None
-            return self._commit(None, None)
+            try:
+                return self._commit(None, None)
+            except (ValueError, WeightSyncError) as error:
+                if or_roll_back and self._session is not None:
+                    self._roll_back(self._session, f"it could not be committed: {error}")
+                raise
+
+    def end_implicit(self, why: str, timeout_s: float | None = None) -> None:
+        """End an implicit session whose client is lost: commit it where it has written all weights, else roll it back.
+        Updates that follow then open no other one, before `begin` or `forget_abort`, unless they are whole."""
+        with self._locked("commit", timeout_s):
+            session = self._session
+            if session is None or session.explicit:
+                return
+            if not session.transaction.missing() and error_of(session.transaction.check_complete) is None:
+                self._commit(None, None)
+            else:
+                self._roll_back(session, why).raise_if_any(None)
+                self._history.was_lost(why)
 
     def rollback(
         self,
@@ -224,24 +276,36 @@ class SessionManager(OneSession):
             if self._session is not None:
                 self._roll_back(self._session, why, alone=True)
 
-    def revert(self, timeout_s: float | None = None, client: str | None = None) -> SessionRecord:
-        """Take the last commit back and return its record. Publishes nothing: the caller labels the old weights.
+    def revert(
+        self,
+        timeout_s: float | None = None,
+        client: str | None = None,
+        holding: Callable[[], AbstractContextManager[object]] = nullcontext,
+        prepare: Callable[[], object] = lambda: None,
+    ) -> SessionRecord:
+        """Take the last commit and its publication back, and return its record. holding: makes a context that is
+        entered before, and left with the lock still held; its exception is raised, and nothing has changed on any rank.
+        prepare: called then, on all ranks.
 
         Raises SessionError while a session is open, and where no commit, of this client if it is named, has its undo
         data kept.
         """
-        with self._locked("revert", timeout_s):
+        with self._locked("revert", timeout_s), ExitStack() as held:
 
             def check() -> None:
                 if self._session is not None:
                     raise SessionError(self._session.already_open)
                 self._history.check_revert(client)
+                held.enter_context(holding())
 
             self._ready("revert", check)
+            prepare()
             assert self._history.committed is not None
             session, record = self._history.committed
-            self._roll_back(session, f"the commit of version {record.version} was reverted").raise_if_any(None)
-            self._history.was_accepted()
+            with self._as_a_whole:
+                self._roll_back(session, f"the commit of version {record.version} was reverted").raise_if_any(None)
+                self._host.unpublish()
+                self._history.was_accepted()
             return record
 
     def release_undo(self, timeout_s: float | None = None) -> None:

@@ -19,7 +19,7 @@ from ..layout.pieces import Pieces
 from ..layout.shard_bytes import Shard, ShardBytes
 from ..manifest import NamedTensors, TensorSpec, dtype_name
 from .coverage import Place, Resident
-from .names import ModelNames, check_tensors, differences, same_bytes
+from .names import ModelNames, check_tensors, checked_elements, differences, overlapping, same_bytes, written_as
 from .undo import UndoLog
 
 Coverage = Literal["full", "partial"]
@@ -31,7 +31,8 @@ class WeightTransaction:
     """A `Sink` over resident tensors that keeps the bytes it overwrites.
 
     resident: tensors that a full update writes exactly once, tied tensors once and under one name. optional: tensors
-    that it may write besides (buffers). aliases: other names of resident or optional tensors (`lm_head.weight` ->
+    that it may write besides (buffers). fixed: tensors that it may name, but only with the bytes that they have, else
+    ValueError names them. aliases: other names of resident or optional tensors (`lm_head.weight` ->
     `model.embed_tokens.weight`); bytes that arrive under a second name are compared with the bytes that arrived under
     the first. With `coverage="partial"` any of the tensors may be written, and more than once. With `undo="none"` no
     old bytes are kept, and a rollback after the first overwritten byte poisons the weights.
@@ -55,6 +56,7 @@ class WeightTransaction:
         resident: NamedTensors,
         *,
         optional: NamedTensors = (),
+        fixed: NamedTensors = (),
         aliases: Mapping[str, str] | None = None,
         coverage: Coverage = "full",
         undo: Undo = "tensors",
@@ -72,15 +74,17 @@ class WeightTransaction:
         self.num_writes = 0  # calls that began to write; while it does not grow, nothing has changed
         self.overwritten: set[str] = set()  # resident names of tensors that it wrote here, also if they were restored
         self.before_overwriting: Callable[[str], object] = lambda name: None  # called once for each of them
-        named = [(name, tensor, True) for name, tensor in resident] + [(n, t, False) for n, t in optional]
+        kept = dict(fixed)
+        named = [(name, tensor, True) for name, tensor in resident]
+        named += [(name, tensor, False) for name, tensor in (*optional, *kept.items())]
         absent = [(spec, True) for spec in elsewhere] + [(spec, False) for spec in optional_elsewhere]
         names_elsewhere = {spec.name for spec, _ in absent}
         check_tensors([(name, tensor) for name, tensor, _ in named], aliases or {}, names_elsewhere)
         self._overlapping = {name for name, tensor, _ in named if overlaps_itself(tensor)}
         if coverage == "full" and (wrong := [n for n, _, required in named if required and n in self._overlapping]):
-            raise ValueError(_overlap(", ".join(wrong)))
+            raise ValueError(overlapping(", ".join(wrong)))
         parts = shards or {}
-        self._tensors = {n: Resident(ShardBytes(n, t, parts.get(n)), required) for n, t, required in named}
+        self._tensors = {n: Resident(ShardBytes(n, t, parts.get(n)), required, n in kept) for n, t, required in named}
         self._tensors |= {spec.name: Resident(ShardBytes.nothing(spec), required) for spec, required in absent}
         self._names = ModelNames(self._tensors, dict(aliases or {}), pieces)
         self._log: UndoLog | None = None
@@ -105,10 +109,10 @@ class WeightTransaction:
                 continue
             places[spec.name] = place
             if place.entry.spec.name in self._overlapping:
-                wrong.append(_overlap(spec.name))
+                wrong.append(overlapping(spec.name))
             wrong += differences(spec, place)
             if others := place.entry.sent_as_others(place, place.start, place.stop):
-                wrong.append(_written_as(spec.name, others))
+                wrong.append(written_as(spec.name, others))
             elif self.coverage == "full" and place.is_written:
                 wrong.append(f"{spec.name}: written already in this transaction")
         if wrong := wrong + same_bytes(places.values()):
@@ -122,7 +126,7 @@ class WeightTransaction:
         place = self._place_to_write(name, offset, offset + num_bytes)
         entry, start, stop = place.entry, place.start + offset, place.start + offset + num_bytes
         lent = entry.held.lend(start, stop)
-        if lent is None or overlaps(entry.covered_by_others(place.tensor), start, stop):
+        if lent is None or entry.is_fixed or overlaps(entry.covered_by_others(place.tensor), start, stop):
             return None
         self.num_writes += 1
         self._save(entry, start, stop)
@@ -136,11 +140,12 @@ class WeightTransaction:
             raise ValueError(f"{name}: data must be uint8 [n], not {dtype_name(data.dtype)}{list(data.shape)}")
         place = self._place_to_write(name, offset, offset + data.numel())
         entry, start, stop = place.entry, place.start + offset, place.start + offset + data.numel()
-        others = entry.covered_by_others(place.tensor)
+        others = ((start, stop),) if entry.is_fixed else entry.covered_by_others(place.tensor)
         for a, b in overlaps(others, start, stop):
             if not entry.held.agrees_with(a, data[a - start : b - start]):
-                raise ValueError(self._tie_broken(place))
-        self.num_writes += 1
+                raise ValueError(self._differs(place))
+        if not entry.is_fixed:
+            self.num_writes += 1
         for a, b in gaps(others, start, stop):
             self._save(entry, a, b)
             entry.held.write(a, data[a - start : b - start])
@@ -150,13 +155,13 @@ class WeightTransaction:
         """Write single elements; see `Sink.write_elements`. Raises ValueError for positions outside the tensor, values
         of another dtype or number, and as `write` does for a tensor that was written under its other name."""
         place = self._place_to_write(name, 0, 0)
-        entry, words = place.entry, _checked_elements(self._require_whole(place), positions, values)
+        entry, words = place.entry, checked_elements(self._require_whole(place), positions, values)
         if not entry.held.is_whole:
             here, positions = entry.held.local_elements(positions.to(words.device))
             words = words[here]
-        if entry.names_used() - {place.tensor}:
+        if entry.is_fixed or entry.names_used() - {place.tensor}:
             if not torch.equal(byte_view(entry.held.local.take(positions)), byte_view(words)):
-                raise ValueError(self._tie_broken(place))
+                raise ValueError(self._differs(place))
             self.num_writes += 1
         else:
             self.num_writes += 1
@@ -339,13 +344,13 @@ class WeightTransaction:
         self._require("open")
         place = self._names.place(name)
         if place.entry.spec.name in self._overlapping:
-            raise ValueError(_overlap(name))
+            raise ValueError(overlapping(name))
         size = place.spec.dtype.itemsize
         if not 0 <= start <= stop <= place.spec.num_bytes or start % size or stop % size:
             raise ValueError(f"{place.spec.describe()}: [{start}, {stop}) is no range of whole elements in it")
         first, last = place.start + start, place.start + stop
         if others := place.entry.sent_as_others(place, first, last):
-            raise ValueError(_written_as(name, others))
+            raise ValueError(written_as(name, others))
         if self.coverage == "full" and overlaps(place.entry.ranges.get(place.tensor, ()), first, last):
             raise ValueError(f"{name}: bytes [{start}, {stop}) were written already in this transaction")
         return place
@@ -362,35 +367,8 @@ class WeightTransaction:
             self.before_overwriting(entry.spec.name)
             self.overwritten.add(entry.spec.name)
 
-    def _tie_broken(self, place: Place) -> str:
+    def _differs(self, place: Place) -> str:
+        if place.entry.is_fixed:
+            return f"{place.name}: no part of checkpoints or of the digest, so it keeps its bytes, but others were sent"
         others = ", ".join(sorted(place.entry.names_used() - {place.tensor}))
         return f"{place.name} and {others} are one tensor here, but the update has different bytes for them"
-
-
-def _written_as(name: str, others: Sequence[str]) -> str:
-    more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-    return f"{name}: some of its bytes were written already as {others[0]}{more}"
-
-
-def _overlap(name: str) -> str:
-    return (
-        f"{name}: elements of the resident tensor share memory, as after expand(), so that it cannot be written: give "
-        "each its own (tensor.data = tensor.data.contiguous())"
-    )
-
-
-def _checked_elements(place: Place, positions: Tensor, values: Tensor) -> Tensor:
-    """Return `values` as words of the tensor. Raises ValueError for values or positions that do not fit it."""
-    name, entry = place.name, place.entry
-    if positions.dtype != torch.int64 or positions.dim() != 1 or positions.shape != values.shape:
-        raise ValueError(f"{name}: positions must be int64 [n] and values [n], not {dtype_name(positions.dtype)}"
-                         f"{list(positions.shape)} and {list(values.shape)}")  # fmt: skip
-    dtype = entry.spec.dtype
-    is_integer = not (values.is_floating_point() or values.is_complex())
-    if values.dtype != dtype and not (is_integer and values.itemsize == dtype.itemsize):
-        raise ValueError(f"{name}: values are {dtype_name(values.dtype)}, resident {dtype_name(dtype)}")
-    if positions.numel():
-        lowest, highest = (int(bound) for bound in positions.aminmax())
-        if lowest < 0 or highest >= entry.spec.num_elements:
-            raise ValueError(f"{name}: positions {lowest} to {highest} leave its {entry.spec.num_elements} elements")
-    return entry.held.local.as_words(values)

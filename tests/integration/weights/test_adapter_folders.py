@@ -15,6 +15,7 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.model.adapters.folder import AdapterFolder
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.integration.weights.sessions.callers import interrupt
 from lockstep.tests.optional_packages import needs_peft_of_transformers
 from lockstep.tests.support.callers import soon, submit
 from lockstep.tests.support.forked_ranks import run_ranks
@@ -52,6 +53,22 @@ def saved_adapter(model, folder, **settings):
 
 def logprobs(service):
     return service.engine.generate([[3, 17, 90]], GREEDY)[0].logprobs
+
+
+@pytest.mark.parametrize("command", ["hold", "replace_adapter", "commit_weights"])
+def test_an_interrupted_load_is_whole_or_none_and_stops_nothing(served, make_model, tmp_path, command):
+    service = served("qwen3")
+    folder = saved_adapter(make_model("qwen3"), tmp_path / "adapter", target_modules=["q_proj"])
+    before = logprobs(service)
+    interrupt(service, command, lambda: service.load_lora_adapter("a", folder, weight_version="1"))
+    is_loaded = command != "hold"  # else the interrupt waits for the commit
+    assert bool(service.loaded_adapters) is is_loaded and service.engine.refusal is None
+    assert (service.engine.weight_version == "1") is is_loaded and (logprobs(service) != before) is is_loaded
+    assert service.engine.weight_digest in (None, service.model_digest())
+    if not is_loaded:
+        service.load_lora_adapter("a", folder, weight_version="1")
+    service.unload_lora_adapter("a", weight_version="2")
+    assert logprobs(service) == before and service.loaded_adapters == {}
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,40 @@ def test_buckets_that_cut_tensors_are_one_update_each_and_one_commit(service, ne
     assert (commit.digest, commit.session.verified) == (digest_of(newer), True)
 
 
+@pytest.mark.parametrize("is_sent", [True, False])
+def test_digests_of_a_manifest_are_compared_with_the_buckets_that_follow_it(service, model, newer, folder, is_sent):
+    before = standing(service)
+    sender = SharedMemorySender(1 << 15, folder)
+    manifest = Manifest("5", specs_of(named(newer)), roots(newer))
+    service.begin_weight_update(weight_version="5", coverage="partial")
+    buckets, differing = sender.buckets(named(newer if is_sent else model), manifest), set()
+    for description in buckets:
+        try:
+            service.update_weights_from_tensor(descriptions=[description])
+        except DigestMismatch as error:
+            differing |= set(error.names)
+    sender.close()
+    if is_sent:
+        commit = service.end_weight_update()
+        assert (commit.digest, commit.session.verified, differing) == (digest_of(newer), True, set())
+    else:
+        assert differing == {name for name, root in roots(model).items() if root != roots(newer)[name]} != set()
+        service.abort_weight_update()
+        assert standing(service)[:2] == before[:2]
+
+
+def test_a_delta_of_which_the_rest_does_not_come_is_freed_with_its_session(service, model, newer, folder):
+    buffers = [(f"delta {index}", torch.zeros(1 << 15, dtype=torch.uint8)) for index in range(2)]
+    sender = SharedMemorySender(1 << 15, folder)
+    buckets = sender.buckets(buffers, Manifest("5", specs_of(buffers)))
+    service.begin_weight_update(weight_version="5")
+    service.update_weights_from_tensor(descriptions=[next(buckets)], load_format="delta")
+    sender.close()
+    assert list(service._shared_memory._packed.buffers())
+    service.abort_weight_update()
+    assert not list(service._shared_memory._packed.buffers()) and service._receiver._attached is None
+
+
 @pytest.mark.parametrize("coverage", ["partial", None])
 def test_buckets_that_cut_tensors_are_sent_without_a_session_too_and_in_one_of_partial_coverage(
     service, newer, folder, coverage

@@ -582,3 +582,21 @@ def test_a_file_that_changes_while_it_is_applied_fails_and_rolls_back(tmp_path, 
 def _after(first, rest):
     yield first
     yield from rest
+
+
+@pytest.mark.parametrize("name", [DATA_FILE, DELTA_MANIFEST_FILE])
+def test_a_pipe_in_a_delta_folder_is_named_and_not_waited_for(tmp_path, states, name):
+    save_delta(tmp_path / "delta", None, "2", encode(states))
+    (tmp_path / "delta" / name).unlink()
+    os.mkfifo(tmp_path / "delta" / name)
+    with pytest.raises(ValueError, match=f"{name}: is not a regular file"):
+        load_delta(tmp_path / "delta")
+
+
+def test_a_pipe_that_comes_in_the_place_of_a_checked_delta_is_not_waited_for(tmp_path, states):
+    save_delta(tmp_path / "delta", None, "2", encode(states))
+    delta = load_delta(tmp_path / "delta")
+    (tmp_path / "delta" / DATA_FILE).unlink()
+    os.mkfifo(tmp_path / "delta" / DATA_FILE)
+    with pytest.raises(TransferFailed, match="is not a regular file"):
+        next(delta.chunks())

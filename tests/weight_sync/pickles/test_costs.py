@@ -7,7 +7,7 @@ import pickle
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -163,3 +163,22 @@ def test_absurd_offsets_and_strides_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=f"'w': .*{message}"):
         read_framework_payload(pickle.dumps([("w", tensor(shared, metadata=metadata))]), None)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_socket_behind_which_no_manager_answers_is_not_waited_for(shared, tmp_path, is_full):
+    """Torch would wait for it with all threads of this process."""
+    path = str(tmp_path / "silent")
+    with ExitStack() as opened:
+        silent = opened.enter_context(socket.socket(socket.AF_UNIX))
+        silent.bind(path)
+        silent.listen(0)
+        while is_full:  # until a connection would be waited for
+            other = opened.enter_context(socket.socket(socket.AF_UNIX))
+            other.setblocking(False)
+            if other.connect_ex(path):
+                break
+        storage = NamedStorage(path.encode(), shared[1], 64, sent=None)
+        assert storage.problem() is None
+        with pytest.raises(TransferFailed, match="within 0.05 s" if is_full else "is no torch_shm_manager"):
+            storage.attach(0.05)

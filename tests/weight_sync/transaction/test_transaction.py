@@ -402,6 +402,24 @@ def test_a_delta_under_both_names_is_applied_once():
     assert changed == [3, 9]
 
 
+def test_a_fixed_tensor_takes_the_bytes_that_it_has_and_no_others():
+    plain, table = torch.zeros(4), torch.arange(6.0)
+    before = snapshot({"table": table})
+    transaction = WeightTransaction([("plain", plain)], fixed=[("table", table)], coverage="partial")
+    transaction.expect(specs_of([("table", table)]))
+    assert transaction.destination("table", 0, 8) is None
+    transaction.write("table", 8, byte_view(table)[8:])
+    transaction.write_elements("table", torch.tensor([2]), torch.tensor([2.0]))
+    for write in (
+        lambda: transaction.write("table", 8, byte_view(table + 1)[8:]),
+        lambda: transaction.write_elements("table", torch.tensor([2]), torch.tensor([7.0])),
+    ):
+        with pytest.raises(ValueError, match="table: no part of checkpoints"):
+            write()
+    assert snapshot({"table": table}) == before and not transaction.overwritten
+    assert "table" not in transaction.missing()
+
+
 def test_names_are_compared_within_one_update_only():
     tensors, transaction = tied("partial")
     for seed in (1, 2):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -70,6 +72,27 @@ def last_commit(service: RolloutService) -> dict:
 def failing(pairs: list[tuple[str, Tensor]], after: int) -> Iterator[tuple[str, Tensor]]:
     yield from pairs[:after]
     raise TransferFailed("the wire broke")
+
+
+def interrupt(service: RolloutService, command: str, call: Callable[[], object]) -> None:
+    """Interrupt the call when this command of the engine has had its effect. The handler is called where the engine's
+    lock is released, or later."""
+    commands = service.engine.weights._between_steps
+    real = getattr(commands, command)
+
+    def interrupted(*args: object) -> object:
+        setattr(commands, command, real)
+        value = real(*args)
+        signal.raise_signal(signal.SIGINT)
+        return value
+
+    setattr(commands, command, interrupted)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class Slow:

@@ -319,6 +319,18 @@ def test_buffers_may_be_sent_and_may_be_left_out(service, newer):
     assert commit.digest == digest_of(newer)  # of the parameters only
 
 
+@pytest.mark.parametrize("coverage", ["full", "partial"])
+def test_a_buffer_that_the_digest_does_not_cover_keeps_its_bytes(service, newer, coverage):
+    [(name, inv_freq)] = [(n, b) for n, b in service.engine.model.buffers() if n.endswith("rotary_emb.inv_freq")]
+    kept, before = inv_freq.clone(), standing(service)
+    service.begin_weight_update(weight_version="5", coverage=coverage)
+    with pytest.raises(ValueError, match=f"{name}: no part of checkpoints"):
+        service.update_weights_from_named_tensors([(name, kept * 7 + 1)])
+    assert service.state()["weight_update"]["state"] == "open"  # nothing was written
+    service.abort_weight_update()
+    assert torch.equal(inv_freq, kept) and standing(service) == before
+
+
 def test_all_that_does_not_fit_is_listed_at_once(service):
     before = standing(service)
     wrong = [("no_such", torch.zeros(3)), (NORM, torch.zeros(3)), (EMBED, torch.zeros(256, 64, dtype=torch.int8))]

@@ -27,8 +27,8 @@ from lockstep.tests.integration.weights.sessions.callers import (
     roots,
     standing,
 )
-from lockstep.tests.support.callers import soon, submit
-from lockstep.weight_sync.errors import DigestMismatch, Poisoned, TransferFailed
+from lockstep.tests.support.callers import soon, submit, wait_until
+from lockstep.weight_sync.errors import DigestMismatch, Poisoned, SessionError, TransferFailed
 from lockstep.weight_sync.manifest import TensorSpec
 from lockstep.weight_sync.transaction.undo import UndoLog
 
@@ -181,3 +181,44 @@ def test_a_tensor_that_was_put_back_does_not_count_in_the_digest(service, model,
         service.update_weights_from_named_tensors(only(newer, NORM), verify={NORM: "00" * 32})
     commit = service.end_weight_update()
     assert commit.digest == digest_of(model) == service.model_digest()
+
+
+def test_a_part_of_the_weights_is_taken_back_where_the_pause_of_its_client_expires(service, model, newer):
+    before = standing(service)
+    service.pause_generation("retract")
+    service.update_weights_from_named_tensors(only(newer, EMBED), weight_version="5")
+    service.pause_generation("retract", ttl=0.01)
+    wait_until(lambda: not service.engine.is_paused)
+    state = service.state()["weight_update"]
+    assert state["state"] == "rolled_back" and "the pause of its client expired" in state["why"]
+    assert standing(service) == before and answer(service) == greedy(model)
+    with pytest.raises(SessionError, match="pause generation again"):  # else the rest would be committed alone
+        service.update_weights_from_named_tensors(only(newer, NORM), weight_version="5")
+    service.pause_generation("retract")
+    service.update_weights_from_named_tensors(named(newer), weight_version="5")
+    service.continue_generation()
+    assert standing(service)[:2] == ("5", digest_of(newer))
+
+
+def test_the_whole_weights_are_committed_where_the_pause_of_their_client_expires(service, newer):
+    service.pause_generation("retract")
+    service.update_weights_from_named_tensors(named(newer), weight_version="5")
+    service.pause_generation("retract", ttl=0.01)
+    wait_until(lambda: not service.engine.is_paused)
+    assert standing(service)[:2] == ("5", digest_of(newer)) and answer(service) == greedy(newer)
+
+
+@pytest.mark.parametrize("kind", [list, iter])
+def test_the_engines_own_tensors_are_read_before_any_of_them_is_written(service, kind):
+    own = dict(service.engine.weights.resident_tensors())
+    one, other = "model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight"
+    before = {name: own[name].detach().clone() for name in (one, other)}
+    swapped = [(one, own[other].detach()), (other, own[one].detach())]
+    if kind is iter:
+        with pytest.raises(ValueError, match=f"{one}: it lies in memory of other weights"):
+            service.update_weights_from_named_tensors(iter(swapped))
+        assert torch.equal(own[one], before[one])
+        service.update_weights_from_named_tensors(iter(own.items()), weight_version="5")  # each is itself
+    else:
+        service.update_weights_from_named_tensors(swapped, weight_version="5")
+        assert torch.equal(own[one], before[other]) and torch.equal(own[other], before[one])

@@ -5,10 +5,20 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from safetensors.torch import save_file
 
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.errors import NotIdle
-from lockstep.tests.integration.weights.sessions.callers import LONG, PROMPT, answer, digest_of, greedy, named, standing
+from lockstep.tests.integration.weights.sessions.callers import (
+    LONG,
+    NORM,
+    PROMPT,
+    answer,
+    digest_of,
+    greedy,
+    named,
+    standing,
+)
 
 
 @pytest.fixture
@@ -57,6 +67,19 @@ def test_an_update_may_abort_everything(busy, newer):
     assert answer(busy) == greedy(newer)
 
 
+@pytest.mark.parametrize("kind", ["none", "part"])
+def test_a_folder_that_cannot_be_loaded_aborts_nothing(busy, newer, tmp_path, kind):
+    folder = tmp_path / "folder"
+    if kind == "part":
+        folder.mkdir()
+        save_file({NORM: dict(named(newer))[NORM]}, folder / "model.safetensors")
+    before = standing(busy)
+    with pytest.raises(ValueError, match="is not a folder" if kind == "none" else "lacks"):
+        busy.update_weights_from_disk(folder, abort_all_requests=True)
+    assert standing(busy) == before and busy.state()["num_running"] == 1
+    assert drive(busy).finish_reason.type == "length"
+
+
 def test_retracted_requests_go_on_with_the_new_weights_and_stay_paused_until_then(busy, newer):
     busy.engine.pause_generation("retract")
     busy.update_weights_from_named_tensors(named(newer), weight_version="5")
@@ -85,3 +108,22 @@ def test_paused_in_place_requests_go_on_only_where_that_was_asked_for(busy, newe
     spans = drive(busy).weight_versions
     found = [(span.version, span.digest, span.start, span.end) for span in spans]
     assert found == [("default", None, 0, 3), ("5", digest_of(newer), 3, 60)]
+
+
+@pytest.mark.parametrize("keep_running", [True, False])
+def test_requests_that_went_on_with_a_commit_go_on_with_its_revert(busy, newer, keep_running):
+    busy.engine.pause_generation("in_place" if keep_running else "retract")
+    busy.begin_weight_update(weight_version="5", keep_running=keep_running)
+    busy.update_weights_from_named_tensors(named(newer))
+    busy.end_weight_update()
+    if keep_running:
+        assert busy.revert_weight_update() == "default"
+    else:
+        busy.continue_generation()
+        busy.engine.step()
+        busy.engine.pause_generation("in_place")
+        with pytest.raises(NotIdle, match="keep_running"):
+            busy.revert_weight_update()
+        return
+    busy.continue_generation()
+    assert [span.version for span in drive(busy).weight_versions] == ["default"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from lockstep.integration.service_config import ServiceConfig
 from lockstep.integration.weights.options import UpdateOptions
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.errors import EngineStopped, NotIdle, SamplingRefused
+from lockstep.rollout.errors import DeadlineExceeded, EngineStopped, NotIdle, SamplingRefused
 from lockstep.tests.integration.weights.sessions.callers import (
     EMBED,
     PARAMS,
@@ -72,6 +73,53 @@ def test_continue_during_an_update_waits_for_it_and_commits_it(service, newer):
     soon(updating)
     assert soon(continuing).was_paused
     assert standing(service) == ("5", digest_of(newer), 1, digest_of(newer))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda service: service.begin_weight_update(timeout_s=0.05),
+        lambda service: service.abort_weight_update(timeout_s=0.05),
+        lambda service: service.revert_weight_update(timeout_s=0.05),
+        lambda service: service.end_weight_update(timeout_s=0.05),
+        lambda service: service.continue_generation(timeout_s=0.05),
+        lambda service: service.update_weight_version("6", timeout_s=0.05),
+    ],
+)
+def test_a_call_that_waits_too_long_for_an_update_does_not_run_after_it(service, newer, call):
+    service.engine.add(PROMPT, PARAMS)
+    service.engine.step()
+    service.pause_generation("in_place")
+    slow = Slow(named(newer))
+    updating = submit(service.update_weights_from_named_tensors, slow, weight_version="5", keep_running=True)
+    assert slow.under_way.wait(PATIENCE)
+    with pytest.raises(SessionBusy, match="update from this process"):
+        call(service)
+    slow.go_on.set()
+    soon(updating)
+    state = service.state()
+    assert (state["weight_update"]["state"], state["weight_update"]["explicit"], state["num_running"]) == (
+        "open", False, 1,
+    )  # fmt: skip
+    assert state["paused"] and state["weight_version"] == "default"
+    service.continue_generation()
+    assert standing(service)[:2] == ("5", digest_of(newer))
+
+
+def test_an_update_does_not_begin_after_its_deadline(service, newer, monkeypatch):
+    manager, began = service.sessions._manager, []
+    make = service.sessions._host.make_transaction
+
+    def late(*given: object) -> object:
+        wait_until(lambda: time.monotonic() > began[0] + 0.02)
+        return make(*given)
+
+    monkeypatch.setattr(service.sessions._host, "make_transaction", late)
+    for update in (service.begin_weight_update, partial(service.update_weights_from_named_tensors, named(newer))):
+        began[:] = [time.monotonic()]
+        with pytest.raises(DeadlineExceeded, match="will not run"):
+            update(timeout_s=0.01)
+        assert manager.state()["state"] == "idle" and service.engine.refusal is None
 
 
 def test_an_update_that_cannot_be_committed_yet_makes_requests_wait_for_its_rest(service, newer):
