@@ -13,10 +13,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..http.admin import unsupported
 from ..http.edge.auth import Level, check_key, check_origin, key_header, level_of
-from ..http.edge.bodies import parse_object_off_loop, read_object, start_parsers
+from ..http.edge.bodies import parse_object_off_loop, parsed, read_object, start_parsers
 from ..http.edge.errors import BadField, EndingMiddleware, HttpError, error_response, install
 from ..http.edge.session_paths import SessionPaths
 from .attending import add_attending
+from .calls import ROUTER_HEADER, WorkerCall
 from .changes.broadcast import broadcast
 from .changes.journal import UpdateJournal
 from .changes.rules import ELSEWHERE, RULES, SAME, verb_of
@@ -26,7 +27,7 @@ from .fleet.served import ServedFile
 from .fleet.workers import UnknownWorker, why_none
 from .generation import ProxyResponse
 from .metrics import render
-from .router import Router, call_of, router_of
+from .router import Router, call_of, call_of_report, router_of
 from .worker_paths import add_workers
 
 _OPEN_PATHS = frozenset({"/liveness", "/readiness"})
@@ -75,17 +76,24 @@ class _Auth:
             path = scope["path"]
             level = Level.OPEN if path in _OPEN_PATHS else Level.NORMAL if path in _NORMAL_PATHS else level_of(path)
             headers = Headers(scope=scope)
+            router: Router = scope["app"].state.router
             try:
+                _check_loop(router, headers)
                 check_origin(self._config, scope["method"], headers, level)
                 check_key(self._config, level, key_header(headers))
             except HttpError as refused:
                 await error_response(path, refused)(scope, receive, send)
                 return
-            router: Router = scope["app"].state.router
             with router.open_request() if _is_awaited(scope) else nullcontext():
                 await self._app(scope, receive, send)
             return
         await self._app(scope, receive, send)
+
+
+def _check_loop(router: Router, headers: Headers) -> None:
+    """Raise HttpError 508 for a call that this router has sent itself: it would go round for ever."""
+    if any(router.name in value for value in headers.getlist(ROUTER_HEADER.decode())):
+        raise HttpError(508, "a worker of this router leads back to it", code="loop")
 
 
 def _is_awaited(scope: Scope) -> bool:
@@ -141,11 +149,11 @@ def _add_health(app: FastAPI) -> None:
     async def all_loads(request: Request) -> JSONResponse:
         """List the loads of all live workers, each with its worker."""
         router = router_of(request)
-        call = await call_of(request, router.config.http.max_control_body_bytes)
         live, config = router.registry.live(), router.config
-        results = await broadcast(
-            router.administering, live, call, config.health_timeout_s, config.max_admin_answer_bytes
-        )  # fmt: skip
+        async with call_of_report(request) as call:
+            results = await broadcast(
+                router.administering, live, call, config.health_timeout_s, config.max_admin_answer_bytes
+            )  # fmt: skip
         merged, failed = [], {}
         for result in results:
             loads = result.body.get("loads") if result.success and isinstance(result.body, dict) else None
@@ -177,21 +185,28 @@ def _add_journal(app: FastAPI) -> None:
     @app.post("/weight_update_journal/resolve")
     async def resolve(request: Request) -> JSONResponse:
         """Mark the unresolved update as resolved: {acknowledge: true, enable: true}. With enable false, its targets are
-        disabled until an operator enables them."""
+        disabled until an operator enables them. With force true, an update in progress is forgotten too."""
         body = await read_object(request, request.app.state.config.max_control_body_bytes)
         if body.get("acknowledge") is not True:
             raise BadField("acknowledge", 'send {"acknowledge": true} when the weights of all workers are right')
-        return JSONResponse(await router_of(request).admin.resolve(body.get("enable", True) is not False))
+        enable, force = body.get("enable", True) is not False, body.get("force") is True
+        return JSONResponse(await router_of(request).admin.resolve(enable, force))
 
 
 def _add_admin(app: FastAPI) -> None:
     async def administer(request: Request) -> Response:
-        router = router_of(request)
-        call = await call_of(request, router.config.max_admin_body_bytes)
-        values: Mapping[str, object] = await parse_object_off_loop(call.body, router.config.http.max_body_lists)
-        verb = verb_of(request.scope["path"])
-        status, body = await router.admin.run(verb, call, values, request.is_disconnected)
-        return Response(body, status, media_type="application/json")
+        router, path = router_of(request), request.scope["path"]
+        config, verb = router.config, verb_of(path)
+
+        async def run(call: WorkerCall, values: Mapping[str, object]) -> Response:
+            status, body = await router.admin.run(verb, call, values, request.is_disconnected)
+            return Response(body, status, media_type="application/json")
+
+        if not RULES[verb].is_change and level_of(path) is Level.NORMAL:  # a report, whose callers have no admin key
+            async with call_of_report(request) as call:
+                return await run(call, await parsed(call.body, config.http.max_body_lists, _of_report))
+        call = await call_of(request, config.max_admin_body_bytes if RULES[verb].is_change else config.max_body_bytes)
+        return await run(call, await parse_object_off_loop(call.body, config.http.max_body_lists))
 
     for verb, rule in RULES.items():
         # A worker refuses a method that it does not take.
@@ -200,6 +215,12 @@ def _add_admin(app: FastAPI) -> None:
             app.add_api_route(path, administer, methods=methods, include_in_schema=path == f"/{verb}")
     for path in (*ELSEWHERE, *(f"/{name}" for name in SAME)):
         app.add_api_route(path, administer, methods=["POST"])
+
+
+def _of_report(values: Mapping[str, object]) -> dict[str, object]:
+    """Select the one field of a report's body that a router reads: the others would take memory until it is made."""
+    timeout_s = values.get("timeout_s")
+    return {"timeout_s": timeout_s} if isinstance(timeout_s, int | float) else {}
 
 
 # -- generation ------------------------------------------------------------------------------------------------------

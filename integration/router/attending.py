@@ -35,10 +35,10 @@ def add_attending(app: FastAPI) -> None:
         if not isinstance(client, str) or not client:
             raise BadField("client", "a name of the caller is needed")
         workers = await router.admin.workers_of_updates()
-        return _OpenAnswer(router, call, client, workers)
+        return OpenAnswer(router, call, client, workers)
 
 
-class _OpenAnswer(Response):
+class OpenAnswer(Response):
     """An answer that lasts as long as its client's connection, and those to the workers."""
 
     def __init__(self, router: Router, call: WorkerCall, client: str, workers: Sequence[Worker]) -> None:
@@ -48,7 +48,11 @@ class _OpenAnswer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await asyncio.gather(*(held.begin() for held in self._held))
+            limit_s = self._router.config.connect_timeout_s + self._router.config.health_timeout_s
+            beginning = asyncio.gather(*(held.begin(limit_s) for held in self._held))
+            if not await first_of(beginning, self._until_gone(receive)):
+                raise HttpError(503, "attend: its client has left, or the router ends", code="not_attended")
+            beginning.result()
             if refused := [f"{held.worker.url}: {held.refusal}" for held in self._held if held.refusal]:
                 raise HttpError(502, f"attend: {'; '.join(refused)}", code="workers_failed")
             headers = [(b"content-type", b"text/plain"), (b"cache-control", b"no-cache")]
@@ -75,11 +79,22 @@ class _Held:
         self._has_begun = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    async def begin(self) -> None:
-        """Return when the connection is open, or known not to be. A worker that is not reached is left out: the calls
-        of the update find out what is with it."""
+    async def begin(self, limit_s: float) -> None:
+        """Return when the connection is open, or known not to be. A worker that is not reached, that is found dead or
+        that answers nothing for so long is left out: the calls of the update find out what is with it."""
         self._task = asyncio.create_task(self._hold())
-        await first_of(asyncio.ensure_future(self._has_begun.wait()), asyncio.shield(self._task))
+        waiting = [asyncio.create_task(event.wait()) for event in (self._has_begun, self.worker.died)]
+        try:
+            done, _ = await asyncio.wait(
+                {self._task, *waiting}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+            )  # fmt: skip
+        finally:
+            for one in waiting:
+                one.cancel()
+        for task in done:
+            task.result()  # HttpError for a call that cannot be forwarded
+        if not done:
+            self.worker.suspect(f"{self._call.path}: no answer within {limit_s:g} s")
 
     def end(self) -> None:
         """Close the connection."""

@@ -16,6 +16,7 @@ _NOT_FORWARDED = frozenset(
      b"trailer", b"transfer-encoding", b"upgrade", b"content-length", b"accept-encoding", b"expect"}
 )  # fmt: skip
 _NOT_RETURNED = _NOT_FORWARDED | {b"date", b"server"}
+ROUTER_HEADER = b"x-lockstep-router"  # of each call to a worker: the names of the routers through which it has come
 PLAIN = (b"accept-encoding", b"identity")
 
 

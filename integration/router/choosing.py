@@ -38,6 +38,10 @@ class Chooser:
             raise HttpError(409, self.why_none_like(progress), code="cannot_go_on")
         return None
 
+    def maybe_like(self, progress: Progress) -> list[Worker]:
+        """Return the workers that can go on with a stream, or may yet be able to. Changes nothing."""
+        return [one for one in self._registry if not one.is_known or progress.why_not(one) is None]
+
     def why_none_like(self, progress: Progress) -> str:
         """Explain why no worker goes on with a stream, worker by worker. Changes nothing."""
         whys = {worker: progress.why_not(worker) for worker in self._registry}

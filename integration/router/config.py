@@ -47,7 +47,7 @@ class RouterConfig:
     allow_mixed_versions: bool = False  # also route to a worker that returned with other weights than the rest
     drain_timeout_s: float = 30.0  # seconds in which open requests may end after SIGTERM; then they end with an error
     max_body_bytes: int = 32 << 20  # largest body of a generation request
-    max_open_body_bytes: int = 1 << 30  # bodies of all open generation requests together; beyond it 503
+    max_open_body_bytes: int = 1 << 30  # bodies of all open generation requests and reports; beyond it 503
     max_kept_answer_bytes: int = 256 << 20  # answers kept until they are complete, together; more is passed on in parts
     max_admin_body_bytes: int = 1 << 30  # largest body of an administrative call
     max_admin_answer_bytes: int = 256 << 20  # largest answer of a worker to an administrative call

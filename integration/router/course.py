@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from .calls import WorkerCall
+from .fleet.aborted import Since
 from .fleet.worker import Worker
 from .moving.progress import Progress
 from .relay import Relay
@@ -38,6 +39,7 @@ class Course:
     """The course of one request so far."""
 
     deadline: float  # time.monotonic
+    aborts: Since  # since it began
     failures: list[tuple[str, str]] = field(default_factory=list)  # URL and reason of each attempt that failed
     num_sent: int = 0  # times that it was sent to a worker
     waited_s: float = 0.0  # for a worker

@@ -20,7 +20,7 @@ from .fleet.peek import peek
 from .moving.fields import seeded
 from .moving.progress import Progress
 from .router import Router, call_with
-from .sessions import OPEN, opening, session_of
+from .sessions import CLOSE, OPEN, opening, session_of
 
 ROUTING_KEY_HEADER = "x-smg-routing-key"  # slime's header: requests with equal values go to the same worker
 
@@ -62,6 +62,8 @@ class ProxyResponse(Response):
         """Read the body of the request, which counts in `kept`. Raises HttpError 413 for a body that is too long, 408
         for one that does not arrive in time, 503 where all open bodies are too long, and ClientDisconnect."""
         limit = self._router.config.max_body_bytes
+        if request.scope["path"] in (OPEN, CLOSE):
+            limit = min(limit, self._router.config.http.max_control_body_bytes)
         too_long = HttpError(413, f"the body is longer than {limit} bytes", code="too_large")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > limit:
@@ -73,9 +75,7 @@ class ProxyResponse(Response):
                     body += part
                     if len(body) > limit:
                         raise too_long
-                    if not kept.resize(len(body)):
-                        message = f"the open requests have {self._router.bodies.limit} bytes already"
-                        raise HttpError(503, message, code="overloaded", headers={"Retry-After": "1"})
+                    self._router.keep(kept, len(body))
         except TimeoutError:
             raise late_body(timeout_s) from None
         return bytes(body)

@@ -12,12 +12,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from dataclasses import replace
 from typing import Any
 
 from starlette.types import Send
 
+from ..http.edge.bodies import off_loop
 from ..http.edge.disconnect import first_of
 from ..http.edge.errors import HttpError
 from .choosing import Chooser
@@ -27,10 +28,11 @@ from .course import Course, Generation
 from .fleet.aborted import Aborted
 from .fleet.held import HeldRequests
 from .fleet.worker import Worker
-from .fleet.workers import WorkerRegistry
+from .fleet.workers import WorkerRegistry, why_none
 from .moving.ending import last_events
 from .moving.fields import with_fields
 from .moving.hedging import Race
+from .moving.progress import Progress
 from .passing import Passing
 from .relay import Drains, Full, Relay, Unavailable, is_stream, refusal
 from .sessions import home_of
@@ -39,6 +41,9 @@ from .wire import NoDescriptors, Wire, WorkerFailed, beginning
 logger = logging.getLogger(__name__)
 
 _MAX_REFUSAL_BYTES = 1 << 16  # of a 503 that are read, before the request moves or the answer is passed on
+
+_TOO_LONG = 413  # says nothing of the worker's weights
+_MANY_TOKENS = 1 << 10  # of a stream; to write so many takes a millisecond
 
 
 class _WorkerDied(Exception):
@@ -76,7 +81,10 @@ class Proxy:
 
     async def run(self, generation: Generation, send: Send) -> None:
         """Answer the request. Raises HttpError, before anything was sent, if no worker could answer."""
-        course = Course(time.monotonic() + self._config.request_timeout_s)
+        with self.held.aborts.since_now() as aborts:
+            await self._run_to_end(generation, send, Course(time.monotonic() + self._config.request_timeout_s, aborts))
+
+    async def _run_to_end(self, generation: Generation, send: Send, course: Course) -> None:
         try:
             await self._run(generation, send, course)
         except Aborted as aborted:
@@ -127,6 +135,8 @@ class Proxy:
                 course.failed(worker, why, generation.progress)
             elif relay.outcome not in (Outcome.DRAINING, Outcome.FULL):  # no attempts: the worker has begun nothing
                 return
+            rids, max_lists = _open_rids(generation), self._config.http.max_body_lists
+            await self.held.end_if_aborted(generation.call, rids, course.aborts, max_lists)
         listed = "; ".join(f"{url}: {why}" for url, why in course.failures)
         what = "one after the other" if course.has_begun else "before they produced anything"
         raise HttpError(502, f"workers failed {what}: {listed}", code="workers_failed")
@@ -209,8 +219,7 @@ class Proxy:
         started = time.monotonic()
         deadline = min(course.deadline, started + max(0.0, self._config.queue_timeout_s - course.waited_s))
         try:
-            rids = generation.progress.open_rids if generation.progress is not None else ()
-            async with self.held.abortable(generation.call, rids):
+            async with self.held.abortable(generation.call, _open_rids(generation)):
                 return await self._wait_for_worker(generation, course, deadline)
         finally:
             course.waited_s += time.monotonic() - started
@@ -226,10 +235,13 @@ class Proxy:
         if (progress := generation.progress) is not None and course.has_begun:
             return await self.held.its_worker(
                 lambda: self._choosing.like(progress, course), deadline,
-                lambda: self._choosing.why_none_like(progress),
+                lambda: self._choosing.why_none_like(progress), lambda: self._choosing.maybe_like(progress),
             )  # fmt: skip
-        if generation.session is not None:
-            return await self.held.its_worker(lambda: self._home(generation, course), deadline)
+        if (session := generation.session) is not None:
+            home = home_of(self._registry, session, generation.call.path)
+            return await self.held.its_worker(
+                lambda: self._home(generation, course), deadline, lambda: why_none([home]), lambda: [home]
+            )
         return await self.held.worker(lambda: self._choosing.best(generation, course), deadline)
 
     def _home(self, generation: Generation, course: Course) -> Worker | None:
@@ -281,7 +293,7 @@ class Proxy:
     async def _pass_through(self, worker: Worker, generation: Generation, relay: Relay) -> None:
         call, progress = generation.call_at(worker), generation.progress
         if goes_on := progress is not None and relay.has_begun:
-            call = replace(call, body=with_fields(call.body, {"begun": progress.begun_at(worker)}))
+            call = replace(call, body=await _with_begun(call.body, progress, worker))
         async with self._wire.call(worker.url, call) as answer:
             if answer.status_code == 503:
                 body = await beginning(answer, _MAX_REFUSAL_BYTES)
@@ -293,10 +305,28 @@ class Proxy:
                 await self._passing.events(answer, relay, progress)
             elif goes_on:
                 body = await beginning(answer, _MAX_REFUSAL_BYTES)
-                worker.forget_weights()
+                if answer.status_code != _TOO_LONG:
+                    worker.forget_weights()
                 raise WorkerFailed(f"it answered {answer.status_code}: {body.decode(errors='replace')}")
             else:
                 await self._passing.whole(answer, relay)
+
+
+async def _with_begun(body: bytes, progress: Progress, worker: Worker) -> bytes:
+    """Return the body by which a worker goes on with a stream. A long one is made on a thread: all streams of a worker
+    that has ended come at once."""
+
+    def make() -> bytes:
+        return with_fields(body, {"begun": progress.begun_at(worker)})
+
+    return await off_loop(make) if progress.num_tokens > _MANY_TOKENS else make()
+
+
+def _open_rids(generation: Generation) -> Collection[str]:
+    """Return the ids that a request's prompts without a whole answer have at its worker, those of all prompts where
+    only the end of the stream is missing; none where it told none."""
+    progress = generation.progress
+    return () if progress is None else progress.open_rids or progress.rids
 
 
 def _ending(why: str) -> HttpError:

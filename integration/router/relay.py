@@ -13,7 +13,7 @@ from starlette.types import Send
 from .calls import returned
 from .counters import Outcome, outcome_of
 from .fleet.worker import Worker
-from .wire import WorkerFailed
+from .wire import WorkerFailed, words_of
 
 WORKER_HEADER = b"x-lockstep-worker"
 _LONGEST_S = 3600.0  # of a Retry-After
@@ -156,10 +156,7 @@ def refusal(body: bytes, retry_after: str = "") -> Unavailable:
         values = json.loads(body)
     except (ValueError, RecursionError):
         values = None
-    told = values if isinstance(values, dict) else {}
-    error = told.get("error")
-    words = [told.get("status"), told.get("code")]
-    words += [error.get("code"), error.get("type")] if isinstance(error, dict) else []
+    words = words_of(values)
     if "draining" in words:
         return Drains("it is draining")
     why = f"it answered 503: {body[:200].decode(errors='replace')}"

@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 from fastapi import Request
 
 from ..http.edge.bodies import read_bytes
 from ..http.edge.disconnect import first_of
-from ..http.edge.errors import no_path
+from ..http.edge.errors import HttpError, no_path
 from ..http.edge.session_paths import session_in
 from ..http.edge.threads import start_pool
-from .budget import Budget
-from .calls import WorkerCall, headers_of
+from .budget import Budget, Share
+from .calls import ROUTER_HEADER, WorkerCall, headers_of
 from .changes.admin import Admin
 from .changes.journal import UpdateJournal
 from .changes.updates import Updates
@@ -43,6 +44,7 @@ class Router:
 
     def __init__(self, config: RouterConfig, journal: UpdateJournal, roster: Roster, served: ServedFile) -> None:
         self.config = config
+        self.name = uuid.uuid4().hex  # by which it knows its own calls
         self.registry = WorkerRegistry()
         self.registry.served, self.registry.served_file = served.first, served.path
         self.registry.on_served = served.keep
@@ -53,9 +55,9 @@ class Router:
         # A new connection for each call: a kept connection may be closed, and a change must not be sent twice.
         self.administering = Wire(verify, config.connect_timeout_s, num_kept=0)
         self.proxy = Proxy(self.registry, self._generating, config, self.counters)
-        self.bodies = Budget(config.max_open_body_bytes)  # of open generation requests
+        self.bodies = Budget(config.max_open_body_bytes)  # of open generation requests and reports
         self._peeking = start_pool(1, "peek")  # one: more would only take the interpreter from the event loop
-        self._health = HealthChecks(self.registry, self.administering, config, self.proxy.forget)
+        self._health = HealthChecks(self.registry, self.administering, config, self.proxy.forget, self.name)
         updates = Updates(self.registry, self._health, journal, served, config)
         self.admin = Admin(
             self.registry, self._health, updates, roster, self.administering, config, self.counters
@@ -99,6 +101,12 @@ class Router:
     async def peek(self, body: bytes, routing_key: str | None) -> tuple[tuple[bytes, ...], int]:
         """Call `peek` in the thread for it."""
         return await asyncio.get_running_loop().run_in_executor(self._peeking, peek, body, routing_key)
+
+    def keep(self, kept: Share, num_bytes: int) -> None:
+        """Count the bytes of a request's body. Raises HttpError 503 where all open bodies are too long."""
+        if not kept.resize(num_bytes):
+            message = f"the open requests have {self.bodies.limit} bytes already"
+            raise HttpError(503, message, code="overloaded", headers={"Retry-After": "1"})
 
     @property
     def is_draining(self) -> bool:
@@ -155,6 +163,16 @@ async def call_of(request: Request, limit: int) -> WorkerCall:
     return call_with(request, await read_bytes(request, limit))
 
 
+@asynccontextmanager
+async def call_of_report(request: Request) -> AsyncIterator[WorkerCall]:
+    """Build the call of a report, whose body counts among the open ones until the block ends. Raises HttpError."""
+    router = router_of(request)
+    with router.bodies.share() as kept:
+        call = await call_of(request, router.config.http.max_control_body_bytes)
+        router.keep(kept, len(call.body))
+        yield call
+
+
 def call_with(request: Request, body: bytes) -> WorkerCall:
     """Build the call to a worker from a request whose body has been read. A path of plain characters is spelled without
     percent-encoding. Raises BadField for a path of a session with an id that none has."""
@@ -167,5 +185,5 @@ def call_with(request: Request, body: bytes) -> WorkerCall:
     if not _PLAIN.fullmatch(path):
         path = request.scope["raw_path"].decode("latin-1")
     query = request.scope["query_string"].decode("latin-1")
-    headers = headers_of(request.headers.raw)
+    headers = (*headers_of(request.headers.raw), (ROUTER_HEADER, router_of(request).name.encode()))
     return WorkerCall(request.method, path, query, headers, body, session_in(request.scope))

@@ -14,14 +14,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qs
 
-from ..http.edge.bodies import parse_object_off_loop
+from ..http.edge.bodies import parse_object_off_loop, parsed
 from ..http.edge.errors import BadField, HttpError
 from .calls import WorkerCall
 from .fleet.worker import Health, Worker
 from .fleet.workers import WorkerRegistry
+from .moving.fields import with_fields
 
-OPEN = "/open_session"
-_AT_THE_END = ("/session_info", "/close_session")  # that a worker answers while it drains
+OPEN, CLOSE = "/open_session", "/close_session"
+_AT_THE_END = ("/session_info", CLOSE)  # that a worker answers while it drains
 _MARK = "."  # between the worker's id and the rest
 _MAX_ID = 200  # characters of the rest: a worker takes 256 in all
 _FIELD = b'"session_params"'
@@ -34,7 +35,7 @@ async def session_of(call: WorkerCall, max_lists: int) -> str | None:
         return call.session
     if call.path == "/session_info":
         return next(iter(parse_qs(call.query).get("session_id", ())), "")
-    if call.path == "/close_session":
+    if call.path == CLOSE:
         given: object = (await parse_object_off_loop(call.body, max_lists)).get("session_id")
     elif _FIELD in call.body:
         params = (await parse_object_off_loop(call.body, max_lists)).get("session_params")
@@ -48,23 +49,27 @@ async def session_of(call: WorkerCall, max_lists: int) -> str | None:
 class Opening:
     """A session to be opened, at whichever worker takes it."""
 
-    values: Mapping[str, object]  # the client's body
+    fields: bytes  # the client's body, without the session's id
     name: str  # the session's, behind the worker's id
 
     def body_at(self, worker: Worker) -> bytes:
         """Make the body of the call that opens it at a worker."""
-        return json.dumps({**self.values, "session_id": f"{worker.id}{_MARK}{self.name}"}).encode()
+        return with_fields(self.fields, {"session_id": f"{worker.id}{_MARK}{self.name}"})
 
 
 async def opening(call: WorkerCall, max_lists: int) -> Opening:
     """Read the session that a call opens. Raises HttpError 400 for a bad one."""
-    values = await parse_object_off_loop(call.body, max_lists)
+    return await parsed(call.body, max_lists, _opening)  # a long one is also written on the thread
+
+
+def _opening(values: Mapping[str, object]) -> Opening:
     own = values.get("session_id")
     if own is None:
         own = uuid.uuid4().hex
     if not isinstance(own, str) or not 0 < len(own) <= _MAX_ID or not own.isprintable():
         raise BadField("session_id", f"must be a text of 1 to {_MAX_ID} printable characters")
-    return Opening(values, own)
+    fields = {name: value for name, value in values.items() if name != "session_id"}
+    return Opening(json.dumps(fields).encode(), own)
 
 
 def home_of(registry: WorkerRegistry, session: str, path: str) -> Worker:

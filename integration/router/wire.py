@@ -68,6 +68,15 @@ class Answer:
         return values if isinstance(values, dict) else {}
 
 
+def words_of(refusal: object) -> set[str]:
+    """Return the words by which the JSON of a refusal names its reason, as `overloaded`."""
+    told = refusal if isinstance(refusal, dict) else {}
+    error = told.get("error")
+    words = [told.get("status"), told.get("code")]
+    words += [error.get("code"), error.get("type")] if isinstance(error, dict) else []
+    return {word for word in words if isinstance(word, str)}
+
+
 class _Body(httpx.AsyncByteStream):
     """The body of an answer, after which its connection takes no further call if the worker has sent bytes behind it.
     httpcore would read the next answer from them, which it has no public means to prevent."""

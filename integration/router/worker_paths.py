@@ -23,7 +23,8 @@ def add_workers(app: FastAPI) -> None:
 
     @app.post("/workers")
     async def add(request: Request) -> JSONResponse:
-        """Add a worker: {url, disabled}. Other fields of SGLang's gateway (worker_type, …) are ignored."""
+        """Add a worker: {url, disabled}. A known one is disabled, too, and never enabled. Other fields of SGLang's
+        gateway (worker_type, …) are ignored."""
         body = await read_object(request, request.app.state.config.max_control_body_bytes)
         return await _add(request, body.get("url"), _flag(body, "disabled"))
 
@@ -104,7 +105,13 @@ async def _add(request: Request, url: object, disabled: bool = False) -> JSONRes
             worker, is_new = await router.add(url, disabled)
         except ValueError as error:
             raise BadField("url", str(error)) from None
-    told = "is added, and gets requests when its probe succeeds" if is_new else "was there"
+        if disabled and not is_new:
+            await router.admin.set_disabled([worker], True)
+    told = "is added" if is_new else "was there"
+    if worker.disabled:
+        told += ", and gets no requests, since it is disabled"
+    elif is_new:
+        told += ", and gets requests when its probe succeeds"
     body = {"success": True, "status": "accepted", "worker_id": worker.id, "url": worker.url}
     return JSONResponse(
         {**body, "location": f"/workers/{worker.id}", "message": f"worker {worker.url} {told}"}, 202 if is_new else 200

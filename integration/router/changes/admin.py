@@ -31,6 +31,7 @@ from ..fleet.worker import Hold, Worker
 from ..fleet.workers import WorkerRegistry, why_none
 from ..wire import Wire
 from .broadcast import Result, broadcast, encoded, merge, summarise, with_value
+from .pausing import note_pause
 from .rules import RULES, Rule, aborted_by, rule_for
 from .taking_back import TakingBack, client_of
 from .updates import Updates
@@ -63,7 +64,8 @@ class Admin:
         self.updates, self.roster = updates, roster
         self._registry, self._health = registry, health
         self._wire, self._config, self._counters = wire, config, counters
-        self.on_abort: Callable[[Abort], Awaitable[None]] | None = None  # awaited before the workers hear of an abort
+        # Awaited before the workers hear of an abort; returns the number of waiting requests that it has ended.
+        self.on_abort: Callable[[Abort], Awaitable[int]] | None = None
         self.is_draining = False  # the router ends: no update may begin
         self._groups = Groups()
         self._taking_back = TakingBack(updates, self._broadcast)
@@ -95,8 +97,15 @@ class Admin:
         rule = rule_for(verb, values)
         abort = aborted_by(call, values)
         if not rule.is_change:
-            await self._abort_held(abort)
-            results = await self._broadcast(await self._targets(verb), call, values)
+            num_aborted = await self._abort_held(abort)
+            try:
+                targets = await self._targets(verb)
+            except HttpError as error:
+                if not num_aborted:
+                    raise
+                message = f"{num_aborted} requests that waited at the router are aborted; {error.message}"
+                return 200, json.dumps({"success": True, "message": message, "aborted": num_aborted}).encode()
+            results = await self._broadcast(targets, call, values)
             if verb == "state":
                 return await encoded(results, _with_members)
             if rule.merge is not None:
@@ -113,9 +122,8 @@ class Admin:
             await self._abort_held(abort)  # a pause may abort
             return await encoded(await self._change(verb, rule, call, values, targets), summarise)
 
-    async def _abort_held(self, abort: Abort | None) -> None:
-        if abort is not None and self.on_abort is not None:
-            await self.on_abort(abort)
+    async def _abort_held(self, abort: Abort | None) -> int:
+        return 0 if abort is None or self.on_abort is None else await self.on_abort(abort)
 
     @asynccontextmanager
     async def changing(self, what: str, limit_s: float = 0.0) -> AsyncIterator[None]:
@@ -144,10 +152,11 @@ class Admin:
             self._lock.release()
             self._registry.notify()  # a request may have waited for its end
 
-    async def resolve(self, enable: bool) -> dict[str, object]:
-        """Clear the journal's update for an operator that has repaired the workers. Raises HttpError 409 and 503."""
+    async def resolve(self, enable: bool, force: bool = False) -> dict[str, object]:
+        """Clear the journal's update for an operator that has repaired the workers. force: also one in progress, which
+        is a 409 otherwise. Raises HttpError 409 and 503."""
         async with self.changing("weight_update_journal/resolve"):
-            entry, versions = await self.updates.resolve()
+            entry, versions = await self.updates.resolve(force)
             if entry is None:
                 return {"success": True, "message": "nothing was unresolved", "weight_versions": versions}
             if not enable:
@@ -177,8 +186,8 @@ class Admin:
             logger.error("%s is gone, and the router could not take its update back: %s", client, error.message)
 
     async def end_lost_update(self) -> None:
-        """Clear the entry of an earlier router's update whose workers are all other processes now. Does nothing where a
-        change is under way, or the disk refuses: the next probe tries again."""
+        """Clear the entry of a failed update whose workers are all other processes now, or removed. Does nothing where
+        a change is under way, or the disk refuses: the next probe tries again."""
         if self.updates.is_lost and not self._lock.locked():
             with suppress(HttpError):
                 async with self.changing("the end of a lost update"):
@@ -211,15 +220,14 @@ class Admin:
         elif verb == "init_weight_transfer_engine":
             self._groups.forget(group)  # at the workers a new one replaces it
             bodies = self._groups.of_vllm(group, values, targets)
+        if rule.pauses or rule.releases:
+            self._registry.pauses.ask(targets)
         async with self._held(verb if rule.holds else None, targets):
             results = await self._broadcast(targets, call, values, bodies)
             done = [result.worker for result in results if result.success]
-            if rule.pauses is not None:
-                for result in results:
-                    if result.success and not _leaves_paused(result, values):
-                        result.worker.paused = rule.pauses
-                if not rule.pauses:
-                    await self.updates.note_commits(done)
+            note_pause(self._registry.pauses, verb, rule, call, values, results)
+            if rule.pauses is False:
+                await self.updates.note_commits(done)
             elif verb == "init_weights_update_group":
                 self._after_init(group, results)
             elif verb == "init_weight_transfer_engine" and len(done) == len(results):
@@ -228,16 +236,21 @@ class Admin:
                 r.success or r.is_refusal for r in results
             ):
                 self._groups.forget(group)
+                for worker in self._registry:
+                    self._registry.end_group(worker, group)
         return results
 
     def _after_init(self, group: str, results: Sequence[Result]) -> None:
-        if all(result.success for result in results):
-            self._groups.record(group, [result.worker for result in results])
-        for result in results:
+        joined = [result.worker for result in results if result.success]
+        if len(joined) == len(results):
+            self._groups.record(group, joined)
+        for worker in joined:
+            self._registry.end_group(worker)
+        for result in results if joined else ():  # where none joined, a later init may
             if not result.success:
                 how = result.message or f"it answered {result.status}"
-                why = f"it did not join the group {group!r}: {how}. Enable it when it is well"
-                self._registry.hold(result.worker, Hold.GROUP, why)
+                why = f"it did not join the group {group!r}: {how}. Init or destroy the group, or enable it when well"
+                self._registry.miss_group(result.worker, group, why)
 
     @asynccontextmanager
     async def _held(self, verb: str | None, targets: Sequence[Worker]) -> AsyncIterator[None]:
@@ -248,6 +261,8 @@ class Admin:
         finally:
             for worker in targets:
                 self._registry.unhold(worker, Hold.BROADCAST)
+            self._registry.pauses.answered()
+            self._registry.check_pause()
 
     async def _update(
         self, verb: str, rule: Rule, call: WorkerCall, values: Mapping[str, object], targets: Sequence[Worker]
@@ -275,7 +290,7 @@ class Admin:
                 results = await self._taking_back.revert_committed(call, values, results)
             lost = await self.updates.settle(verb, rule, results, known)
             is_settled = True
-            if rule.journal == "opens" and not all(result.is_refusal for result in results):
+            if rule.journal == "opens" and not all(result.did_nothing for result in results):
                 self.updates.client = self._beginning  # where all refuse it, an open session stays its client's
         finally:
             self._beginning = None
@@ -322,12 +337,6 @@ class Admin:
         return {} if self._running is None else {"age_s": round(time.monotonic() - self._running[1], 3)}
 
 
-def _leaves_paused(result: Result, values: Mapping[str, object]) -> bool:
-    """Return whether a worker stays paused after a client has ended its own pause: it was not that client's."""
-    was_its = result.body.get("was_paused", True) if isinstance(result.body, dict) else True
-    return client_of(values) is not None and was_its is False
-
-
 def _timeout_s(values: Mapping[str, object]) -> float | None:
     """Return a call's own deadline, or None without a valid one. The workers refuse an invalid one."""
     given = values.get("timeout_s")
@@ -353,10 +362,12 @@ def _one_version(results: Sequence[Result]) -> tuple[int, dict[str, object]]:
 
 
 def _with_members(results: Sequence[Result]) -> tuple[int, dict[str, object]]:
-    """Summarise results, with the members of a group in the order of their ranks; see `Groups.plan`."""
+    """Summarise results, with the members of a group in the order of their ranks, see `Groups.plan`. Their entries
+    change with their processes."""
     status, body = summarise(results)
     members = [
-        {"worker": one.worker.url, "num_ranks": one.worker.num_ranks, "num_deaths": one.worker.num_deaths}
-        for one in results
-    ]
+        {"worker": worker.url, "num_ranks": worker.num_ranks, "num_deaths": worker.num_deaths,
+         "registration": worker.registration, "process": worker.process}
+        for worker in (result.worker for result in results)
+    ]  # fmt: skip
     return status, body | {"members": members}

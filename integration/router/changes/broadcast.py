@@ -16,7 +16,7 @@ from ...http.edge.errors import HttpError, error_body
 from ...http.edge.json_slices import encode_in_slices, parse_in_slices
 from ..calls import WorkerCall
 from ..fleet.worker import Worker
-from ..wire import Answer, NotReached, Wire, WorkerFailed
+from ..wire import Answer, NotReached, Wire, WorkerFailed, words_of
 
 _MARGIN_S = 2.0  # wait this much longer than a call's own deadline, so that the worker can answer why it failed
 _MAX_TEXT = 2000  # characters of an error that is no JSON
@@ -28,6 +28,8 @@ _ENTRIES_A_SLICE = 1 << 6  # of a list that are compared at once
 _FEW = 16  # entries of a list, each of which may be a long one
 _JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 _RETRYABLE = frozenset({409, 429, 503})  # the worker did nothing
+_ENDING = frozenset({"draining", "engine_stopped", "rank_failure"})  # words of a worker that will serve no more
+_DID_NOTHING = _ENDING | {"overloaded"}
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,17 @@ class Result:
         return not self.success and self.status is not None and self.status < 500
 
     @property
+    def is_ending(self) -> bool:
+        """Whether the worker answered that it takes no calls any more, since its process ends."""
+        return self.status == 503 and not _ENDING.isdisjoint(words_of(self.body))
+
+    @property
+    def did_nothing(self) -> bool:
+        """Whether the worker answered that it did not run the verb, also because it is full, or ends."""
+        is_unable = self.status == 503 and not _DID_NOTHING.isdisjoint(words_of(self.body))
+        return self.is_refusal or is_unable
+
+    @property
     def is_retryable(self) -> bool:
         """Whether the call may be sent again: it succeeded, or the worker did nothing."""
         return self.success or not self.was_received or self.status in _RETRYABLE
@@ -71,8 +84,12 @@ class Result:
     @property
     def kind(self) -> str:
         """The error's type, "" without one."""
-        error = self.body.get("error") if isinstance(self.body, dict) else None
-        return str(error.get("type") or "") if isinstance(error, dict) else ""
+        return self._of_error("type")
+
+    @property
+    def code(self) -> str:
+        """The error's code, "" without one."""
+        return self._of_error("code")
 
     def report(self) -> dict[str, object]:
         """Return its entry in `results` of an answer."""
@@ -81,6 +98,10 @@ class Result:
             "worker": self.worker.url, "worker_id": self.worker.id, "success": self.success,
             "status_code": self.status, **told,
         }  # fmt: skip
+
+    def _of_error(self, name: str) -> str:
+        error = self.body.get("error") if isinstance(self.body, dict) else None
+        return str(error.get(name) or "") if isinstance(error, dict) else ""
 
 
 async def broadcast(

@@ -22,6 +22,8 @@ class Rule:
     is_whole: bool = False  # replaces all weights in one call, so that it settles an update that only some refused
     one_version: bool = False  # answers 409 where the weight versions differ
     pauses: bool | None = None  # whether generation is paused after it, or goes on; None: it stays as it is
+    releases: bool = False  # memory of the workers, also as a part of a pause
+    gives_back: bool = False  # such memory
     ends_if_refused: bool = False  # its session is over where all workers refuse it, as vLLM's updates are
     merge: tuple[str, Callable[[list[Any]], object]] | None = None  # a field of the answers, made one by this function
 
@@ -51,8 +53,8 @@ RULES: dict[str, Rule] = {
     "release_weight_undo": Rule(is_change=True),
     "init_weights_update_group": _CHANGE,
     "destroy_weights_update_group": _CHANGE,
-    "release_memory_occupation": _CHANGE,
-    "resume_memory_occupation": _CHANGE,
+    "release_memory_occupation": replace(_CHANGE, releases=True),
+    "resume_memory_occupation": replace(_CHANGE, gives_back=True),
     "pull_weights": Rule(is_change=True),
     "weights_checker": _READ,  # but see `rule_for`
     "flush_cache": _READ,
@@ -77,9 +79,9 @@ RULES: dict[str, Rule] = {
     # vLLM's
     "pause": replace(_CHANGE, pauses=True),
     "resume": Rule(is_change=True, pauses=False),
-    "sleep": replace(_CHANGE, pauses=True),
-    "wake_up": _CHANGE,  # the probes find out whether generation goes on
-    "release_kv_cache_memory": _CHANGE,
+    "sleep": replace(_CHANGE, pauses=True, releases=True),
+    "wake_up": replace(_CHANGE, gives_back=True),  # the probes find out whether generation goes on
+    "release_kv_cache_memory": replace(_CHANGE, releases=True),
     "is_paused": Rule(merge=("is_paused", all)),
     "is_sleeping": Rule(merge=("is_sleeping", all)),
     "get_world_size": Rule(merge=("world_size", sum)),

@@ -30,17 +30,18 @@ class TakingBack:
         self, call: WorkerCall, values: Mapping[str, object], results: Sequence[Result]
     ) -> list[Result]:
         """Abort a session at the workers that have begun it, where others have refused it, as those at which an earlier
-        one is still open: it is no session of the fleet.
+        one is still open: it is no session of the fleet. A worker that ends is left out.
 
         Returns the results, with a refusal like the others' for a worker that has given it up.
         """
         done = [result.worker for result in results if result.success]
-        refused = [result for result in results if not result.success]
-        if not done or not refused or not all(result.is_refusal for result in refused):
+        refused = [result for result in results if not result.success and not result.is_ending]
+        if not done or not refused or not all(result.did_nothing for result in refused):
             return list(results)
         body = json.dumps({name: values[name] for name in ("timeout_s", "client") if name in values}).encode()
         aborted = await self._broadcast(done, replace(call, path="/lockstep/abort_weight_update", body=body), values)
-        told = {"message": "it had begun, and has given the session up, which others refused", "type": refused[0].kind}
+        told = {"message": "it had begun, and has given the session up, which others refused"}
+        told |= {"type": refused[0].kind, "code": refused[0].code}
         given_up = {
             result.worker.id: Result(result.worker, refused[0].status, {"success": False, "error": told})
             for result in aborted

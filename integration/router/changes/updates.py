@@ -37,9 +37,11 @@ class Updates:
     ) -> None:
         self._registry, self._health, self._config = registry, health, config
         self.journal, self._served = journal, served
-        self._began: dict[str, int] = {}  # by worker id: deaths when the update began; empty: it is another router's
+        # By worker id: its life when the update began; None: it was left out since. Empty: it is another router's.
+        self._began: dict[str, tuple[int, int] | None] = {}
         self.client: str | None = None  # the name of the client whose session is open; None: it has none
         self._is_over = False  # every worker has answered the unresolved update, so no part of it runs any more
+        self._has_lost_session = False  # one ended with its workers, and its next call is to be told
 
     async def open(self, verb: str, rule: Rule, targets: Sequence[Worker]) -> JournalEntry | None:
         """Write the update to the journal, before any worker is held. Returns the entry before it. Raises HttpError 409
@@ -64,7 +66,7 @@ class Updates:
 
     def begin_at(self, workers: Sequence[Worker]) -> None:
         """Note the processes that have the update from its beginning."""
-        self._began = {worker.id: worker.num_deaths for worker in workers}
+        self._began = {worker.id: worker.life for worker in workers}
 
     def _settles(self, rule: Rule, targets: Sequence[Worker]) -> bool:
         """Return whether this call may settle the unresolved update: one that replaces all weights, while no part of
@@ -73,24 +75,37 @@ class Updates:
 
     def partakes(self, worker: Worker) -> bool:
         """Return whether a worker's process has the update in progress from its beginning. True without an update."""
-        return not self._began or self._began.get(worker.id) == worker.num_deaths
+        return not self._began or self._began.get(worker.id) == worker.life
 
     @property
     def is_lost(self) -> bool:
-        """Whether the journal's entry is of an earlier router, and each worker of its update has been seen to be
-        another process since: none of them has a part of the update, as where a new job has the same addresses."""
+        """Whether the journal's entry is of an update that failed or was cut off, and each of its workers has been seen
+        to be another process since, or was removed: none has a part of it, as where a new job has the same
+        addresses."""
         entry = self.journal.entry
-        if entry is None or entry.failure is None or self._began:
+        if entry is None or entry.failure is None or not entry.targets:
             return False
-        now = {worker.url: worker.process for worker in self._registry}
-        pairs = [(target.process, now.get(target.url)) for target in entry.targets]
-        return bool(pairs) and all(None not in (before, after) and before != after for before, after in pairs)
+        workers = {worker.url: worker for worker in self._registry}
+        return all(self._has_gone(target, workers.get(target.url)) for target in entry.targets)
+
+    def _has_gone(self, target: TargetRecord, worker: Worker | None) -> bool:
+        if worker is None:
+            return True
+        if None not in (target.process, worker.process):
+            return target.process != worker.process
+        return worker.is_alive and not self.partakes(worker)  # it reports none, and came back after its death
 
     async def end_lost(self) -> None:
         """Clear the entry of an update that is lost with its processes. Raises HttpError 503."""
         if self.is_lost:
-            logger.error("the update ended with its workers, all of which have other processes now")
-            await self._clear()
+            assert self.journal.entry is not None
+            is_session = self.journal.entry.session
+            await self._end()
+            self._has_lost_session = is_session
+
+    async def _end(self) -> None:
+        logger.error("the update ended with its workers, all of which have other processes now")
+        await self._clear()
 
     async def partakers(self, verb: str, rule: Rule, workers: Sequence[Worker]) -> list[Worker]:
         """Choose the workers for a call of an update. A process that began in the middle of it has no part of it; only
@@ -100,14 +115,15 @@ class Updates:
         if self.journal.is_unresolved and self._settles(rule, workers):
             return list(workers)
         partaking = [worker for worker in workers if self.partakes(worker)]
+        is_over = self._has_lost_session and self.journal.entry is None
         if self.is_lost or not partaking:
-            logger.error("the update ended with its workers, all of which have other processes now")
-            await self._clear()
-            if not (rule.is_whole or rule.journal in ("opens", "mends")):
-                message = f"{verb}: every worker of the update ended in the middle of it, which is over: begin again"
-                raise HttpError(409, message, code="update_lost")
-            return list(workers)
-        return list(workers) if rule.journal == "mends" else partaking
+            await self._end()
+            is_over = True
+        self._has_lost_session = False
+        if is_over and not (rule.is_whole or rule.journal in ("opens", "mends")):
+            message = f"{verb}: every worker of the update ended in the middle of it, which is over: begin again"
+            raise HttpError(409, message, code="update_lost")
+        return list(workers) if is_over or rule.journal == "mends" else partaking
 
     async def has_begun_anew(self, rule: Rule, results: Sequence[Result], known: JournalEntry | None) -> bool:
         """Return whether a call that all its workers have done was no part of the session in progress, which has ended
@@ -155,7 +171,8 @@ class Updates:
                 await self._succeed(verb, rule, targets, known)
                 return lost
         elif await self._are_as_before(left):
-            if known is None or rule.ends_if_refused:  # no worker did anything, or the session is over everywhere
+            is_over = rule.ends_if_refused and all(result.is_refusal for result in left)
+            if known is None or is_over:  # no worker did anything, or the session is over everywhere
                 await self._clear()
             return []
         if not self.journal.is_unresolved:
@@ -217,11 +234,17 @@ class Updates:
         raise HttpError(502, message, code=code, extra=extra)
 
     async def _lost(self, results: Sequence[Result]) -> list[Result]:
-        """Return the failures of workers whose process ended in the middle of the update. A worker that did not answer
-        is probed, since its process may have ended."""
+        """Return the failures of workers whose process ended in the middle of the update, or answered that it ends. A
+        worker that did not answer is probed, since its process may have ended."""
         silent = [result.worker for result in results if result.status is None and result.worker.is_alive]
         await asyncio.gather(*map(self._health.check, silent))
-        return [result for result in results if not result.success and not self.partakes(result.worker)]
+        ending = [result.worker for result in results if result.is_ending]
+        for worker in ending:
+            if worker.is_alive:
+                self._registry.mark_draining(worker)
+            if worker.id in self._began:
+                self._began[worker.id] = None
+        return [r for r in results if not r.success and (r.worker in ending or not self.partakes(r.worker))]
 
     def _can_be_told_apart(self, left: Sequence[Worker]) -> bool:
         """Return whether the workers that the update has lost will be seen to have other weights than the rest, should
@@ -231,11 +254,11 @@ class Updates:
         return all(worker.guarantee is not None or worker.weight_version not in now for worker in lost)
 
     async def _are_as_before(self, results: Sequence[Result]) -> bool:
-        """Read the versions. Returns whether every worker has refused the update and answered that it has its version
-        from before it, and the workers that died will be seen to have others if they do. A worker that named a version
-        before must name it again."""
+        """Read the versions. Returns whether every worker has answered that it did not run the update and that it has
+        its version from before it, and the workers that died will be seen to have others if they do. A worker that
+        named a version before must name it again."""
         workers = [result.worker for result in results]
-        if not all(result.is_refusal for result in results):
+        if not all(result.did_nothing for result in results):
             return False
         assert self.journal.entry is not None
         before = {target.url: target.weight_version for target in self.journal.entry.targets}
@@ -282,10 +305,17 @@ class Updates:
         self._hold_all()
         await asyncio.shield(asyncio.to_thread(self.journal.save))
 
-    async def resolve(self) -> tuple[JournalEntry | None, dict[str, str | None]]:
-        """Clear the entry for an operator. Returns the cleared entry, and the present versions by URL. Raises HttpError
-        503."""
+    async def resolve(self, force: bool = False) -> tuple[JournalEntry | None, dict[str, str | None]]:
+        """Clear the entry for an operator. Returns the cleared entry, and the present versions by URL. force: also of
+        an update in progress. Raises HttpError 409 for one without it, 503."""
         entry = self.journal.entry
+        if entry is not None and self.journal.is_open and not force:
+            raise HttpError(
+                409,
+                f"nothing is unresolved: {entry.verb} of {entry.age_s:.0f} s ago is in progress. POST "
+                '/abort_weight_update takes it back; {"force": true} forgets it, whatever the workers have of it',
+                code="update_in_progress", extra={"journal": self.journal.report()},
+            )  # fmt: skip
         if entry is not None:
             await self._clear()
             await self.read_versions(self._registry.live())

@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 
 from ...http.edge.bodies import parse_object_off_loop
 from ...http.edge.errors import HttpError
@@ -38,8 +41,59 @@ class Abort:
     message: str = "Aborted"
 
 
+class AbortLog:
+    """The aborts since the oldest open request began. A request that one of them means does not begin again elsewhere:
+    its worker has died, perhaps before it heard of the abort."""
+
+    def __init__(self) -> None:
+        self._aborts: deque[Abort] = deque()
+        self._num_dropped = 0  # aborts before these
+        self._open: dict[Since, None] = {}  # of the open requests, in the order in which they began
+
+    def __len__(self) -> int:
+        return len(self._aborts)
+
+    def add(self, abort: Abort) -> None:
+        """Note an abort for the requests that are open."""
+        if self._open:
+            self._aborts.append(abort)
+
+    @contextmanager
+    def since_now(self) -> Iterator[Since]:
+        """Yield the aborts from now on, for a request that is open inside the block."""
+        since = Since(self, self._num_dropped + len(self._aborts))
+        self._open[since] = None
+        try:
+            yield since
+        finally:
+            del self._open[since]
+            oldest = next(iter(self._open), None)
+            while self._aborts and (oldest is None or self._num_dropped < oldest.start):
+                self._aborts.popleft()
+                self._num_dropped += 1
+
+    def get(self, number: int) -> Abort | None:
+        """Return the abort with this number, counted from the first of all; None: there is none yet."""
+        at = number - self._num_dropped
+        return self._aborts[at] if at < len(self._aborts) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Since:
+    """The aborts since one request began, also those that come while they are listed."""
+
+    log: AbortLog
+    start: int  # number of the first one
+
+    def __iter__(self) -> Iterator[Abort]:
+        for number in count(self.start):
+            if (abort := self.log.get(number)) is None:
+                return
+            yield abort
+
+
 class Aborted(HttpError):
-    """The request was aborted while it waited for a worker."""
+    """The request was aborted while no worker had it."""
 
     def __init__(self, call: WorkerCall, message: str) -> None:
         # The clients of OpenAI and Anthropic call again after a 409, unless this header says that it has no use.
@@ -67,10 +121,10 @@ class Aborted(HttpError):
         if self.call.path == "/generate":
             return _of_generate(values, version, self.message)
         if self.call.path == "/v1/messages":
-            return _of_message(values)
+            return _of_message(values, self.message)
         if self.call.path == "/v1/responses":
-            return _of_response(values)
-        return _of_openai(self.call.path, values)
+            return _of_response(values, self.message)
+        return _of_openai(self.call.path, values, self.message)
 
 
 @dataclass(eq=False)
@@ -146,7 +200,9 @@ def _of_generate(
     return answers, [{**answer, "index": index} for index, answer in enumerate(answers)]
 
 
-def _of_openai(path: str, values: Mapping[str, object]) -> tuple[object, list[dict[str, object]]]:
+def _of_openai(
+    path: str, values: Mapping[str, object], message: str
+) -> tuple[object, list[dict[str, object]]]:  # fmt: skip
     """Make the answer, and the events where it is streamed."""
     prefix, given = _PREFIXES[path], values.get("rid")
     is_chat, is_tokens = path == "/v1/chat/completions", path == "/inference/v1/generate"
@@ -161,12 +217,12 @@ def _of_openai(path: str, values: Mapping[str, object]) -> tuple[object, list[di
             "id": given if isinstance(given, str) else id,
             "object": "chat.completion" if is_chat else "text_completion",
         }
-        message = {"role": "assistant", "content": ""}
-        parts = ({"message": message}, {"delta": message}) if is_chat else ({"text": ""}, {"text": ""})
+        empty = {"role": "assistant", "content": ""}
+        parts = ({"message": empty}, {"delta": empty}) if is_chat else ({"text": ""}, {"text": ""})
     stop = "stop_reason" if is_tokens else "matched_stop"
     whole, streamed = (
         [
-            {"index": index, **part, "logprobs": None, "finish_reason": "abort", stop: None}
+            {"index": index, **part, "logprobs": None, "finish_reason": "abort", stop: None, "finish_message": message}
             for index in range(num_sequences(values))
         ]
         for part in parts
@@ -184,7 +240,7 @@ def _id_of(path: str, values: Mapping[str, object]) -> str:
     return given if isinstance(given, str) else _prefixed(prefix, values) or prefix + uuid.uuid4().hex
 
 
-def _of_message(values: Mapping[str, object]) -> tuple[object, list[dict[str, object]]]:
+def _of_message(values: Mapping[str, object], why: str) -> tuple[object, list[dict[str, object]]]:
     """Make the message, and the events where it is streamed. Its turn is paused, as where a worker aborts it."""
     usage = {
         "input_tokens": 0, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0, "output_tokens": 0,
@@ -193,14 +249,15 @@ def _of_message(values: Mapping[str, object]) -> tuple[object, list[dict[str, ob
     message = {"id": id, "type": "message", "role": "assistant", "model": model, "content": [],
                "stop_reason": None, "stop_sequence": None, "usage": usage}  # fmt: skip
     end = {"stop_reason": "pause_turn", "stop_sequence": None}
-    return message | end, [
+    cause = {"finish_message": why}
+    return message | end | cause, [
         {"type": "message_start", "message": message},
-        {"type": "message_delta", "delta": end, "usage": usage},
+        {"type": "message_delta", "delta": end, "usage": usage, **cause},
         {"type": "message_stop"},
     ]
 
 
-def _of_response(values: Mapping[str, object]) -> tuple[object, list[dict[str, object]]]:
+def _of_response(values: Mapping[str, object], why: str) -> tuple[object, list[dict[str, object]]]:
     """Make the response, and the events where it is streamed. It is incomplete for no reason that this API names."""
     begun: dict[str, object] = {
         "id": _id_of("/v1/responses", values), "object": "response", "created_at": int(time.time()),
@@ -214,7 +271,8 @@ def _of_response(values: Mapping[str, object]) -> tuple[object, list[dict[str, o
         "input_tokens": 0, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": 0, "output_tokens_details": {"reasoning_tokens": 0}, "total_tokens": 0,
     }  # fmt: skip
-    end = {"status": "incomplete", "incomplete_details": {"reason": None}, "finish_reason": "abort", "usage": usage}
+    end = {"status": "incomplete", "incomplete_details": {"reason": None}, "finish_reason": "abort",
+           "finish_message": why, "usage": usage}  # fmt: skip
     kinds = {"created": begun, "in_progress": begun, "incomplete": begun | end}
     return begun | end, [
         {"type": f"response.{kind}", "sequence_number": number, "response": response}

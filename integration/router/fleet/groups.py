@@ -39,7 +39,7 @@ class Groups:
     """The groups that were made through this router. Other groups are not checked."""
 
     def __init__(self) -> None:
-        self._members: dict[str, dict[str, tuple[str, int]]] = {}  # group: {worker id: (url, deaths at that time)}
+        self._members: dict[str, dict[str, tuple[str, tuple[int, int]]]] = {}  # group: {worker id: (url, its life)}
 
     def plan(self, name: str, values: Mapping[str, object], workers: Sequence[Worker]) -> dict[str, int]:
         """Compute the rank offset of each worker, by id. Raises HttpError: 409 for a group that exists, 422 for one
@@ -67,7 +67,7 @@ class Groups:
 
     def record(self, name: str, workers: Sequence[Worker]) -> None:
         """Note the members of a group that all workers have joined."""
-        self._members[name] = {worker.id: (worker.url, worker.num_deaths) for worker in workers}
+        self._members[name] = {worker.id: (worker.url, worker.life) for worker in workers}
 
     def forget(self, name: str) -> None:
         """Drop a group that was destroyed."""
@@ -78,8 +78,8 @@ class Groups:
         members = self._members.get(name)
         if members is None:
             return
-        live = {worker.id: worker.num_deaths for worker in workers}
-        lost = [url for worker_id, (url, num_deaths) in members.items() if live.get(worker_id) != num_deaths]
+        live = {worker.id: worker.life for worker in workers}
+        lost = [url for worker_id, (url, life) in members.items() if live.get(worker_id) != life]
         new = [worker.url for worker in workers if worker.id not in members]
         if lost or new:
             what = [f"{', '.join(lost)} left it"] if lost else []

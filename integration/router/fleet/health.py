@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from ..calls import PLAIN, WorkerCall
+from ..calls import PLAIN, ROUTER_HEADER, WorkerCall
 from ..config import RouterConfig
 from ..wire import Answer, NobodyListens, NoDescriptors, NotReached, Wire, WorkerFailed
 from .worker import Health, Worker
@@ -18,6 +18,7 @@ _MAX_REPORT_BYTES = 4 << 20  # of an answer to a probe
 _MAX_VERSION = 4096  # characters of a weight version, which is kept on disk
 _MAX_DIGEST = 256
 _NOT_IMPLEMENTED = 501
+_LOOP = 508
 
 
 class HealthChecks:
@@ -29,17 +30,20 @@ class HealthChecks:
         wire: Wire,
         config: RouterConfig,
         on_death: Callable[[Worker], None],
+        router: str = "",
     ) -> None:
+        """Prepare the probes. router: the name of the router, by which it knows its own calls."""
         self._registry = registry
         self._wire = wire
         self._config = config
         self._on_death = on_death
         self.after_probe: Callable[[], Awaitable[None]] | None = None  # awaited after each regular probe
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._probes: dict[Worker, asyncio.Task[None]] = {}  # that are under way
         self._leaving: set[asyncio.Task[None]] = set()  # of workers that were removed
         key = config.http.admin_api_key or config.http.api_key
         authorization = ((b"authorization", f"Bearer {key}".encode()),) if key else ()
-        self._headers = (*authorization, PLAIN)
+        self._headers = (*authorization, (ROUTER_HEADER, router.encode()), PLAIN)
 
     def watch(self, worker: Worker) -> None:
         """Start the probes of a worker."""
@@ -49,20 +53,36 @@ class HealthChecks:
         """Stop the probes of a worker that was removed. While it has open requests its health alone is probed, since
         they leave a worker that is dead."""
         self._tasks.pop(worker.id).cancel()
+        if (probe := self._probes.get(worker)) is not None:
+            probe.cancel()
         leaving = asyncio.create_task(self._see_off(worker), name=f"health {worker.url}, removed")
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
     async def close(self) -> None:
         """Stop all probes."""
-        tasks = [*self._tasks.values(), *self._leaving]
+        tasks = [*self._tasks.values(), *self._leaving, *self._probes.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def check(self, worker: Worker) -> None:
-        """Probe a worker once, and update its state by the result."""
+        """Probe a worker once, and update its state by the result. A probe that is under way is the one of all that ask
+        meanwhile, unless the worker has become suspect since it began: then it is followed by one more."""
+        if (earlier := self._probes.get(worker)) is not None and worker.check_now.is_set():
+            await asyncio.wait({earlier})
+        probe = self._probes.get(worker) or self._begin(worker)
+        await asyncio.wait({probe})
+        if not probe.cancelled():  # it is where the worker is removed
+            probe.result()
+
+    def _begin(self, worker: Worker) -> asyncio.Task[None]:
         worker.check_now.clear()
+        probe = self._probes[worker] = asyncio.create_task(self._check(worker))
+        probe.add_done_callback(lambda done: self._probes.pop(worker))
+        return probe
+
+    async def _check(self, worker: Worker) -> None:
         is_reached = True
         try:
             why = await self._probe(worker)
@@ -95,6 +115,8 @@ class HealthChecks:
                 await self._learn(worker)
         elif _is_draining(await self._get(worker, "/ready")):
             self._registry.mark_draining(worker)
+        elif health.status == _LOOP:
+            return "it leads back to this router"
         else:
             return f"/health answered {health.status}"
         return None
@@ -164,20 +186,25 @@ class HealthChecks:
                 raise WorkerFailed("GET /server_info: it does not say any more which process it is")
             info = info or {}
             started = info.get("startup_time")
-            if worker.is_alive and started != worker.startup_time:
-                self._die(worker, "another process answers at its address")
-                returns = True
+            if started != worker.startup_time:
+                if worker.is_alive:
+                    self._die(worker, "another process answers at its address")
+                    returns = True
+                worker.is_gone = True  # the process before
             worker.startup_time, worker.is_suspect, is_looked_at = started, False, True
             guarantee = info.get("guarantee")
             worker.weight_digest = _digest_of(info)
             worker.guarantee = guarantee if isinstance(guarantee, dict) else None
             sizes = [size for name in ("tp_size", "pp_size") if isinstance(size := info.get(name), int) and size > 0]
             worker.num_ranks = sizes[0] * sizes[1] if len(sizes) == 2 else 1
+        num_changes = self._registry.pauses.num_changes
         ready = await self._get(worker, "/ready")
+        if returns and (twin := self._registry.twin_of(worker)) is not None:
+            raise WorkerFailed(f"it is the same process as {twin.url}, under another address")
         if _is_draining(ready):
             self._registry.mark_draining(worker)
             return
-        if ready.status in (200, 503):
+        if ready.status in (200, 503) and num_changes == self._registry.pauses.num_changes:
             worker.paused = ready.status == 503
         self._registry.check_versions(self._config.allow_mixed_versions, worker if returns else None)
         self._registry.mark_alive(worker)

@@ -6,13 +6,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from ...http.edge.errors import HttpError
 from ..calls import WorkerCall
-from .aborted import PATHS, Abort, Aborted, Names
+from .aborted import PATHS, Abort, Aborted, AbortLog, Names
 from .worker import Worker
 from .workers import WorkerRegistry, needs_operator, why_none
 
@@ -46,6 +46,7 @@ class HeldRequests:
         self._num_apart = 0  # requests that wait for a time, and not for their turn
         self._closed = asyncio.Event()
         self._abortable: set[_Abortable] = set()
+        self.aborts = AbortLog()
         registry.on_change.append(self._wake_first)
 
     def __len__(self) -> int:
@@ -76,13 +77,28 @@ class HeldRequests:
         if one.why is not None:
             raise Aborted(call, one.why)
 
-    async def abort(self, abort: Abort, max_lists: int) -> None:
-        """End the waiting requests that are meant, before a worker has them."""
+    async def end_if_aborted(
+        self, call: WorkerCall, rids: Collection[str], aborts: Iterable[Abort], max_lists: int
+    ) -> None:
+        """Raise Aborted where these aborts, together, are of a whole request that has left its worker. rids: the open
+        ones at this worker."""
+        names = Names(call, set(rids) or None)
+        for abort in aborts if call.path in PATHS else ():
+            if await names.are_aborted(abort, max_lists):
+                raise Aborted(call, abort.message)
+
+    async def abort(self, abort: Abort, max_lists: int) -> int:
+        """End the waiting requests that are meant, before a worker has them. Those at a worker end there, or by
+        `end_if_aborted`. Returns the number of those that it has ended."""
+        self.aborts.add(abort)
+        num_ended = 0
         for one in list(self._abortable):
             is_meant = await one.names.are_aborted(abort, max_lists)
             if is_meant and one.why is None and one in self._abortable:
                 one.why = abort.message
                 one.limit.reschedule(asyncio.get_running_loop().time())
+                num_ended += 1
+        return num_ended
 
     async def worker(self, find: Callable[[], Worker | None], deadline: float) -> Worker:
         """Return the worker that `find` returns, as soon as it does and all earlier requests have theirs. A request
@@ -112,10 +128,15 @@ class HeldRequests:
             self._wake_first()
 
     async def its_worker(
-        self, find: Callable[[], Worker | None], deadline: float, why_none_can: Callable[[], str] | None = None
+        self,
+        find: Callable[[], Worker | None],
+        deadline: float,
+        why_none_can: Callable[[], str] | None = None,
+        able: Callable[[], Collection[Worker]] = tuple,
     ) -> Worker:
-        """Return as `worker` for a request that only one worker can answer: others do not wait for it. why_none_can:
-        explains an error at `deadline`. Raises also what `find` raises."""
+        """Return as `worker` for a request that only some workers can answer: others do not wait for it. why_none_can:
+        explains an error. able: these workers; where each of them needs an operator, the request does not wait. Raises
+        also what `find` raises."""
         if (worker := find()) is not None:
             return worker
         self._check_room(why_none(self._registry))
@@ -126,6 +147,8 @@ class HeldRequests:
                 while True:
                     if self._closed.is_set():
                         raise draining()
+                    if (workers := able()) and all(worker.needs_operator for worker in workers):
+                        raise self._no_worker(why_none(workers))
                     await changed.wait()
                     changed.clear()
                     if (worker := find()) is not None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from urllib.parse import urlsplit
 
 from .served import Weights
 
@@ -25,8 +26,9 @@ class Hold(Enum):
     """A reason for which an enabled worker gets no requests."""
 
     BROADCAST = "broadcast"  # a pause, an update or a group call is in progress
-    GROUP = "group"  # it did not join a group: until an operator enables it
+    GROUP = "group"  # it did not join a group: until it joins one, the group is destroyed, or an operator enables it
     JOURNAL = "journal"  # an update failed: until an operator resolves it
+    PAUSE = "pause"  # it came while the fleet is paused: until it goes on, or an operator enables it
     VERSION = "version"  # it returned with other weights than the rest: until they are the same
 
 
@@ -38,12 +40,14 @@ class Worker:
     id: str  # the same for the same URL, also after the router restarts
     disabled: bool = False  # by an operator
     holds: dict[Hold, str] = field(default_factory=dict)  # each with an explanation
+    not_joined: dict[str, str] = field(default_factory=dict)  # groups that others have joined, each with the reason
     health: Health = Health.UNSEEN
     paused: bool = False  # its engine is paused: requests sent there would wait
     num_running: int = 0  # running sequences that this router sent
     num_routed: int = 0  # sequences that this router has sent so far
     num_failed_probes: int = 0
     num_deaths: int = 0
+    registration: int = 0  # number of workers that were added before it, another one at the same URL too
     last_error: str | None = None
     weight_version: str | None = None  # as last read
     weight_digest: str | None = None  # as last read; None: not read since the version changed, or none is reported
@@ -56,6 +60,12 @@ class Worker:
     is_gone: bool = True  # nothing has listened at its address since it was healthy: the next process is a new one
     is_suspect: bool = False  # a call to it failed: another process may have its address now
     check_now: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def port(self) -> int:
+        """The port at which it listens."""
+        parts = urlsplit(self.url)
+        return parts.port or (443 if parts.scheme == "https" else 80)
 
     @property
     def is_alive(self) -> bool:
@@ -73,6 +83,11 @@ class Worker:
         return self.health is Health.ALIVE and not self.disabled and not self.holds
 
     @property
+    def needs_operator(self) -> bool:
+        """Whether an operator has disabled it, or has to end one of its holds."""
+        return self.disabled or Hold.GROUP in self.holds or Hold.JOURNAL in self.holds
+
+    @property
     def is_known(self) -> bool:
         """Whether it is alive and its last probe has read all that it reports of its weights and its bits."""
         is_named = self.guarantee is None or self.weight_digest is not None
@@ -82,6 +97,12 @@ class Worker:
     def weights(self) -> Weights | None:
         """The names of its weights, as last read; None where it reports no version."""
         return None if self.weight_version is None else Weights(self.weight_version, self.weight_digest)
+
+    @property
+    def life(self) -> tuple[int, int]:
+        """The names of its process at this router: others after a death, and after a removal, behind which the process
+        may have ended unseen."""
+        return self.registration, self.num_deaths
 
     @property
     def process(self) -> float | str | None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from ..config import worker_url
+from .pauses import Pauses
 from .served import Served
 from .versions import Comparison, served_by
 from .worker import Health, Hold, Worker
@@ -25,9 +27,11 @@ class WorkerRegistry:
 
     def __init__(self) -> None:
         self._workers: dict[str, Worker] = {}
+        self._registrations = itertools.count()
         self.served = Served()  # on which the workers last agreed; kept while all are dead
         self.served_file: Path | None = None  # in which it is kept for a restarted router
         self.on_served: Callable[[Served], None] = lambda served: None  # called with it by each check
+        self.pauses = Pauses()
         self.is_changing = False  # an administrative change is under way
         self.has_open_update = False  # an update is in progress, also between the calls of a session
         self.on_change: list[Callable[[], None]] = []  # called after each change that may give a request a worker
@@ -47,7 +51,8 @@ class WorkerRegistry:
         worker_id = str(uuid.uuid5(uuid.NAMESPACE_URL, url))
         if worker_id in self._workers:
             return self._workers[worker_id], False
-        worker = self._workers[worker_id] = Worker(url, worker_id, disabled)
+        worker = Worker(url, worker_id, disabled, registration=next(self._registrations))
+        self._workers[worker_id] = worker
         self.notify()
         return worker, True
 
@@ -69,18 +74,29 @@ class WorkerRegistry:
         del self._workers[worker.id]
         if not self._workers:
             self._serve(Served())
+        self.check_pause()
         self.notify()
 
     def live(self) -> list[Worker]:
         """List the workers that are alive."""
         return [worker for worker in self if worker.is_alive]
 
+    def twin_of(self, worker: Worker) -> Worker | None:
+        """Return the live worker that is the same process at the same port under another address; None: there is none.
+        One process may have several workers at several ports. A start in whole seconds names no process."""
+        if not isinstance(worker.process, float) or worker.process.is_integer():
+            return None
+        alike = (one for one in self.live() if one.process == worker.process and one.port == worker.port)
+        return next((one for one in alike if one is not worker), None)
+
     def set_disabled(self, worker: Worker, disabled: bool) -> None:
-        """Disable or enable a worker for an operator. Enabling also ends the hold after a failed group init, and
-        accepts the weight version of a worker that is held for it, if no other live worker serves another version."""
+        """Disable or enable a worker for an operator. Enabling also ends the holds after a failed group init and for a
+        pause, and accepts the weight version of a worker that is held for it, if no other live worker serves another
+        version."""
         worker.disabled = disabled
         if not disabled:
-            worker.holds.pop(Hold.GROUP, None)
+            self.end_group(worker)
+            worker.holds.pop(Hold.PAUSE, None)
             its, compared = worker.weights, self._compared()
             is_held = worker.is_alive and Hold.VERSION in worker.holds
             if is_held and its is not None and not compared.serves_other(worker):
@@ -97,6 +113,26 @@ class WorkerRegistry:
         """End one hold of a worker, if it has it."""
         if worker.holds.pop(hold, None) is not None:
             self.notify()
+
+    def miss_group(self, worker: Worker, group: str, why: str) -> None:
+        """Send no requests to a worker that did not join a group which others have joined: it may not be well."""
+        worker.not_joined[group] = why
+        self.hold(worker, Hold.GROUP, "; ".join(worker.not_joined.values()))
+
+    def end_group(self, worker: Worker, group: str | None = None) -> None:
+        """End the hold of a worker that did not join a group, which is over; None: any, since the worker is well."""
+        left = {name: why for name, why in worker.not_joined.items() if group is not None and name != group}
+        worker.not_joined = left
+        if left:
+            worker.holds[Hold.GROUP] = "; ".join(left.values())
+        else:
+            self.unhold(worker, Hold.GROUP)
+
+    def check_pause(self) -> None:
+        """End the hold of the workers that came while the fleet was paused, where it goes on."""
+        if self.pauses.look(list(self._workers.values())):
+            for worker in self:
+                self.unhold(worker, Hold.PAUSE)
 
     def mark_dead(self, worker: Worker, why: str) -> None:
         """Mark a worker that was healthy as dead, and end all requests that wait for its answers."""
@@ -130,6 +166,7 @@ class WorkerRegistry:
         if worker.health is not Health.ALIVE:
             logger.info("worker %s is alive", worker.url)
             self._revive(worker, Health.ALIVE)
+        self.check_pause()
 
     def mark_draining(self, worker: Worker) -> None:
         """Mark a worker as draining. It gets no new requests; its open ones go on."""
@@ -141,6 +178,10 @@ class WorkerRegistry:
     def _revive(self, worker: Worker, health: Health) -> None:
         if not worker.is_alive:
             worker.died, worker.drains = asyncio.Event(), asyncio.Event()
+            if (why := self.pauses.why) is not None:
+                worker.holds[Hold.PAUSE] = why
+        if worker.is_gone:  # another process
+            self.end_group(worker)
         worker.is_gone = False
         self._become(worker, health)
 
@@ -226,16 +267,13 @@ def needs_operator(registry: WorkerRegistry) -> bool:
     """Return whether no worker can take requests again without an operator, or an update that has yet to begin. False
     where there are no workers: some may be added."""
     workers = list(registry)
-    forbidding = {Hold.GROUP, Hold.JOURNAL}
-    return bool(workers) and all(
-        worker.disabled or forbidding & worker.holds.keys() or registry.awaits_update(worker) for worker in workers
-    )
+    return bool(workers) and all(worker.needs_operator or registry.awaits_update(worker) for worker in workers)
 
 
-def why_none(registry: WorkerRegistry) -> str:
-    """Explain why no worker takes requests, worker by worker."""
+def why_none(workers: Iterable[Worker]) -> str:
+    """Explain why none of these workers takes requests, worker by worker."""
     said = []
-    for worker in registry:
+    for worker in workers:
         if worker.health is not Health.ALIVE:
             why = f" ({worker.last_error})" if worker.last_error and not worker.is_draining else ""
             said.append(f"{worker.url} is {worker.health.value}{why}")
@@ -243,6 +281,8 @@ def why_none(registry: WorkerRegistry) -> str:
             said.append(f"{worker.url} is disabled")
         elif worker.holds:
             said.append(f"{worker.url} is held: {'; '.join(worker.holds.values())}")
+        elif worker.paused and not worker.is_suspect:
+            said.append(f"{worker.url} is paused")
         else:
             said.append(f"{worker.url} is being asked whether it is well ({worker.last_error})")
     return "; ".join(said) or "there are none"

@@ -80,7 +80,7 @@ def _end_of_openai(part: Part | None, last: Mapping[str, Any] | None, new: Mappi
     given = last.get("choices")
     known = given[0] if isinstance(given, list) and given and isinstance(given[0], dict) else {}
     ended = {name: value for name, value in _NOTHING.items() if name in known}
-    ended |= {"index": choice["index"], "finish_reason": choice["finish_reason"]}
+    ended |= {name: choice[name] for name in ("index", "finish_reason", "finish_message")}
     if "token_ids" in choice:
         ended["weight_versions"] = _versions(part)
     return {"choices": [ended]} | ({"usage": last["usage"]} if "usage" in last else {})

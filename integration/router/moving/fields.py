@@ -7,30 +7,38 @@ counts, so a field that the client has sent stays as it is.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ...http.edge.json_slices import encode_in_slices
 from ...http.edge.session_paths import OPENS
 from ..calls import WorkerCall
 
 PATHS = frozenset(
     {"/generate", "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/inference/v1/generate"}
 )
-_SPACE = b" \t\r\n"
+_JSON = json.JSONEncoder(separators=(",", ":"))
+_SPACE = re.compile(rb"[ \t\r\n]*")
 
 
 def with_fields(body: bytes, fields: Mapping[str, object]) -> bytes:
-    """Return a JSON object with further fields at its beginning; a body that is none as it is."""
-    start = len(body) - len(body.lstrip(_SPACE)) if body[:1] in _SPACE else 0
+    """Return a JSON object with further fields at its beginning; a body that is none as it is. Long fields are written
+    in slices, between which a thread gives way."""
+    start = _end_of_space(body, 0)
     if body[start : start + 1] != b"{" or not fields:
         return body
-    given = json.dumps(fields, separators=(",", ":"))[1:-1].encode()
-    at = start + 1
-    while body[at : at + 1] and body[at : at + 1] in _SPACE:
-        at += 1
+    given = "".join(encode_in_slices(fields, _JSON.encode))[1:-1].encode()
+    at = _end_of_space(body, start + 1)
     comma = b"" if body[at : at + 1] == b"}" else b","
     return b"".join((body[: start + 1], given, comma, body[start + 1 :]))
+
+
+def _end_of_space(body: bytes, start: int) -> int:
+    space = _SPACE.match(body, start)
+    assert space is not None  # it matches nothing, too
+    return space.end()
 
 
 def seeded(call: WorkerCall, *, wants_progress: bool) -> WorkerCall:

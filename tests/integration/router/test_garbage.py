@@ -18,7 +18,8 @@ import pytest
 
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.router.changes.journal import UpdateJournal
-from lockstep.tests.support.fake_workers import WAIT_S, FakeWorker, Handler, refuse, wait_until
+from lockstep.tests.support.callers import submit
+from lockstep.tests.support.fake_workers import WAIT_S, FakeWorker, Handler, SlowAnswer, refuse, wait_until
 
 pytestmark = pytest.mark.slow  # many small calls over real sockets
 
@@ -324,6 +325,21 @@ def test_bodies_beyond_the_memory_for_them_are_refused_and_the_memory_is_given_b
         release.set()
         assert first.result(WAIT_S).status_code == 200
     assert fleet.post("/generate", body).status_code == 200
+
+
+def test_bodies_of_reports_are_short_and_count_until_all_workers_have_answered(make_fleet):
+    http, long = HttpConfig(port=0, max_control_body_bytes=1000), {"x": "a" * 900}
+    fleet = make_fleet(2, http=http, max_open_body_bytes=1500)
+    fleet.workers[0].answers["/is_paused"] = slow = SlowAnswer()
+    first = submit(fleet.post, "/is_paused", long)
+    assert slow.entered.wait(WAIT_S)
+    refused = fleet.post("/is_sleeping", long)
+    assert refused.status_code == 503 and refused.headers["Retry-After"] == "1"
+    assert fleet.post("/abort_request", {"rid": "a" * 1100}).status_code == 200  # an admin call
+    slow.leave.set()
+    assert first.result(WAIT_S).status_code == 200
+    assert fleet.post("/is_paused", long).status_code == 200
+    assert fleet.post("/is_paused", {"x": "a" * 1100}).status_code == 413
 
 
 def test_a_body_that_does_not_come_to_its_end_has_a_deadline(make_fleet):

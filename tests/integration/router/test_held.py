@@ -15,7 +15,7 @@ from lockstep.integration.router.fleet.balance import num_sequences, prompt_keys
 from lockstep.integration.router.fleet.held import HeldRequests
 from lockstep.integration.router.fleet.peek import LONG_BYTES, peek
 from lockstep.integration.router.fleet.worker import Health, Hold, Worker
-from lockstep.integration.router.fleet.workers import WorkerRegistry
+from lockstep.integration.router.fleet.workers import WorkerRegistry, why_none
 from lockstep.integration.router.relay import Drains, Full, refusal
 
 WAIT_S = 20.0
@@ -157,6 +157,27 @@ def test_a_journal_or_a_group_needs_an_operator_and_a_version_or_an_update_does_
     asyncio.run(run())
 
 
+def test_a_request_of_some_workers_waits_while_one_of_them_may_return_without_an_operator():
+    async def run() -> None:
+        registry = WorkerRegistry()
+        one, two, other = (registry.add(f"http://w:{port}")[0] for port in (1, 2, 3))
+        held = HeldRequests(registry, 100)
+        waiting = asyncio.create_task(held.its_worker(lambda: None, soon(), able=lambda: [one, two]))
+        await turns()
+        registry.hold(one, Hold.JOURNAL, "a reason")
+        registry.set_disabled(other, True)
+        await turns()
+        assert not waiting.done()
+        registry.hold(two, Hold.GROUP, "a reason")
+        with pytest.raises(HttpError) as refused:
+            await waiting
+        assert refused.value.code == "no_workers" and not len(held)
+        with pytest.raises(HttpError):
+            await held.its_worker(lambda: None, soon(), able=lambda: [one])  # at once, too
+
+    asyncio.run(run())
+
+
 def test_a_request_that_all_workers_refuse_keeps_no_other_one_waiting():
     async def run() -> None:
         queue = Queue(max_held=2)
@@ -208,6 +229,20 @@ def test_unseen_starting_dead_and_draining_are_four_states():
         assert worker.health is Health.DEAD
 
     asyncio.run(run())
+
+
+def test_a_worker_that_takes_no_requests_is_explained_by_what_keeps_it():
+    registry = WorkerRegistry()
+    worker, _ = registry.add("http://w:1")
+    assert why_none([worker]) == "http://w:1 is unseen"
+    worker.health, worker.paused = Health.ALIVE, True
+    assert why_none([worker]) == "http://w:1 is paused"
+    worker.suspect("a call failed")
+    assert why_none([worker]) == "http://w:1 is being asked whether it is well (a call failed)"
+    worker.holds[Hold.VERSION] = "other weights"
+    assert why_none([worker]) == "http://w:1 is held: other weights"
+    worker.disabled = True
+    assert why_none([worker]) == "http://w:1 is disabled"
 
 
 def test_a_refusal_is_known_by_its_code_in_both_shapes_of_an_error():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -12,6 +14,7 @@ from lockstep.integration.router.calls import WorkerCall
 from lockstep.integration.router.moving.fields import seeded, with_fields
 from lockstep.integration.router.moving.progress import Progress, StreamCut, end_of_events
 from lockstep.integration.router.wire import WorkerFailed
+from lockstep.rollout.giving_way import giving_way
 
 BITS = {"invariant": True, "isa": "avx512"}
 
@@ -70,6 +73,30 @@ def test_fields_stand_before_the_clients_own(body, expected):
 @pytest.mark.parametrize("body", [b"", b"[1]", b"null", b"\xff", b" "])
 def test_a_body_that_is_no_object_stays_as_it_is(body):
     assert with_fields(body, {"seed": 7}) == body
+
+
+@pytest.mark.parametrize(("before", "after"), [(b"{", b"}"), (b"", b'{"a":1}'), (b"{", b'"a":1}')])
+def test_space_in_a_body_costs_no_time_of_the_other_requests(before, after):
+    body = before + b" " * (32 << 20) + after
+    start = time.process_time()
+    longer = with_fields(body, {"seed": 7})
+    assert time.process_time() - start < 1.0  # one byte after the other it takes ten seconds
+    assert json.loads(longer) == {"seed": 7, **json.loads(body)}
+
+
+def test_long_fields_are_written_in_slices_between_which_others_go_on():
+    progress, num_waits = Progress("proven"), 0
+    read(progress, event("a", head(), {**FIRST, "ids": list(range(200_000)), "logprobs": [-0.25] * 200_000}))
+
+    def wait() -> None:
+        nonlocal num_waits
+        num_waits += 1
+
+    fields = {"begun": progress.begun_at(Host())}
+    with giving_way(wait, threading.Lock()):
+        body = with_fields(b'{"a":1}', fields)
+    assert num_waits > 5
+    assert json.loads(body) == {**json.loads(json.dumps(fields)), "a": 1}
 
 
 def test_only_calls_that_complete_prompts_get_a_seed_and_each_another_one():

@@ -200,6 +200,22 @@ def test_workers_come_and_go_by_both_generations_of_paths(fleet):
     assert loads == [{"worker": worker.url, "load": 0} for worker in fleet.workers[:2]]
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_worker_that_is_added_as_disabled_is_disabled_also_where_it_was_there(make_fleet, is_new):
+    fleet, new = make_fleet(1), FakeWorker()
+    fleet.workers.append(new)
+    if not is_new:
+        assert fleet.post("/workers", {"url": new.url}).status_code == 202
+        wait_until(lambda: fleet.report(new)["routable"], "it gets requests")
+    answer = fleet.post("/workers", {"url": new.url, "disabled": True})
+    assert answer.status_code == (202 if is_new else 200) and "disabled" in answer.json()["message"]
+    assert fleet.report(new)["disabled"]
+    again = fleet.post("/workers", {"url": new.url})  # as a worker does that is started again
+    assert again.status_code == 200 and fleet.report(new)["disabled"]
+    fleet.post(f"/workers/{fleet.report(new)['id']}/enable").raise_for_status()
+    assert not fleet.report(new)["disabled"]
+
+
 def test_a_worker_that_died_comes_back(fleet):
     gone, other = fleet.workers
     port = gone.port

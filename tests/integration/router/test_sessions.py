@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 from http.client import HTTPConnection
@@ -12,10 +13,12 @@ import pytest
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.session_paths import path_of
 from lockstep.integration.http.server import serve_in_background
+from lockstep.integration.router.calls import WorkerCall
 from lockstep.integration.router.config import RouterConfig
+from lockstep.integration.router.fleet.worker import Worker
 from lockstep.integration.router.fleet.workers import WorkerRegistry
 from lockstep.integration.router.server import route_in_background
-from lockstep.integration.router.sessions import home_of
+from lockstep.integration.router.sessions import home_of, opening
 from lockstep.tests.integration.http.conversations.conftest import make_service
 from lockstep.tests.support.fake_workers import FakeWorker, Fleet, dies, settled, wait_until
 
@@ -72,6 +75,23 @@ def test_a_name_of_the_callers_stands_behind_the_workers(fleet):
     assert body == {"session_id": id, "capacity_of_str_len": 10, "pin": True}
     for wrong in ("", "x" * 201, "a\nb", 5):
         assert error(fleet.post("/open_session", {"session_id": wrong}))[0] == 400
+
+
+@pytest.mark.parametrize("path", ["/open_session", "/close_session"])
+def test_bodies_that_open_and_close_sessions_are_as_short_as_a_worker_wants_them(make_fleet, path):
+    """The router reads them, and writes the one that opens a session anew for each worker that it is sent to."""
+    fleet = make_fleet([answering()], http=HttpConfig(port=0, max_control_body_bytes=1000))
+    assert fleet.post(path, {"session_id": "a", "pad": "x" * 900}).status_code in (200, 404)
+    assert fleet.post(path, {"session_id": "a", "pad": "x" * 1100}).status_code == 413
+    assert fleet.post("/generate", {"text": "x" * 1100}).status_code == 200
+
+
+@pytest.mark.parametrize("body", ['{"a": [1.5, "\\u00e9"], "session_id": "b"}', '{"session_id": "b"}', "{}", ""])
+def test_a_session_is_opened_with_the_clients_fields_and_the_routers_id(body):
+    opens = asyncio.run(opening(WorkerCall("POST", "/open_session", "", (), body.encode()), 1000))
+    values = json.loads(opens.body_at(Worker("http://w:1", "w")))
+    own = json.loads(body or "{}")
+    assert values == own | {"session_id": f"w.{own.get('session_id', opens.name)}"}
 
 
 def test_a_router_that_is_started_again_finds_a_session(fleet, tmp_path):
@@ -156,20 +176,30 @@ def test_a_session_is_opened_at_another_worker_where_one_has_ended(make_fleet):
     assert {home(fleet, opened(fleet)).url for _ in range(3)} == {other.url}
 
 
-def test_a_request_waits_for_its_own_worker_and_others_do_not_wait_for_it(fleet):
-    id = opened(fleet)
-    worker = home(fleet, id)
-    assert fleet.http.post(f"/workers/{id.partition('.')[0]}/disable").status_code == 200
+def test_a_request_waits_for_its_own_worker_and_others_do_not_wait_for_it(make_fleet):
+    worker, other = answering(), answering()
+    worker.is_loading = True  # as after a restart of the router
+    fleet = make_fleet([worker, other], wait=False)
+    wait_until(lambda: fleet.stats()["num_healthy"] == 1, "the other one is alive")
     found: list[int] = []
-    body = {"input_ids": [1], "session_params": {"id": id}}
+    body = {"input_ids": [1], "session_params": {"id": f"{fleet.report(worker)['id']}.mine"}}
     waiting = threading.Thread(target=lambda: found.append(fleet.post("/generate", body).status_code))
     waiting.start()
     wait_until(lambda: fleet.stats()["num_held_requests"] == 1, "it waits")
-    assert fleet.post("/generate", {"input_ids": [1]}).json()["text"] != worker.url
+    assert fleet.post("/generate", {"input_ids": [1]}).json()["text"] == other.url
     assert not found
-    assert fleet.http.post(f"/workers/{id.partition('.')[0]}/enable").status_code == 200
+    worker.is_loading = False
     waiting.join(20)
     assert found == [200]
+
+
+def test_a_request_does_not_wait_for_its_own_worker_where_only_an_operator_can_bring_it_back(fleet):
+    id = opened(fleet)
+    worker, body = home(fleet, id), {"input_ids": [1], "session_params": {"id": id}}
+    assert fleet.http.post(f"/workers/{id.partition('.')[0]}/disable").status_code == 200
+    refused = fleet.post("/generate", body)  # without a wait of queue_timeout_s, longer than that of this client
+    assert refused.status_code == 503 and f"no worker takes requests: {worker.url} is disabled" in refused.text
+    assert not worker.asked("/generate")
 
 
 def test_a_body_that_only_speaks_of_sessions_goes_anywhere(fleet):

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from types import SimpleNamespace
 
 import pytest
 
+from lockstep.integration.http.edge.errors import HttpError
+from lockstep.integration.router.attending import OpenAnswer
+from lockstep.integration.router.calls import WorkerCall
+from lockstep.integration.router.config import RouterConfig
+from lockstep.integration.router.fleet.worker import Worker
 from lockstep.tests.integration.http.admin.test_attendance import attend
 from lockstep.tests.support.callers import submit, wait_until
 from lockstep.tests.support.fake_workers import WAIT_S, Fleet, SlowAnswer, refuse
@@ -50,3 +57,95 @@ def test_the_session_of_a_client_that_leaves_while_it_begins_is_taken_back(fleet
     slow.leave.set()
     assert begun.result(WAIT_S).status_code == 200
     wait_until(lambda: taken_back(fleet) == [["a"], ["a"]], WAIT_S, "it is taken back once it has begun")
+
+
+# -- workers that hang -----------------------------------------------------------------------------------------------
+
+
+class Silent:
+    """Connections to workers that answer nothing."""
+
+    def __init__(self) -> None:
+        self.num_open, self.is_asked = 0, asyncio.Event()
+
+    @asynccontextmanager
+    async def call(self, url: str, call: WorkerCall) -> AsyncIterator[None]:
+        self.num_open += 1
+        self.is_asked.set()
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            self.num_open -= 1
+
+
+class Attended:
+    """A client's connection through a router to one worker that answers nothing."""
+
+    def __init__(self, **settings: float) -> None:
+        self.wire, self.worker = Silent(), Worker("http://w:1", "w")
+        self.sent: list[dict] = []
+        self.has_left = asyncio.Event()
+        router = SimpleNamespace(
+            administering=self.wire, config=RouterConfig(**settings), is_over=asyncio.Event(),
+            admin=SimpleNamespace(client_left=self._client_left),
+        )  # fmt: skip
+        call = WorkerCall("POST", "/lockstep/attend", "", (), b"{}")
+        answer = OpenAnswer(router, call, "a", [self.worker])  # type: ignore[arg-type]
+        self.answering = asyncio.create_task(answer({"type": "http"}, self._receive, self._send))
+
+    async def _client_left(self, client: str, call: WorkerCall) -> None:
+        pass
+
+    async def _receive(self) -> dict:
+        await self.has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: dict) -> None:
+        self.sent.append(message)
+
+    async def is_attended(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not self.sent:
+                await asyncio.sleep(0)
+        assert self.sent[0]["status"] == 200
+
+    async def leave(self) -> None:
+        self.has_left.set()
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.wait({self.answering})
+            while self.wire.num_open:
+                await asyncio.sleep(0)
+
+
+def test_a_client_that_leaves_while_a_worker_hangs_takes_its_connections_along():
+    async def run() -> None:
+        one = Attended(health_timeout_s=WAIT_S * 10)
+        await one.wire.is_asked.wait()
+        await one.leave()
+        with pytest.raises(HttpError, match="left"):
+            one.answering.result()
+        assert not one.sent
+
+    asyncio.run(run())
+
+
+def test_a_client_waits_no_longer_for_a_worker_that_hangs_than_a_probe_does():
+    async def run() -> None:
+        one = Attended(health_timeout_s=0.01, connect_timeout_s=0.01)
+        await one.is_attended()
+        assert one.worker.is_suspect
+        await one.leave()
+
+    asyncio.run(run())
+
+
+def test_a_client_does_not_wait_for_a_worker_that_is_found_dead():
+    async def run() -> None:
+        one = Attended(health_timeout_s=WAIT_S * 10)
+        await one.wire.is_asked.wait()
+        one.worker.died.set()
+        await one.is_attended()
+        await one.leave()
+
+    asyncio.run(run())

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import pytest
@@ -16,11 +16,11 @@ import pytest
 from lockstep.integration.http.edge.errors import HttpError
 from lockstep.integration.router.calls import WorkerCall
 from lockstep.integration.router.changes.rules import aborted_by
-from lockstep.integration.router.fleet.aborted import Abort, Aborted
+from lockstep.integration.router.fleet.aborted import Abort, Aborted, AbortLog
 from lockstep.integration.router.fleet.held import HeldRequests
 from lockstep.integration.router.fleet.worker import Worker
 from lockstep.integration.router.fleet.workers import WorkerRegistry
-from lockstep.tests.support.fake_workers import WAIT_S, Fleet, SlowAnswer, wait_until
+from lockstep.tests.support.fake_workers import WAIT_S, Fleet, Handler, SlowAnswer, refuse, wait_until
 
 MAX_LISTS = 1000
 EVERYTHING = Abort(None)
@@ -68,6 +68,79 @@ async def turns() -> None:
 )
 def test_a_verb_says_which_requests_it_aborts(verb, expected):
     assert aborted_by(verb, json.loads(verb.body)) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "body", "aborted"),
+    [
+        ("/abort_request", {"rid": "a"}, True),
+        ("/abort_request", {"rid": "b"}, False),
+        ("/abort_request", {"abort_all": True}, True),
+        ("/pause_generation", {"mode": "abort"}, True),
+        ("/pause_generation", {"mode": "retract"}, False),
+    ],
+)
+def test_a_request_whose_worker_dies_with_its_abort_does_not_begin_again(make_fleet, path, body, aborted):
+    fleet = make_fleet(2, max_attempts=2)
+    entered, die = threading.Event(), threading.Event()
+
+    def first_one_dies(handler: Handler, body: dict) -> None:
+        if entered.is_set():
+            handler.reply(200, {"text": "from its beginning"})
+            return
+        entered.set()
+        die.wait(WAIT_S)
+        handler.die()
+
+    for worker in fleet.workers:
+        worker.generate = first_one_dies
+        worker.answers[path] = refuse("it is busy")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(fleet.post, "/generate", {"text": "x", "rid": "a"})
+        assert entered.wait(WAIT_S)
+        fleet.post(path, body)
+        die.set()
+        answer = asked.result(WAIT_S).json()
+    assert answer["text"] == ("" if aborted else "from its beginning")
+    assert not aborted or answer["meta_info"]["finish_reason"]["type"] == "abort"
+    assert sum(len(worker.asked("/generate")) for worker in fleet.workers) == (1 if aborted else 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "body"), [("/abort_request", {"rid": "a"}), ("/abort_requests", {"request_ids": ["a"]})]
+)
+def test_an_abort_of_a_request_that_waits_succeeds_where_no_worker_is_alive(make_fleet, path, body):
+    fleet = make_fleet(1)
+    fleet.workers[0].is_loading = True
+    wait_until(lambda: not fleet.stats()["num_healthy"], "no worker is alive")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(fleet.post, "/generate", {"text": "x", "rid": "a"})
+        wait_until(lambda: fleet.stats()["num_held_requests"] == 1, "it waits")
+        assert fleet.post(path, {name: "b" if name == "rid" else ["b"] for name in body}).status_code == 503
+        answer = fleet.post(path, body)
+        assert answer.status_code == 200 and (answer.json()["success"], answer.json()["aborted"]) == (True, 1)
+        assert asked.result(WAIT_S).json()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_aborts_are_noted_as_long_as_a_request_is_open_that_began_before_them():
+    log = AbortLog()
+    a, b, c = (Abort(frozenset({name})) for name in "abc")
+    log.add(a)
+    with ExitStack() as older:
+        first = older.enter_context(log.since_now())
+        log.add(b)
+        with log.since_now() as second:
+            log.add(c)
+            assert (list(first), list(second)) == ([b, c], [c])
+        assert list(first) == [b, c]
+        with ExitStack() as newer:
+            third = newer.enter_context(log.since_now())
+            log.add(a)
+            older.close()
+            assert list(third) == [a] and len(log) == 1
+    assert not len(log)
 
 
 @pytest.mark.slow
@@ -206,6 +279,7 @@ def test_the_answer_of_the_other_wires_ends_each_choice_with_abort(path, name, p
     assert whole[name].endswith("-a") and whole["usage"]["total_tokens"] == 0  # type: ignore[call-overload,index]
     for index, choice in enumerate(whole["choices"]):  # type: ignore[call-overload,index]
         assert choice["index"] == index and choice["finish_reason"] == "abort" and choice[part[0]] == part[1]
+        assert choice["finish_message"] == "enough"
     events = answered(path, request_id="a", n=2, stream=True, stream_options={"include_usage": True})
     *choices, usage = events  # type: ignore[misc]
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 0
@@ -219,6 +293,7 @@ def test_a_message_that_is_aborted_has_paused_its_turn(rid):
     whole = answered("/v1/messages", model="m", messages=[], max_tokens=5, **rid)
     read = anthropic.types.Message.model_validate(whole)
     assert (read.content, read.stop_reason, read.usage.output_tokens) == ([], "pause_turn", 0)
+    assert whole["finish_message"] == "enough"  # type: ignore[call-overload,index]
     assert read.id == {"rid": "mine", "request_id": "msg_mine"}.get(next(iter(rid), ""), read.id)
     start, delta, stop = named_events("/v1/messages", model="m", messages=[], max_tokens=5, **rid)
     assert anthropic.types.RawMessageStartEvent.model_validate(start).message.stop_reason is None
@@ -232,6 +307,7 @@ def test_a_response_that_is_aborted_is_incomplete():
     whole = answered("/v1/responses", **body)
     read = openai_types.Response.model_validate(whole)
     assert (read.id, read.status, read.output, read.instructions) == ("resp_a", "incomplete", [], "be")
+    assert whole["finish_message"] == "enough"  # type: ignore[call-overload,index]
     assert whole["finish_reason"] == "abort" and read.usage.total_tokens == 0  # type: ignore[call-overload,index]
     events = named_events("/v1/responses", **body)
     assert [one["type"] for one in events] == ["response.created", "response.in_progress", "response.incomplete"]

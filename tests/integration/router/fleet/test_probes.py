@@ -134,6 +134,73 @@ def test_of_several_addresses_of_a_worker_every_one_with_a_way_to_it_must_refuse
     asyncio.run(run())
 
 
+# -- probes at the same time -----------------------------------------------------------------------------------------
+
+
+def failing_later(one: Probed) -> tuple[asyncio.Event, list[str]]:
+    """Let all calls to the worker fail when the event is set. Returns it, and the paths that were asked for."""
+    fail, asked = asyncio.Event(), []
+
+    async def fetch(url: str, call: WorkerCall, max_bytes: int, limit_s: float) -> Answer:
+        asked.append(call.path)
+        await fail.wait()
+        raise WorkerFailed("it hangs")
+
+    one.reports.fetch = fetch  # type: ignore[method-assign]
+    return fail, asked
+
+
+async def all_wait() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_a_probe_that_many_wait_for_is_one_failed_probe():
+    async def run(one: Probed) -> None:
+        fail, asked = failing_later(one)
+        checks = [asyncio.create_task(one.health.check(one.worker)) for _ in range(5)]
+        await all_wait()
+        checks[0].cancel()  # the others have the result all the same
+        await all_wait()
+        fail.set()
+        await asyncio.gather(*checks[1:])
+        assert one.worker.is_alive and one.worker.num_failed_probes == 1 and asked == ["/health"]
+
+    probed(run)
+
+
+def test_a_worker_that_failed_since_its_probe_began_is_probed_once_more_for_all_that_ask():
+    async def run(one: Probed) -> None:
+        fail, asked = failing_later(one)
+        first = asyncio.create_task(one.health.check(one.worker))
+        await all_wait()
+        one.worker.suspect("a call failed")
+        later = [asyncio.create_task(one.health.check(one.worker)) for _ in range(5)]
+        await all_wait()
+        assert asked == ["/health"]
+        fail.set()
+        await asyncio.gather(first, *later)
+        assert one.worker.num_failed_probes == 2 and asked == ["/health"] * 2
+
+    probed(run)
+
+
+def test_a_worker_that_is_removed_while_it_is_probed_keeps_nobody_waiting():
+    async def run(one: Probed) -> None:
+        failing_later(one)
+        one.health.watch(one.worker)
+        asking = asyncio.create_task(one.health.check(one.worker))
+        await all_wait()
+        one.health.forget(one.worker)
+        one.registry.remove(one.worker)
+        async with asyncio.timeout(20.0):
+            await asking
+        assert not one.worker.num_failed_probes
+        await one.health.close()
+
+    probed(run)
+
+
 # -- reports ---------------------------------------------------------------------------------------------------------
 
 

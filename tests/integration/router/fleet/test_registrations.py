@@ -43,6 +43,42 @@ def test_workers_that_come_and_go_side_by_side_wait_for_each_other(make_fleet, s
     assert not set(urls) & set(fleet.http.get("/list_workers").json()["urls"])
 
 
+def why(fleet: Fleet, url: str) -> str:
+    worker = next(one for one in fleet.http.get("/workers").json()["workers"] if one["url"] == url)
+    assert not worker["is_healthy"]
+    return worker["last_error"] or ""
+
+
+@pytest.mark.parametrize(("num", "said"), [(1, "leads back to this router"), (2, "/model_info: it answered 502")])
+def test_a_router_is_no_worker_of_its_own_nor_of_one_that_it_leads_to(make_fleet, num, said):
+    """Each probe, which goes on to all workers, would ask for another one."""
+    fleet = make_fleet(1)
+    with ExitStack() as ended:
+        other = fleet
+        if num == 2:
+            folder = fleet.journal.parent / "other"
+            folder.mkdir()
+            other = Fleet(folder, [], wait=False)
+            ended.callback(other.close)
+            assert other.post("/workers", {"url": fleet.router.url}).status_code == 202
+        assert fleet.post("/workers", {"url": other.router.url}).status_code == 202
+        wait_until(lambda: said in why(fleet, other.router.url), "it is known")
+        assert fleet.post("/flush_cache").status_code == 200
+        assert len(fleet.workers[0].asked("/flush_cache")) == 1
+        assert fleet.post("/generate", {"text": "a"}).json()["text"] == fleet.workers[0].url
+
+
+def test_a_worker_under_two_addresses_is_one_worker(make_fleet):
+    fleet = make_fleet(1)
+    twin = fleet.workers[0].url.replace("127.0.0.1", "localhost")
+    assert fleet.post("/workers", {"url": twin}).status_code == 202
+    wait_until(lambda: f"same process as {fleet.workers[0].url}" in why(fleet, twin), "it is known")
+    assert fleet.post("/flush_cache").status_code == 200
+    assert len(fleet.workers[0].asked("/flush_cache")) == 1
+    assert fleet.http.post("/remove_worker", params={"url": fleet.workers[0].url}).status_code == 202
+    wait_until(lambda: fleet.stats()["num_healthy"] == 1, "it is a worker like any other now")
+
+
 class HangingWorker(FakeWorker):
     """A worker that keeps its generations, and its health checks too while it hangs, until the test ends."""
 

@@ -54,8 +54,8 @@ def test_a_stream_between_two_workers_is_aborted_by_the_id_that_a_worker_gave_it
     worker = CutWorker(url, cut)
     fleet: Fleet = make_fleet([worker, CutWorker(url, lambda: None)])
     fleet.post(f"/workers/{fleet.report(fleet.workers[1])['id']}/disable")  # it hears of aborts
-    generate = "/generate", {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": LENGTH}}
-    path, body = STREAMS.get(what, generate)
+    params = {"max_new_tokens": LENGTH, "ignore_eos": True}
+    path, body = STREAMS.get(what, ("/generate", {"input_ids": PROMPT, "stream": True, "sampling_params": params}))
     with httpx.stream("POST", f"{fleet.router.url}{path}", json=body, timeout=WAIT_S) as answer:
         lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
         first = json.loads(next(lines).removeprefix("data: "))
@@ -70,6 +70,24 @@ def test_a_stream_between_two_workers_is_aborted_by_the_id_that_a_worker_gave_it
     said = [end["choices"][0] if end.get("choices") else end.get("meta_info", {}) for end in ends]
     assert any("abort" in json.dumps(one.get("finish_reason")) for one in said)
     assert counted(fleet)["moved_streams_total", "aborted"] == 1
+
+
+def test_a_stream_that_lacks_only_its_end_is_aborted_by_its_id_too(make_fleet, url):  # noqa: F811
+    def cut() -> int:
+        worker.is_loading = True
+        return 2
+
+    worker = CutWorker(url, cut)
+    fleet: Fleet = make_fleet([worker])
+    body = {"input_ids": PROMPT, "stream": True, "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
+    with httpx.stream("POST", f"{fleet.router.url}/generate", json=body, timeout=WAIT_S) as answer:
+        lines = filter(None, answer.iter_lines())
+        given = json.loads(next(lines).removeprefix("data: "))["meta_info"]["id"]
+        wait_until(lambda: fleet.stats()["num_held_requests"] == 1, "it waits")
+        wait_until(lambda: fleet.report(worker)["status"] == "dead", "its worker is lost")
+        assert fleet.post("/abort_request", {"rid": given}).json()["aborted"] == 1
+        *_, last, done = lines
+    assert done == "data: [DONE]" and "length" in json.dumps(json.loads(last.removeprefix("data: ")))
 
 
 @pytest.mark.parametrize("what", ["log-probabilities", "samples", "a list"])

@@ -160,6 +160,15 @@ def test_a_request_that_waits_goes_to_a_second_worker_whether_or_not_streams_mov
     assert len(seeds) == 2 and set(seeds) == {answer.json()["seed"]}
 
 
+def begin_a_stream(handler: Handler) -> None:
+    """Send the first event of a stream that can go on elsewhere."""
+    handler.begin_stream()
+    note = {"index": 0, "ids": [1], "logprobs": [-0.5], "chars": 1, "version": "1", "cached": 0,
+            "digest": NAMED["weight_digest"]}  # fmt: skip
+    head = {"head": {"rids": ["a"]}, "guarantee": NAMED["guarantee"], "num_sequences": 1}
+    handler.send_part(b"".join(f": progress {json.dumps(one)}\n".encode() for one in (head, note)) + b"data: 1\n\n")
+
+
 def test_a_stream_waits_for_the_only_worker_that_can_go_on_with_it_while_that_is_full(make_fleet):
     able, other = FakeWorker(**NAMED), FakeWorker(**{**NAMED, "weight_digest": "e" * 64})
     fleet = make_fleet([able, other], queue_timeout_s=0.5, allow_mixed_versions=True)
@@ -170,11 +179,7 @@ def test_a_stream_waits_for_the_only_worker_that_can_go_on_with_it_while_that_is
         if "begun" in body:
             handler.reply(503, {"error": {"message": "9 wait", "code": "overloaded"}})
             return
-        handler.begin_stream()
-        note = {"index": 0, "ids": [1], "logprobs": [-0.5], "chars": 1, "version": "1", "cached": 0,
-                "digest": NAMED["weight_digest"]}  # fmt: skip
-        head = {"head": {"rids": ["a"]}, "guarantee": NAMED["guarantee"], "num_sequences": 1}
-        handler.send_part(b"".join(f": progress {json.dumps(one)}\n".encode() for one in (head, note)) + b"data: 1\n\n")
+        begin_a_stream(handler)
         fleet.post(f"{others}/enable").raise_for_status()
         handler.close_connection = True  # in the middle of the stream
 
@@ -183,6 +188,53 @@ def test_a_stream_waits_for_the_only_worker_that_can_go_on_with_it_while_that_is
     assert answer.text.startswith("data: 1\n\n") and "all workers are full" in answer.text, answer.text
     assert len([body for body in able.asked("/generate") if "begun" in body]) == 1
     assert not other.asked("/generate")
+
+
+def test_a_stream_does_not_wait_for_a_worker_that_only_an_operator_can_bring_back(make_fleet):
+    able, dying = FakeWorker(**NAMED), FakeWorker(**NAMED)
+    fleet = make_fleet([able, dying])
+    fleet.post(f"/workers/{fleet.report(able)['id']}/disable").raise_for_status()
+
+    def generate(handler: Handler, body: dict) -> None:
+        begin_a_stream(handler)
+        fleet.post(f"/workers/{fleet.report(dying)['id']}/disable").raise_for_status()
+        handler.die()
+
+    dying.generate = generate
+    answer = fleet.post("/generate", {"text": "x", "stream": True})  # it would wait longer than this client
+    assert answer.text.startswith("data: 1\n\n") and f"{able.url} is disabled" in answer.text, answer.text
+
+
+class Silenced(FakeWorker):
+    """A worker that answers no probe once it has refused to go on with a stream, until the test ends."""
+
+    def __init__(self) -> None:
+        self.has_refused, self.leave = threading.Event(), threading.Event()
+        super().__init__(**NAMED)
+        self.generate = self._go_on
+
+    def answer(self, path: str, body: dict) -> tuple[int, object]:
+        if self.has_refused.is_set():
+            self.leave.wait(WAIT_S)
+        return super().answer(path, body)
+
+    def _go_on(self, handler: Handler, body: dict) -> None:
+        if "begun" not in body:
+            begin_a_stream(handler)
+            handler.die()
+        else:
+            self.has_refused.set()
+            handler.reply(413, {"error": {"message": "the body is too long"}})
+
+
+def test_a_worker_for_which_a_stream_is_too_long_keeps_the_name_of_its_weights(make_fleet):
+    fleet = make_fleet([Silenced(), Silenced()], max_attempts=2, health_timeout_s=WAIT_S)
+    answer = fleet.post("/generate", {"text": "x", "stream": True})
+    assert "answered 413: " in answer.text and "the body is too long" in answer.text, answer.text
+    [refusing] = [worker for worker in fleet.workers if worker.has_refused.is_set()]
+    assert fleet.report(refusing)["weight_digest"] == NAMED["weight_digest"]
+    for worker in fleet.workers:
+        worker.leave.set()
 
 
 def test_a_client_that_leaves_while_its_new_session_waits_for_a_worker_gives_its_place_back(make_fleet):
