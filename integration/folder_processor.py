@@ -18,7 +18,9 @@ def load_processor(folder: Path) -> ProcessorMixin:
 
     Raises ValueError for a folder without one, and what transformers raises for its files.
     """
-    loaded: ProcessorMixin = without_videos(_class_of(folder)).from_pretrained(folder, local_files_only=True)
+    loaded: ProcessorMixin = without_videos(_class_of(folder)).from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
     return loaded
 
 
@@ -30,7 +32,7 @@ def _class_of(folder: Path) -> type[ProcessorMixin]:
             found: type[ProcessorMixin] | None = processor_class_from_name(named) if named else None
             if found is not None:
                 return found
-    config = type(AutoConfig.from_pretrained(folder, local_files_only=True))
+    config = type(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     if config not in PROCESSOR_MAPPING:
         raise ValueError("no file names the class of a processor")
     known: Any = PROCESSOR_MAPPING[config]  # typed as the pairs of classes that other mappings have

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -29,15 +29,6 @@ def banned_tokens(module: PreTrainedModel) -> dict[int, float]:
     """
     token = image_token(module)
     return {} if token is None or why_no_images(module) is not None else {token: float("-inf")}
-
-
-def image_parameters(module: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the trained parameters of a module beside its decoder of text, of which a forward may use none."""
-    if image_token(module) is None or why_no_images(module) is not None:
-        return []
-    others = (module.get_decoder(), module.get_output_embeddings())
-    used = {parameter for part in others if part is not None for parameter in part.parameters()}
-    return [one for one in module.parameters() if one.requires_grad and one not in used]
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:

@@ -80,7 +80,8 @@ def create_app(
     kept_samples: those of the run of the job that the engine belongs to, by step, as their page shows them.
     only_sessions: it answers paths of sessions alone, which this process opens in `app.state.conversations`.
 
-    Handlers find in `app.state`: service, config, reads and operations (they run blocking calls), updates (the gate),
+    Handlers find in `app.state`: service, config, reads, operations and waits (they run blocking calls, waits those
+    that last until requests have ended), updates (the gate),
     attendance (of clients of updates), flushes, conversations (their sessions), profiler, scrapes, traffic,
     plain_paths (paths without parameters), is_draining (the server takes no new requests), is_closing (it is about to
     end), is_asleep (vLLM's /sleep was called), weight_way, weights_told (the tensors of the last update) and
@@ -93,6 +94,7 @@ def create_app(
     app.state.config = config
     app.state.reads = Threads(config.max_admin_calls)  # separate: reports are answered while all operations wait
     app.state.operations = Operations(Threads(config.max_admin_calls), service.engine.driver.once_per_id)
+    app.state.waits = Threads(config.max_admin_calls)
     app.state.attendance = attendance.Attendance(service, Threads(config.max_admin_calls))
     app.state.updates = UpdateGate()
     app.state.profiler = Profiler(service.engine)

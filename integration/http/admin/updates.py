@@ -4,8 +4,9 @@ Names, fields and replies are SGLang's, slime's and Miles' where they have them.
 the service's verb, and updates take `verify`, `keep_running`, `in_flight`, `delta_check` and, for Lockstep's own
 senders, `manifest` and `descriptions`.
 
-An update without a session is committed at once if the engine is not paused and has not released its KV. Otherwise
-more buckets may follow, and the commit happens when generation continues or the KV is allocated again.
+An update without a session is committed at once if the engine is not paused and has not released its KV, and taken back
+where it cannot be committed. Otherwise more buckets may follow, and the commit happens when generation continues or the
+KV is allocated again.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ....weight_sync.transaction.records import UpdateRecord
+from ...service import RolloutService
 from ...weights.sources import OWN_FORMATS
 from ...weights.verbs import GROUP_NAME
 from ..edge.bodies import AdminBody, Count, fields_of, read_as
@@ -137,11 +139,19 @@ async def update_weights_from_disk(request: Request, body: DiskBody) -> Response
             body.model_path, verify=body.verify, keep_pause=body.keep_pause, **common
         )
         if not service.sessions.is_open:
-            service.commit_implicit_update()  # a folder is a complete set
+            _commit_at_once(service)  # a folder is a complete set
         state.updated_from = body.model_path
         return record
 
     return await _update(request, body, "Succeeded to update model weights.", update)
+
+
+def _commit_at_once(service: RolloutService) -> None:
+    try:
+        service.commit_implicit_update(or_roll_back=True)
+    except ValueError as error:
+        why = "outside of a session and of a pause it is committed at once"
+        raise ValueError(f"{error}; the update was taken back: {why}") from error
 
 
 async def _update(
@@ -173,7 +183,7 @@ async def _update(
             }
         )
         if not (service.sessions.is_open or engine.is_paused) and engine.kv_bytes:
-            service.commit_implicit_update()
+            _commit_at_once(service)
         if body.flush_cache and not num_kept and body.in_flight is None:  # whose commit drops the cache
             engine.flush_cache()
         if body.torch_empty_cache and engine.model.device.type == "cuda":

@@ -6,7 +6,7 @@ service's verb.
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -177,27 +177,28 @@ def begin_weight_update(service: RolloutService, body: BeginBody, seconds_left: 
 
 
 @verb(router, VerifyBody, writes=True)
-def verify_weight_update(service: RolloutService, body: VerifyBody, _: float | None) -> None:
+def verify_weight_update(service: RolloutService, body: VerifyBody, seconds_left: float | None) -> None:
     """Compare the tensors that the open session wrote with the sender's digests."""
-    service.verify_weight_update(body.digests)
+    service.verify_weight_update(body.digests, timeout_s=seconds_left)
 
 
 @verb(router, EndBody, writes=True, reply=_committed)
-def end_weight_update(service: RolloutService, body: EndBody, _: float | None) -> Commit:
+def end_weight_update(service: RolloutService, body: EndBody, seconds_left: float | None) -> Commit:
     """Commit the open session."""
-    return service.end_weight_update(weight_version=body.weight_version, in_flight=body.in_flight)  # type: ignore[arg-type]
+    in_flight: Any = body.in_flight
+    return service.end_weight_update(weight_version=body.weight_version, in_flight=in_flight, timeout_s=seconds_left)
 
 
 @verb(router, AbortUpdateBody, writes=True)
-def abort_weight_update(service: RolloutService, body: AbortUpdateBody, _: float | None) -> None:
+def abort_weight_update(service: RolloutService, body: AbortUpdateBody, seconds_left: float | None) -> None:
     """Abort the open session and restore every byte."""
-    service.abort_weight_update(body.why)
+    service.abort_weight_update(body.why, timeout_s=seconds_left)
 
 
 @verb(router, PlainBody, writes=True, reply=_reverted)
-def revert_weight_update(service: RolloutService, body: PlainBody, _: float | None) -> str:
+def revert_weight_update(service: RolloutService, body: PlainBody, seconds_left: float | None) -> str:
     """Revert the last commit, while the bytes that it overwrote are kept."""
-    return service.revert_weight_update()
+    return service.revert_weight_update(timeout_s=seconds_left)
 
 
 @verb(router, PlainBody)
@@ -216,9 +217,9 @@ def finish_digest(service: RolloutService, body: PlainBody, _: float | None) -> 
 
 
 @verb(router, VersionBody, reply=_labelled)
-def update_weight_version(service: RolloutService, body: VersionBody, _: float | None) -> str:
+def update_weight_version(service: RolloutService, body: VersionBody, seconds_left: float | None) -> str:
     """Set the version of the open session's weights or, without a session, of the current weights."""
-    service.update_weight_version(body.new_version, body.abort_all_requests)
+    service.update_weight_version(body.new_version, body.abort_all_requests, timeout_s=seconds_left)
     return body.new_version
 
 

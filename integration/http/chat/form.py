@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Protocol
@@ -10,14 +10,17 @@ from typing import Any, Protocol
 from transformers.utils.chat_parsing.content_parsers import process_field
 from transformers.utils.chat_parsing.response_templates import ResponseTemplateField, load_response_template
 
+from ....rollout.grammars.compiler import constraint_of
 from ....rollout.sampling_params import GRAMMARS, SamplingParams
 from ..edge.errors import BadField
 from ..generation.limits import RequestLimits
 from .calls import Item, Schemas, call_of
 from .formats import CALL, REASONING, Read, ReasoningFormat, ToolFormat, as_texts, reasoning_format, template_of
 from .formats import tool_format as format_of_tools
-from .grammar import tools_grammar
+from .grammar import answer_grammar, tools_grammar
 from .parser import AnswerForm, Beginning
+from .past_calls import writes_one_call_alone
+from .rendering import chat_template_text
 from .tools import ToolFields, Tools, read_tools
 
 _ROLES = {"tool_calls": CALL, "thinking": REASONING, "reasoning_content": REASONING}  # in templates of folders
@@ -64,15 +67,18 @@ class ChatForm:
         """Whether the tools of the request constrain its answers."""
         return self.tools is not None and self.tools.is_constrained and self.tool_format is not None
 
-    def params(self, params: SamplingParams, beginning: Beginning) -> SamplingParams:
+    def params(
+        self, params: SamplingParams, beginning: Beginning, field: str | None = None, *, has_begun: bool = False
+    ) -> SamplingParams:
         """Return the parameters with the tokens that must stay in the text, and the grammar of calls that the request
-        demands. Raises BadField."""
+        demands, or its own grammar behind the reasoning. field: that its own is made of. has_begun: the prompt has the
+        beginning of the answer. Raises BadField."""
         if self.answers is None:
             return params
         ids = {marker: id for marker in self.markers if (id := token_of(self.tokenizer, marker)) is not None}
         params = replace(params, kept_special_tokens=tuple(ids.values()))
         if self.tools is None or not self.tools.is_constrained or self.tool_format is None:
-            return params
+            return self._behind_reasoning(params, beginning, ids, field, has_begun=has_begun)
         if twice := [name for name in GRAMMARS if getattr(params, name) is not None]:
             field = "tool_choice" if self.tools.mode == "required" else "tools"
             raise BadField(
@@ -85,15 +91,38 @@ class ChatForm:
         )
         return replace(params, structural_tag=grammar)
 
+    def _behind_reasoning(
+        self, params: SamplingParams, beginning: Beginning, ids: Mapping[str, int], field: str | None, *,
+        has_begun: bool,
+    ) -> SamplingParams:  # fmt: skip
+        """Return the parameters with the request's own grammar where it holds: behind the reasoning, if the answer has
+        some. A structural tag is of the whole answer, with the markers of its reasoning. Raises BadField."""
+        constraint, reasoning = constraint_of(params), self.reasoning
+        assert self.answers is not None
+        is_open = beginning.is_open(self.answers)
+        if constraint is None or constraint.kind == "structural_tag" or reasoning is None:
+            return params
+        if beginning.is_done or (has_begun and not is_open):
+            return params
+        try:
+            grammar = answer_grammar(constraint, reasoning, ids, is_open=is_open)
+        except ValueError as error:
+            raise BadField(field or constraint.kind, str(error).removeprefix(f"{constraint.kind}: ")) from None
+        return replace(params, json_schema=None, regex=None, ebnf=None, structural_tag=grammar)
+
 
 def read_form(
-    fields: FormFields, tokenizer: Any, limits: RequestLimits, parsers: tuple[str, str] | None = None
-) -> ChatForm:
-    """Read the tools of a request and find the form of its answers. parsers: names of the forms of calls and of
-    reasoning; None: the server's settings. Raises BadField."""
+    fields: FormFields, tokenizer: Any, limits: RequestLimits, parsers: tuple[str, str] | None = None,
+    *, is_text: bool = False,
+) -> ChatForm:  # fmt: skip
+    """Read the tools of a request and find the form of its answers, of one call at most where the chat template could
+    not write more in a next turn. parsers: names of the forms of calls and of reasoning; None: the server's settings.
+    is_text: an answer is a text that is read, and has as many calls as it has. Raises BadField."""
     tools = read_tools(fields, limits)
     named_tools, named_reasoning = parsers or limits.parsers
     template = chat_template_text(tokenizer)
+    if tools is not None and tools.is_parallel and not is_text and writes_one_call_alone(tokenizer, template):
+        tools = replace(tools, is_parallel=False)
     given = getattr(tokenizer, "response_template", None)
     if given is not None and named_tools is None and named_reasoning is None:
         _refuse_demands(tools)
@@ -144,12 +173,6 @@ def names_of_forms(
     return form.name if form is not None else None, reasoning.name if reasoning is not None else None
 
 
-def chat_template_text(tokenizer: Any) -> str:
-    """Return the text of all chat templates of a tokenizer, empty without any."""
-    template = getattr(tokenizer, "chat_template", None) or ""
-    return "\n".join(map(str, template.values())) if isinstance(template, dict) else str(template)
-
-
 def token_of(tokenizer: Any, text: str) -> int | None:
     """Return the id of the token that is this text as a whole; None: there is none."""
     id = tokenizer.convert_tokens_to_ids(text)
@@ -176,8 +199,10 @@ def _form_of(given: Any, tools: Tools | None, fields: FormFields, tokenizer: Any
         None if tools is None or tools.is_parallel else 1, fields.separate_reasoning, fields.stream_reasoning,
         opens=opens, closes=closes, roles=_ROLES, can_restart=False,
     )  # fmt: skip
-    literals = [(one.open_literals or []) + (one.close_literals or []) for one in template.fields.values()]
-    return ChatForm(tools, answers, None, None, tokenizer, tuple(chain.from_iterable(literals)))
+    marked = {**template.fields, **plain.fields}.values()  # those of calls also where the answer has none
+    literals = [(one.open_literals or []) + (one.close_literals or []) for one in marked]
+    own = ReasoningFormat("response_template", (), {}, (opens, closes), opens, closes) if opens else None
+    return ChatForm(tools, answers, None, own, tokenizer, tuple(chain.from_iterable(literals)))
 
 
 def _reader(call: ResponseTemplateField) -> Read:

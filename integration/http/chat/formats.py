@@ -180,7 +180,11 @@ def template_of(tools: str | None, reasoning: str | None) -> ResponseTemplate:
 
 
 def as_texts(template: ResponseTemplate) -> ResponseTemplate:
-    """Return the template with the same fields, whose bodies stay texts: reading them raises no error then."""
+    """Return the template with the same fields, whose bodies stay texts: reading them raises no error then. The field
+    that has no marker before it has none behind it either, for that would be lost."""
     plain: dict[str, Any] = {"content": "text", "content_args": {"strip": False}, "transform": None}
     plain |= {"transform_each": False, "repeats": False, "join": None, "optional": True}
-    return replace(template, defaults={}, fields={name: replace(one, **plain) for name, one in template.fields.items()})
+    fields = {name: replace(one, **plain) for name, one in template.fields.items()}
+    if template.implicit is not None:
+        fields[template.implicit] = replace(fields[template.implicit], close_re=None, close_literals=None)
+    return replace(template, defaults={}, fields=fields)

@@ -1,4 +1,4 @@
-"""The grammars of tool calls that a request demands, as structural tags.
+"""The grammars of tool calls that a request demands, and of answers behind reasoning, as structural tags.
 
 xgrammar's own tags of these families (`get_model_structural_tag`) spell markers letter by letter. Here a marker that is
 one token of the model is that token, which the model has learned.
@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ....rollout.grammars.schemas.check import check_schema
+from ....rollout.grammars.compiler import ANY_JSON, Constraint
+from ....rollout.grammars.schemas.bounded import without_control_characters
+from ....rollout.grammars.schemas.check import check_schema, parse_json
 from ..edge.errors import BadField
 from .formats import ReasoningFormat
 from .tools import Tools
@@ -20,6 +22,9 @@ from .xml_arguments import GLM, QWEN, Format, XmlStyle, xml_arguments
 
 _ANY: Format = {"type": "object"}
 _MAX_BLANKS = 2  # one after another in JSON
+_SEPARATED = 1  # blank in the JSON of an answer, as it stands behind its commas and colons
+_BLANKS: Format = {"type": "regex", "pattern": r"\n{0,2}"}  # that models write between reasoning and an answer
+_FINAL = "<|channel|>final<|message|>"  # before an answer of gpt-oss
 
 
 @dataclass(frozen=True)
@@ -75,11 +80,31 @@ def tools_grammar(
     shape = _SHAPES[name]
     writer = Writer(ids)
     if tools.mode == "required":
-        parts = [] if reasoning is None else writer.reasoning(reasoning, shape, is_open=is_open, is_done=is_done)
+        after = _const(shape.after_reasoning)
+        parts = [] if reasoning is None else writer.reasoning(reasoning, after, is_open=is_open, is_done=is_done)
         return _tag(_joined([*parts, writer.calls(shape, tools)]))
     if name == "gpt-oss":
         raise BadField("tools", 'strict needs tool_choice "required" or a function by name with this model')
     return _tag(writer.optional_calls(shape, tools, reasoning))
+
+
+def answer_grammar(constraint: Constraint, reasoning: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool) -> str:
+    """Return the structural tag of answers that think first, if they think, and then follow a constraint, which is no
+    structural tag itself. ids, is_open: see `tools_grammar`. Raises ValueError for a schema that no grammar
+    enforces."""
+    writer, text = Writer(ids), constraint.text
+    if constraint.kind == "json_schema":
+        schema: Any = True if text == ANY_JSON else parse_json(text, constraint.kind)
+        check_schema(schema)
+        schema = without_control_characters(schema)
+        follows: Format = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": _SEPARATED}
+    elif constraint.kind == "regex":
+        follows = {"type": "regex", "pattern": text}
+    else:
+        follows = {"type": "grammar", "grammar": text}
+    before = writer.reasoning(reasoning, [_BLANKS], is_open=is_open, is_done=False)
+    final = [] if reasoning.opens else writer.text(_FINAL)
+    return _tag(_joined([*before, *final, follows]))
 
 
 class Writer:
@@ -99,15 +124,17 @@ class Writer:
             at = match.end()
         return parts + _const(text[at:])
 
-    def reasoning(self, reasoning: ReasoningFormat, shape: _Shape, *, is_open: bool, is_done: bool) -> list[Format]:
-        """Return the reasoning before a call."""
+    def reasoning(
+        self, reasoning: ReasoningFormat, after: Sequence[Format], *, is_open: bool, is_done: bool
+    ) -> list[Format]:
+        """Return the reasoning before a call or an answer. after: what stands between the two."""
         if not reasoning.opens:  # gpt-oss: a message of its own
             analysis = self.text("<|channel|>analysis<|message|>")
             inside = [*analysis, *self._until("<|end|>"), *self.text("<|start|>assistant")]
             return [{"type": "optional", "content": _joined(inside)}]
         if is_done:
             return []
-        inside = [*self._until(reasoning.closes), *_const(shape.after_reasoning)]
+        inside = [*self._until(reasoning.closes), *after]
         if is_open:
             return inside
         return [{"type": "optional", "content": _joined([*self.text(reasoning.opens), *inside])}]

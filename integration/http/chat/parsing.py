@@ -64,7 +64,7 @@ async def parse_function_call(request: Request) -> Response:
             ],
         }
 
-    return _answer(await read_as(request, read, is_slow=lambda values: True))
+    return _answer(await read_as(request, read, is_slow=lambda values: True, ends_with_client=True))
 
 
 @router.post("/separate_reasoning", openapi_extra=describe(ReasoningBody), response_class=Response)
@@ -86,7 +86,7 @@ async def separate_reasoning(request: Request) -> Response:
             found["blocks"] = blocks
         return found
 
-    return _answer(await read_as(request, read, is_slow=lambda values: True))
+    return _answer(await read_as(request, read, is_slow=lambda values: True, ends_with_client=True))
 
 
 @dataclass
@@ -116,7 +116,7 @@ def _parts(
     """Return the parts of an answer. parsers: names of the forms of calls and of reasoning; None: the server's. field:
     that names the one which matters. Slow for long texts. Raises BadField."""
     limits.characters(len(text), "text")
-    form = read_form(fields, limits.tokenizer, limits, parsers).answers
+    form = read_form(fields, limits.tokenizer, limits, parsers, is_text=True).answers
     if form is None:
         raise BadField(field, "is needed: neither the chat template nor a setting of the server shows a form")
     opens = form.prefix("") if not text.lstrip().startswith(form.opens or "\0") else ""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
-
-from jinja2 import TemplateError
 
 from ....rollout.engine import Engine
 from ..edge.errors import BadField
 from ..generation.limits import RequestLimits
-from .content import ROLES, Images, read_message, texts_of, with_texts_as_arguments
-from .form import chat_template_text
+from .content import ROLES, Images, read_message, texts_of
+from .past_calls import PastCalls
+from .rendering import FAILURES, Rendering, chat_template_text, writes_roles
+from .roles import Roles
 
-# A template may fail in any of these ways on a message that its author did not expect.
-_FAILURES = (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
-_MARK = "as a text"
+_NO_EFFORT = "none"  # of reasoning
+_KINDS_OF_THINKING = ("enabled", "adaptive", "disabled")
 
 
 class TemplateFields(Protocol):
@@ -55,8 +55,42 @@ def _refuse_unknown_roles(messages: Sequence[dict[str, Any]], limits: RequestLim
 
 def settings_of(asked: TemplateFields) -> dict[str, Any]:
     """Return the variables of the template that a request sets, besides its messages and tools."""
-    effort = {} if asked.reasoning_effort is None else {"reasoning_effort": asked.reasoning_effort}
-    return effort | (asked.chat_template_kwargs or {})
+    own, effort = asked.chat_template_kwargs or {}, asked.reasoning_effort
+    return {**own} if effort is None else {"reasoning_effort": effort, **_thinks(effort != _NO_EFFORT), **own}
+
+
+def with_effort(values: dict[str, object]) -> dict[str, object]:
+    """Return the values of a chat in which SGLang's `reasoning` and `thinking` are its reasoning_effort and variables
+    of its template. Raises BadField."""
+    reasoning, thinking, given = (values.get(name) for name in ("reasoning", "thinking", "chat_template_kwargs"))
+    if (reasoning is None and thinking is None) or not isinstance(given, dict | None):
+        return values  # another check refuses it
+    found, thinks = dict(values), None
+    if reasoning is not None:
+        if not isinstance(reasoning, dict):
+            raise BadField("reasoning", "must be an object")
+        if (effort := reasoning.get("effort")) is not None:
+            if not isinstance(effort, str):
+                raise BadField("reasoning.effort", "must be a text")
+            found["reasoning_effort"] = effort
+        if (thinks := reasoning.get("enabled")) is not None and not isinstance(thinks, bool):
+            raise BadField("reasoning.enabled", "must be true or false")
+    if thinking is not None:
+        kind = thinking.get("type") if isinstance(thinking, dict) else thinking
+        if isinstance(kind, bool):
+            thinks = kind
+        elif kind in _KINDS_OF_THINKING:
+            thinks = kind != "disabled"
+        else:
+            raise BadField(
+                "thinking", f"must be true, false, or an object with the type {', '.join(_KINDS_OF_THINKING)}"
+            )
+    return found if thinks is None else {**found, "chat_template_kwargs": {**_thinks(thinks), **(given or {})}}
+
+
+def _thinks(thinks: bool) -> dict[str, object]:
+    """Return the variables by which the templates of Qwen, GLM and DeepSeek think or not."""
+    return {"enable_thinking": thinks, "thinking": thinks}
 
 
 def apply_template(
@@ -71,8 +105,6 @@ def apply_template(
     tokenizer = engine.tokenizer
     if tokenizer is None or not (template or tokenizer.chat_template):
         raise BadField("messages", "this model has no chat template: send input_ids")
-    if any(message["role"] == "developer" for message in messages) and not takes_developer(engine):
-        messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
     extra = settings_of(asked)
     if reserved := sorted(set(extra) & set(inspect.signature(tokenizer.apply_chat_template).parameters)):
         raise BadField("chat_template_kwargs", f"must not set {', '.join(reserved)}")
@@ -83,67 +115,23 @@ def apply_template(
     extra["continue_final_message"] = asked.continue_final_message
     if template is not None:
         extra["chat_template"] = template
-
-    shown = str(template or tokenizer.chat_template)
-    if "reasoning_content" not in shown and ".thinking" in shown:  # another name of it, as in gpt-oss's template
-        messages = [
-            {**message, "thinking": message["reasoning_content"]} if "reasoning_content" in message else message
-            for message in messages
-        ]
-
-    def text(messages: list[dict[str, Any]]) -> str:
-        found: Any = tokenizer.apply_chat_template(messages, **extra)
-        # Half of a surrogate pair in the arguments of a call stays the escape that it was, since no text has it.
-        return str(found).encode("utf-8", "backslashreplace").decode()
-
-    if engine.model.images is not None and _wants_parts(text):
-        messages = [_in_parts(message) for message in messages]
+    render = Rendering(tokenizer, extra).with_tools_described()
+    if engine.model.images is not None:
+        render = render.fitting_parts()
+    messages = Roles(partial(writes_roles, render.asking)).fitted(messages).messages
+    messages = PastCalls(render.asking).fitted(messages)
     try:
-        try:
-            return text(messages)
-        except TypeError:  # some templates join the arguments of calls to texts, and others write them as JSON
-            if not any("tool_calls" in message for message in messages):
-                raise
-            return text(with_texts_as_arguments(messages))
-    except _FAILURES as error:
+        return render(messages)
+    except FAILURES as error:
         raise BadField("messages", f"the chat template refuses them: {error}") from None
 
 
-def takes_system_within(engine: Engine) -> bool:
-    """Return whether the chat template writes a system's message that is not the first one."""
-    ask = {"role": "user", "content": "ask"}
-    return _takes(engine, [ask, {"role": "system", "content": _MARK}, {"role": "assistant", "content": "answer"}, ask])
-
-
-def takes_developer(engine: Engine) -> bool:
-    """Return whether the chat template writes the message of a developer: some leave it out, and others refuse it."""
-    return _takes(engine, [{"role": "developer", "content": _MARK}, {"role": "user", "content": "ask"}])
-
-
-def _takes(engine: Engine, messages: list[dict[str, str]]) -> bool:
+def roles_of(engine: Engine) -> Roles:
+    """Return the roles that an engine's chat template writes."""
     tokenizer = engine.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
-        return True  # messages are refused altogether
-    try:
-        return _MARK in str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except _FAILURES:
-        return False
-
-
-def _wants_parts(render: Callable[[list[dict[str, Any]]], str]) -> bool:
-    """Return whether a template, as of some models of images, writes content that is a list of parts and no text."""
-    message = {"role": "user", "content": _MARK}
-    return not _writes(render, message) and _writes(render, _in_parts(message))
-
-
-def _writes(render: Callable[[list[dict[str, Any]]], str], message: dict[str, Any]) -> bool:
-    try:
-        return _MARK in render([message])
-    except _FAILURES:
-        return False
-
-
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message whose content is a list of parts."""
-    content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+        return Roles(lambda first, late: True)  # messages are refused altogether
+    render = Rendering(tokenizer, {"tokenize": False})
+    if engine.model.images is not None:
+        render = render.fitting_parts()
+    return Roles(partial(writes_roles, render.asking))

@@ -7,8 +7,12 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from ....rollout.grammars.schemas.references import target
+from ..edge.nesting import MAX_NESTING, check_nesting
 
 _MAX_PARTS = 64  # of a schema that are looked at to find the types of a value
+_FIRST_CHARS, _GROWTH = 1 << 10, 4  # of a text in which a value is looked for
+_CUT_CHARS = 16  # at the end of a piece: what ends there, or is wrong there, may be cut
+_LEVELS_AROUND = 16  # of a request's lists and objects around the arguments of a call, at most
 _WORDS = {"true": True, "false": False, "null": None, "none": None}
 
 
@@ -30,17 +34,31 @@ def decoded(text: str) -> Any:
 
 
 def decode_at(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at a place of a text, and the place behind it. Raises ValueError."""
-    try:
-        return _DECODER.raw_decode(text, at)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    """Return the JSON value that begins at a place of a text, and the place behind it. Takes a time in proportion to
+    the text that is JSON so far: an error of `json` counts the lines before it. Raises ValueError."""
+    num = _FIRST_CHARS
+    while True:
+        piece = text[at : at + num]
+        is_rest = at + len(piece) >= len(text)
+        try:
+            value, end = _DECODER.raw_decode(piece)
+            if is_rest or end <= len(piece) - _CUT_CHARS:
+                return value, at + end
+        except RecursionError:
+            raise ValueError("nested too deeply") from None
+        except json.JSONDecodeError as error:
+            is_cut = error.pos > len(piece) - _CUT_CHARS or error.msg.startswith("Unterminated string")
+            if is_rest or not is_cut:
+                raise
+        num *= _GROWTH
 
 
 def dumped(arguments: dict[str, Any]) -> str:
-    """Return the JSON of arguments. Raises ValueError for numbers that JSON does not have, and deep nesting."""
+    """Return the JSON of arguments. Raises ValueError for numbers that JSON does not have, and for nesting with which a
+    request would be refused that has the call in its history."""
     try:
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        check_nesting(arguments, text, MAX_NESTING - _LEVELS_AROUND)
         return text if text.isascii() or is_unicode(text) else json.dumps(arguments, allow_nan=False)
     except RecursionError:
         raise ValueError("nested too deeply") from None

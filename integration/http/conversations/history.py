@@ -79,32 +79,28 @@ def chat_prompt(
     """Return the prompt that goes on from a turn with new messages, or where it continues with the tokens of its answer
     themselves. Slow for long conversations. Raises BadField."""
     known, history = messages_of(base), tokens_of(base)
-    if continues and policy == "sampled":
-        assert base is not None, "its answer goes on"
-        try:
-            differs_at = _differs_at(history, _of(known, template))
-        except BadField:  # as of an answer without content, which a template may not begin
-            differs_at = base.num_prompt
-        return ChatPrompt(history, len(history), differs_at)
-    theirs = _of([*known, *new], template)
-    if base is None:
-        return ChatPrompt(theirs, 0, None)
-    if policy == "template":
+    if base is None or policy == "template":
+        theirs = template.tokenise(template.render([*known, *new]))
         return ChatPrompt(theirs, num_equal(history, theirs), None)
+    if continues:
+        return ChatPrompt(history, len(history), _differs_at(history, base, known, template))
     try:
         token_ids = history + added_tokens(history, base.matched, known, new, template, refused=BadField)
     except UnclearEnd as error:
+        template.render([*known, *new])  # its own error is the plainer one
         raise BadField(
             "messages", f'{error}: open the session with the history "template", or send token ids'
         ) from error  # fmt: skip
-    return ChatPrompt(token_ids, len(history), _differs_at(token_ids, theirs))
+    return ChatPrompt(token_ids, len(history), _differs_at(token_ids, base, [*known, *new], template))
 
 
-def _of(messages: Messages, template: Template) -> list[int]:
-    return template.tokenise(template.render(messages))
-
-
-def _differs_at(ours: list[int], theirs: list[int]) -> int | None:
+def _differs_at(ours: list[int], base: Turn, messages: Messages, template: Template) -> int | None:
+    """Return the first token of which the template's own prompt has another; the answer's first one where it refuses
+    these messages, as an answer that it would not begin."""
+    try:
+        theirs = template.tokenise(template.render(messages))
+    except BadField:
+        return base.num_prompt
     num_same = num_equal(ours, theirs)
     return None if num_same == len(ours) == len(theirs) else num_same
 

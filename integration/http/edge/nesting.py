@@ -33,12 +33,12 @@ def lists_in(value: list[object] | dict[str, object]) -> tuple[int, int]:
     return num, depth
 
 
-def check_nesting(value: object, text: str) -> None:
-    """Check a value that was read from a text, which is walked through only if that has brackets enough. Raises
-    TooDeep."""
-    if text.count("[") + text.count("{") <= MAX_NESTING:
+def check_nesting(value: object, text: str, most: int = MAX_NESTING) -> None:
+    """Check a value that was read from a text, which is walked through only if that has brackets enough. most: levels.
+    Raises TooDeep."""
+    if text.count("[") + text.count("{") <= most:
         return
-    if isinstance(value, dict | list) and lists_in(value)[1] > MAX_NESTING:
+    if isinstance(value, dict | list) and lists_in(value)[1] > most:
         raise TooDeep
 
 

@@ -44,6 +44,7 @@ REFUSED = (
     "require_reasoning", "positional_embed_overrides", "multi_item_delimiter_indices", "token_indices_to_pool",
     "max_dynamic_patch", "min_dynamic_patch", "image_max_dynamic_patch", "images_config",
 )  # fmt: skip
+_REFUSED_HERE = ("mm_processor_kwargs", "modalities")  # of images; other calls read or refuse them by their own rules
 
 
 class GenerateBody(MovingBody):
@@ -137,7 +138,7 @@ class GenerateRequest:
 
 def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimits) -> GenerateRequest:
     """Read and check a request's fields. Raises BadField, or ValueError naming the field."""
-    refuse_unsupported(values, REFUSED)
+    refuse_unsupported(values, (*REFUSED, *_REFUSED_HERE))
     limits.lists(values, PER_PROMPT)
     limits.long_lists(values, "input_ids", ("token_ids_logprob", "draft_token_ids"))
     refuse_other_adapters(values, engine)
@@ -152,6 +153,8 @@ def read_generate(values: dict[str, object], engine: Engine, limits: RequestLimi
     limits.sequences(sum(p.n for p in params))
     options, wanted = _options(body, params, is_batch, limits, text_of_token(engine))
     rids = _rids(body.rid, count, is_batch)
+    if is_batch and body.rid and isinstance(body.rid, str):
+        options = [replace(one, base_id=body.rid) for one in options]
     pictures = read_image_data(body.image_data, count, is_batch, limits.images)
     if (session := read_session_params(body.session_params)) is not None:
         refuse_samples(count if is_batch else 1, params[0].n)
@@ -235,7 +238,8 @@ def refuse_unsupported(values: Mapping[str, object], names: Sequence[str]) -> No
     """Refuse fields that are not supported. Raises BadField for the first name that has a value."""
     for name in names:
         if values.get(name) not in (None, False, [], {}, ""):
-            raise BadField(name, "is not supported")
+            instead = ": structured_outputs has taken its place" if name.startswith("guided_") else ""
+            raise BadField(name, f"is not supported{instead}")
 
 
 def refuse_other_adapters(values: Mapping[str, object], engine: Engine) -> None:

@@ -188,7 +188,7 @@ def _gone_on(asked: Asked, begun: BegunBody, rids: Sequence[str]) -> Asked:
             one = begun.sequences[len(parts)]
             seed = derive_seed(params.sampling_seed, index)
             more = _beginning(one, begun, params, options, seed, index)
-            parts.append((prompt, replace(params, n=1), replace(options, base_id=rid, **more)))
+            parts.append((prompt, replace(params, n=1), replace(options, base_id=options.base_id or rid, **more)))
     prompts, each, options_each = zip(*parts, strict=True)
     # Other ids: the first server's may still live here. An abort finds them by their base_id.
     return Asked(prompts, each, options_each, fresh_ids(num), grammar_field=asked.grammar_field)

@@ -109,8 +109,11 @@ def _add_members(size: _Size, members: Mapping[str, object]) -> None:
     named = members.get("patternProperties")
     for pattern in chain(map(members.get, _PATTERNS), named if isinstance(named, dict) else ()):
         if isinstance(pattern, str):
-            size.pattern_bytes = max(size.pattern_bytes, len(pattern.encode(errors="surrogatepass")))
+            if members.get("type") != "regex":  # a whole part of a structural tag
+                size.pattern_bytes = max(size.pattern_bytes, len(pattern.encode(errors="surrogatepass")))
             _add_text(size, pattern, _REGEX_TOKEN)
+    if members.get("type") == "grammar" and isinstance(grammar := members.get("grammar"), str):
+        _add_text(size, grammar, _EBNF_TOKEN)
 
 
 def _inside(value: object) -> Iterator[object]:

@@ -116,16 +116,16 @@ class RequestLimits:
 
     def lengths(self, prompts: Iterable[str | Sequence[int]], field: str) -> None:
         """Check that prompts may fit into the context: token ids by their number, texts by their characters."""
-        room = self._engine.max_model_len
+        room, context = self._engine.max_prompt_len, self._engine.max_model_len
         for prompt in prompts:
             if isinstance(prompt, str):
                 self.characters(len(prompt), field)
             elif len(prompt) > room:
                 # A token that is generated needs room too. Whether one is asked for is read later, see `Tokenising`.
-                why = (
-                    f"Input length ({len(prompt)} tokens) exceeds the maximum allowed length "
-                    f"({room - 1} tokens; {room} where none are generated)"
-                )
+                most = f"{room - 1} tokens; {room} where none are generated"
+                if room < context:
+                    most = f"{room} tokens, as the KV pool has room for no more"
+                why = f"Input length ({len(prompt)} tokens) exceeds the maximum allowed length ({most})"
                 raise TooLong(field, str(len(prompt)), room, room, why=why)
 
     def characters(self, num_chars: int, field: str) -> None:

@@ -54,6 +54,15 @@ def finish_reason(reason: FinishReason | None) -> dict[str, object] | None:
     return {"type": "abort", "message": reason.message, "status_code": None, "err_type": None}
 
 
+def cause(reason: FinishReason | None) -> dict[str, object]:
+    """Make the fields of an answer of OpenAI's or vLLM's that was aborted, or cut by the KV pool: why, and whether the
+    engine aborted it by itself. Other answers have none of them."""
+    if reason is None or reason.message is None:
+        return {}
+    found: dict[str, object] = {"finish_message": reason.message}
+    return found | {"aborted_by": "engine"} if reason.by_engine else found
+
+
 def meta_info(completion: Completion, wanted: Wanted, received: float) -> dict[str, object]:
     """Make the meta_info of a final answer. received: time of the request, by time.monotonic()."""
     c = completion

@@ -70,7 +70,7 @@ class Tokenising:
         """Tokenise the text of a chat template, which has its special tokens already, as `token_ids` otherwise."""
         with self._turns.of(len(text)):
             if num_kept is None:
-                self._refuse_long(text, field, self._room(params))
+                self._refuse_long(text, field, self.room(params))
             ids = self._tokens(text)
         return self._ids(ids, params, field, num_kept)
 
@@ -95,32 +95,41 @@ class Tokenising:
 
     def draft(self, text: str, field: str) -> list[int]:
         """Tokenise an output that may come again. Raises BadField where it is longer than the context."""
-        room = self._engine.max_model_len
+        room = self._engine.max_prompt_len
         with self._turns.of(len(text)):
             self._refuse_long(text, field, room)
             ids = self._tokens(text)
         if len(ids) > room:
-            raise TooLong(field, str(len(ids)), room, room)
+            raise self._too_long(field, str(len(ids)), room)
         return ids
 
     def fits(self, num_tokens: int, field: str, params: SamplingParams) -> None:
         """Check that a prompt of so many tokens has room in the context. Raises BadField."""
-        if num_tokens > (room := self._room(params)):
-            raise TooLong(field, str(num_tokens), room, self._engine.max_model_len)
+        if num_tokens > (room := self.room(params)):
+            raise self._too_long(field, str(num_tokens), room)
 
     def refuse_long(self, text: str, field: str, params: SamplingParams) -> None:
         """Refuse a text that is far longer than the context, before it is tokenised elsewhere. Raises BadField."""
         with self._turns.of(len(text)):
-            self._refuse_long(text, field, self._room(params))
+            self._refuse_long(text, field, self.room(params))
 
-    def _room(self, params: SamplingParams) -> int:
-        return self._engine.max_model_len - min(params.max_new_tokens, 1)
+    def room(self, params: SamplingParams) -> int:
+        """Return the most tokens that a prompt may have. The last token of a sequence needs no KV."""
+        return min(self._engine.max_model_len - min(params.max_new_tokens, 1), self._engine.max_prompt_len)
+
+    def _too_long(self, field: str, num_tokens: str, room: int) -> TooLong:
+        """Make the error of a prompt of so many tokens, in words."""
+        context, why = self._engine.max_prompt_len, ""
+        if context < self._engine.max_model_len:
+            why = f"Input length ({num_tokens} tokens) exceeds the maximum allowed length ({room} tokens, as the KV "\
+                  "pool has room for no more)"  # fmt: skip
+        return TooLong(field, num_tokens, room, context, why=why)
 
     def _ids(
         self, prompt: str | list[int], params: SamplingParams, field: str, num_kept: int | None = None
     ) -> list[int]:
         give_way()
-        engine, room = self._engine, self._room(params)
+        engine, room = self._engine, self.room(params)
         try:
             if isinstance(prompt, str):
                 with self._turns.of(len(prompt)):
@@ -148,7 +157,7 @@ class Tokenising:
         for at in range(0, len(text), PIECE_CHARS):
             num_tokens += len(self._tokens(text[at : at + PIECE_CHARS]))
             if num_tokens > 2 * room:
-                raise TooLong(field, f"more than {room}", room, self._engine.max_model_len)
+                raise self._too_long(field, f"more than {room}", room)
 
     def _tokens(self, text: str, *, adds_special: bool = False) -> list[int]:
         tokenizer = self._engine.tokenizer

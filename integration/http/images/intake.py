@@ -141,7 +141,7 @@ class ImageIntake:
         self, key: bytes, pictures: Sequence[SentPicture], field: str, make: Callable[[list[Image]], Made]
     ) -> ProcessedPrompt:
         """Return the prompt that was made under a key, or make it of the pixels of its pictures."""
-        processor, room = self.processor(field), self._engine.max_model_len
+        processor, room = self.processor(field), self._engine.max_prompt_len
 
         def check(sizes: list[tuple[int, int]]) -> None:
             num = processor.num_tokens(sizes)

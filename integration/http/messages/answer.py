@@ -15,6 +15,7 @@ from ..generation.sse import dumps
 Fields = dict[str, Any]
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "pause_turn"}
+_CUT, _CONTEXT_IS_FULL = "max_tokens", "model_context_window_exceeded"
 _OWN = ("id", "object", "created", "model", "choices", "usage")  # of an answer; what else it has is kept as it is
 _OWN_OF_CHOICE = ("index", "message", "delta", "finish_reason", "matched_stop")
 _LISTS = ("token_ids", "response_token_ids")  # of chunks, which together are those of the answer
@@ -26,11 +27,15 @@ _TEXTS = {  # of a chat's message: the block, its field, and the delta that each
 
 
 def stop_of(choice: Mapping[str, Any], usage: Mapping[str, Any], max_model_len: int) -> Fields:
-    """Make the fields that say how an answer ended. An aborted one has paused its turn: sent back, it goes on."""
+    """Make the fields that say how an answer ended. One that a caller aborted has paused its turn: sent back, it goes
+    on. One that the engine ended by itself is cut, as the same request would be again."""
     kind, matched = choice.get("finish_reason"), choice.get("matched_stop")
     reason = _REASONS.get(kind, kind) if kind is not None else None
-    if kind == "length" and usage["prompt_tokens"] + usage["completion_tokens"] >= max_model_len:
-        reason = "model_context_window_exceeded"
+    is_full = usage["prompt_tokens"] + usage["completion_tokens"] >= max_model_len or "finish_message" in choice
+    if kind == "length" and is_full:  # the message is of a full KV pool
+        reason = _CONTEXT_IS_FULL
+    if kind == "abort" and choice.get("aborted_by") == "engine":
+        reason = _CUT
     is_text = kind == "stop" and isinstance(matched, str)
     return {"stop_reason": "stop_sequence" if is_text else reason, "stop_sequence": matched if is_text else None}
 

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import Field, StrictStr
 
 from ....rollout.engine import Engine
-from ..chat.roles import Roles
+from ..chat.template import roles_of
 from ..edge.bodies import Body, fields_of
 from ..edge.errors import BadField, TooLong
 from ..generation.body import refuse_unsupported
@@ -99,7 +99,7 @@ def read_chat_of(
     if values.get("n") not in (None, 1):
         raise BadField("n", "must be 1: a message is one answer")
     _check_context(body.context_management)
-    conversation = read_conversation(body.system, body.messages).fitted(Roles.of(engine))
+    conversation = read_conversation(body.system, body.messages).fitted(roles_of(engine))
     known = {*MessagesBody.model_fields, *_IGNORED} - {"model", "temperature", "top_k", "top_p"}
     chat: Values = {name: value for name, value in values.items() if name not in known}
     chat |= {"messages": conversation.messages, "max_tokens": body.max_tokens, "stream": body.stream}

@@ -126,6 +126,13 @@ class ServiceCollector(Collector):
             ("lockstep:jump_forward_rollbacks", "Jumps that replaced tokens.", counted["num_jump_rollbacks"]),
             ("lockstep:retokenisations", "Checks of tokens sampled after a jump.", counted["num_retokenisations"]),
             ("lockstep:jump_forward_seconds", "Time spent planning jumps.", counted["jump_forward_seconds"]),
+            ("lockstep:verified_tokens", "Rows for tokens of earlier answers.", counted["num_verified_tokens"]),
+            ("lockstep:kept_tokens", "Tokens of earlier answers that were drawn again.", counted["num_kept_tokens"]),
+            (
+                "lockstep:parted_tokens",
+                "Tokens of earlier answers from the first one on that was not drawn again.",
+                counted["num_parted_tokens"],
+            ),
             ("lockstep:receipts", "Answers that were given a receipt.", counted["num_receipts"]),
             ("lockstep:receipt_seconds", "Processor time spent on receipts.", counted["receipt_seconds"]),
             ("lockstep:grammar_seconds", "Time spent on grammars in steps.", counted["grammar_seconds"]),

@@ -132,7 +132,7 @@ def _card(app: FastAPI) -> dict[str, object]:
         "owned_by": "lockstep",
         "root": model_path(app),
         "parent": None,
-        "max_model_len": app.state.service.engine.max_model_len,
+        "max_model_len": app.state.service.engine.max_prompt_len,
     }
 
 

@@ -118,7 +118,7 @@ def _live(request: Request, state: dict[str, Any]) -> dict[str, object]:
         "scheduler_info": {
             "status": _status(request.app),
             "max_total_num_tokens": capacity,
-            "max_req_input_len": engine.max_model_len - 1,
+            "max_req_input_len": min(engine.max_model_len - 1, engine.max_prompt_len),
             "startup_time": STARTED,
         },
         "kv_events": None,

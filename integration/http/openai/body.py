@@ -14,7 +14,7 @@ from ....rollout.request_options import RequestOptions
 from ....rollout.sampling_params import GRAMMARS, SamplingParams
 from ..chat.content import Images, read_prediction
 from ..chat.form import ChatForm, read_form
-from ..chat.template import read_messages
+from ..chat.template import read_messages, with_effort
 from ..conversations.next_turn import NextTurn
 from ..conversations.params import SessionParams
 from ..edge.bodies import fields_of
@@ -88,7 +88,7 @@ def read_completion(values: dict[str, object], engine: Engine, model: str, limit
     refuse_unsupported(values, (*REFUSED, *REFUSED_BY_COMPLETIONS))
     refuse_vllm(values, is_chat=False)
     _check_sizes(values, limits)
-    values = shortened(values, "prompt", engine.max_model_len)
+    values = shortened(values, "prompt", engine.max_prompt_len)
     limits.long_lists(values, "prompt", ("draft_token_ids",))
     body = fields_of(CompletionBody, values)
     refuse_other_adapters(values, engine)
@@ -96,7 +96,7 @@ def read_completion(values: dict[str, object], engine: Engine, model: str, limit
     if body.best_of not in (None, body.n):
         raise BadField("best_of", "is not supported, but where it equals n")
     params = _params(body, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
-    kept = num_kept(body.truncate_prompt_tokens, params, engine.max_model_len)
+    kept = num_kept(body.truncate_prompt_tokens, limits.tokenising.room(params))
     prompts = _prompts(body.prompt)
     limits.prompts(len(prompts), "prompt")
     if kept is not None:
@@ -111,6 +111,7 @@ def read_completion(values: dict[str, object], engine: Engine, model: str, limit
     start = 0 if (body.echo and has_logprobs) or num_top is not None else -1
     drafts = drafts_of(body.draft_token_ids, len(prompts), len(prompts) > 1, limits)
     key = namespace(body.extra_key, body.cache_salt)
+    id = body.rid or f"cmpl-{body.request_id or uuid.uuid4().hex}"
     options = [
         RequestOptions(
             start,
@@ -122,10 +123,10 @@ def read_completion(values: dict[str, object], engine: Engine, model: str, limit
             **_delivery(body),
             max_kept_ids=_max_kept_ids(body, params, limits),
             prompt_temperature=1.0,  # as vLLM's, which does not scale them
+            base_id=id if len(prompts) > 1 else "",  # an abort by the answer's id is of all prompts
         )
         for draft in drafts
     ]
-    id = body.rid or f"cmpl-{body.request_id or uuid.uuid4().hex}"
     rids = [id] if len(prompts) == 1 else [f"{id}_{index}" for index in range(len(prompts))]
     session = read_completion_session(body, len(prompts), kept)
 
@@ -159,7 +160,7 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
         start, max(body.top_logprobs, num_top or 0), (), key, draft, body.speculation,
         **_delivery(body), max_kept_ids=_max_kept_ids(body, params, limits), prompt_temperature=1.0,
     )  # fmt: skip
-    kept = num_kept(body.truncate_prompt_tokens, params, engine.max_model_len)
+    kept = num_kept(body.truncate_prompt_tokens, limits.tokenising.room(params))
     input_ids = body.input_ids if body.input_ids is None or kept is None else body.input_ids[-kept:]
     images = Images(limits.images.one)
     messages = None if body.messages is None else read_messages(body.messages, limits, images)
@@ -178,7 +179,9 @@ def read_chat(values: dict[str, object], engine: Engine, model: str, limits: Req
         token_ids = prompt.token_ids(params, turn)
         room = max(engine.max_model_len - len(token_ids), 1)
         its_params = params if max_tokens is not None else named_params(lambda: replace(params, max_new_tokens=room))
-        its_params = form.params(its_params, form.beginning(token_ids, begun, turn.num_begun if turn else 0))
+        beginning = form.beginning(token_ids, begun, turn.num_begun if turn else 0)
+        has_begun = bool(begun or beginning.begun)
+        its_params = form.params(its_params, beginning, _grammar_field(body), has_begun=has_begun)
         its_options = options
         if predicted:
             its_options = replace(options, draft_token_ids=tuple(limits.tokenising.draft(predicted, "prediction")))
@@ -198,9 +201,9 @@ def _chat_body(values: dict[str, object], engine: Engine, model: str, limits: Re
     """Return the fields of a chat completion, sizes first. Raises BadField."""
     refuse_unsupported(values, (*REFUSED, *REFUSED_BY_CHAT))
     refuse_vllm(values, is_chat=True)
-    values = with_one_name(values)
+    values = with_effort(with_one_name(values))
     _check_sizes(values, limits)
-    values = shortened(values, "input_ids", engine.max_model_len)
+    values = shortened(values, "input_ids", engine.max_prompt_len)
     limits.long_lists(values, "input_ids", ("draft_token_ids",))
     body = fields_of(ChatBody, values)
     refuse_other_adapters(values, engine)

@@ -10,7 +10,7 @@ from typing import Any
 from ....rollout.engine import Engine
 from ....rollout.sampling_params import SamplingParams
 from ..chat.content import Images
-from ..chat.template import apply_template, read_messages, settings_of
+from ..chat.template import apply_template, read_messages, settings_of, with_effort
 from ..chat.tools import read_tools
 from ..conversations.messages import shape_of
 from ..conversations.next_turn import NextTurn
@@ -77,15 +77,20 @@ class ChatPrompt:
             own = processor.chat_template
 
         # What a request sets comes before what its session was opened with.
-        kwargs = {**turn.session.options.chat_template_kwargs, **(self.body.chat_template_kwargs or {})}
+        kwargs = {**turn.session.options.chat_template_kwargs, **settings_of(self.body)}
         body = self.body.model_copy(update={"chat_template_kwargs": kwargs}) if kwargs else self.body
+
+        closed = body.model_copy(update={"add_generation_prompt": False, "continue_final_message": False})
 
         def render(told: Messages) -> str:
             return apply_template(self.engine, told, body, self.tools, own)
 
+        def close(told: Messages) -> str:
+            return apply_template(self.engine, told, closed, self.tools, own)
+
         shape = shape_of(self.tools, settings_of(body))
         return session_prompt(
-            turn, self.messages, self.pictures, render, self.limits, params, shape,
+            turn, self.messages, self.pictures, render, close, self.limits, params, shape,
             continues=self.body.continue_final_message,
         )  # fmt: skip
 
@@ -116,7 +121,7 @@ def prompt_of(
 ) -> list[int] | ChatPrompt:
     """Return the prompt of a conversation of any length, with the fields of a chat: its tokens, or what `prompt_tokens`
     makes them of where it has images. Slow. Raises BadField."""
-    images, fields = Images(limits.images.one), fields_of(ChatBody, values)
+    images, fields = Images(limits.images.one), fields_of(ChatBody, with_effort(values))
     messages = read_messages(fields.messages or [], limits, images)
     tools = read_tools(fields, limits)
     shown = () if tools is None else tools.shown

@@ -119,7 +119,11 @@ class ChatBody(CommonBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    reasoning_effort: str | None = None
+    reasoning_effort: str | None = Field(
+        None, description="for the chat template; none: it does not think, unless chat_template_kwargs say so"
+    )
+    reasoning: Any = Field(None, description="SGLang's: effort is reasoning_effort, enabled whether it thinks")
+    thinking: Any = Field(None, description="SGLang's: true, false or a type, whether it thinks")
     prediction: dict[str, Any] | None = Field(
         None, description="an answer that may come again: draft_token_ids, as text"
     )

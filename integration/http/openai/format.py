@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from ....rollout.completion import Completion, FinishReason, StreamChunk, TopLogprobs
 from ..chat.message import AnswerStream, Fields, message_of
 from ..chat.parser import Beginning
-from ..generation.meta import Wanted, cached_details, meta_info
+from ..generation.meta import Wanted, cached_details, cause, meta_info
 from .body import OpenAIRequest
 from .text_offsets import NO_CHARACTER, TextOffsets
 from .vllm_fields import prompt_logprobs
@@ -105,6 +105,7 @@ def ending(reason: FinishReason | None, *, has_calls: bool = False) -> dict[str,
     return {
         "finish_reason": "tool_calls" if has_calls and kind == "stop" else kind,
         "matched_stop": None if reason is None else reason.matched,
+        **cause(reason),
     }
 
 
@@ -263,10 +264,8 @@ def token_logprobs(
     """Make the `logprobs` object of /v1/completions. offsets: of the sequence, before the first of these tokens."""
     text = text_of(ask)
     tokens = [text(id) for id in ids]
-    ranked = None
-    if ask.num_top:
-        own = zip(top or [None] * len(ids), zip(logprobs, ids, strict=False), strict=False)
-        ranked = [None if at is None else _by_text(ask, at, drawn) for at, drawn in own]
+    own = zip(top or [None] * len(ids), zip(logprobs, ids, strict=False), strict=False)
+    ranked = [None if drawn[0] is None else _by_text(ask, at or (), drawn) for at, drawn in own]
     return {
         "tokens": tokens,
         "token_logprobs": [ask.wanted.triple(*pair)[0] for pair in zip(logprobs, ids, strict=False)],
@@ -276,8 +275,8 @@ def token_logprobs(
 
 
 def _by_text(ask: OpenAIRequest, ranked: TopLogprobs, drawn: tuple[float | None, int]) -> dict[str, float | None]:
-    """Return the alternatives' log-probabilities by text, likeliest first, and that of the token itself. Equal texts
-    keep the likeliest value."""
+    """Return the alternatives' log-probabilities by text, likeliest first, and that of the token itself, which is alone
+    where none are asked for. Equal texts keep the likeliest value."""
     found: dict[str, float | None] = {}
     for logprob, token_id in (*ranked[: ask.num_top], drawn):
         found.setdefault(text_of(ask)(token_id), ask.wanted.triple(logprob, token_id)[0])

@@ -56,21 +56,25 @@ def session_prompt(
     messages: list[dict[str, Any]],
     pictures: Sequence[SentPicture],
     render: Callable[[list[dict[str, Any]]], str],
+    close: Callable[[list[dict[str, Any]]], str],
     limits: RequestLimits,
     params: SamplingParams,
     shape: bytes,
     *,
     continues: bool,
 ) -> list[int]:
-    """Return the prompt of a session's next turn. pictures: of the messages. shape: see `shape_of`. continues: the last
-    message goes on. Slow for long conversations and for images. Raises BadField."""
+    """Return the prompt of a session's next turn. pictures: of the messages. render, close: see `Template`. shape: see
+    `shape_of`. continues: the last message goes on. Slow for long conversations and for images. Raises BadField."""
 
     def template(turn: NextTurn) -> Template:
         def tokenise(text: str) -> list[int]:
             limits.characters(len(text), _MESSAGES)
             return _tokens_of(text, turn, limits)
 
-        return Template(lambda told: render(without_digests(told)), tokenise, limits.tokenising.special_ids)
+        return Template(
+            lambda told: render(without_digests(told)), tokenise, limits.tokenising.special_ids,
+            close=lambda told: close(without_digests(told)),
+        )  # fmt: skip
 
     prompt = turn.chat_prompt(messages, pictures, template, shape, continues=continues)
     [checked] = limits.tokenising.token_ids([prompt], _MESSAGES, [params])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
+
 from .body import OpenAIRequest
 
 NO_CHARACTER = "\ufffd"  # written by tokenizers for bytes that are no character
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TextOffsets:
@@ -13,25 +16,34 @@ class TextOffsets:
     def __init__(self, ask: OpenAIRequest, first: int = 0, echoed: str = "") -> None:
         """Begin before the first token. first: number of characters before it. echoed: text of the prompt, if its
         tokens come first."""
-        self._ask, self._num_begun, self._echoed = ask, first, echoed
+        self._ask, self._num_whole, self._echoed = ask, first, echoed
+        self._decoder = _UTF8("replace")  # of the bytes so far, as tokenizers decode them
 
     def next(self, token_id: int) -> int:
         """Return the offset of the next token: of the character that it begins with, or begins inside."""
-        begun, has_begun_inside = self._characters(token_id)
-        offset = max(self._num_begun - has_begun_inside, 0)
-        self._num_begun += begun
+        found = self._bytes(token_id)
+        had_begun = self._has_begun
+        if not found:
+            return self._num_whole + had_begun
+        first = self._decoder.decode(found[:1])
+        # Where a character had begun, this byte goes on with it, or ends it; every other one leaves it a U+FFFD.
+        goes_on = not first or (len(first) == 1 and not self._has_begun)
+        offset = self._num_whole + (had_begun and not goes_on)
+        self._num_whole += len(first) + len(self._decoder.decode(found[1:]))
         return offset
 
-    def _characters(self, token_id: int) -> tuple[int, bool]:
-        """Return the number of characters that begin in a token, and whether the token begins inside one."""
+    @property
+    def _has_begun(self) -> bool:
+        """Whether the bytes so far end inside a character."""
+        return bool(self._decoder.getstate()[0])
+
+    def _bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token adds to the text; none for a special token that the text leaves out."""
         ask = self._ask
         text_of = ask.own_text or ask.wanted.text_of
         text = "" if text_of is None else text_of(token_id)
-        # A special token that the text leaves out; a prompt that was sent as a text is echoed with those in it.
-        if text and not ask.decode([token_id]) and not self._echoed.startswith(text, self._num_begun):
-            return 0, False
+        # A prompt that was sent as a text is echoed with special tokens in it.
+        if text and not ask.decode([token_id]) and not self._echoed.startswith(text, self._num_whole):
+            return b""
         found = ask.bytes_of(token_id) if NO_CHARACTER in text else None
-        if found is None:
-            return len(text), False
-        begins = [not 0x80 <= byte < 0xC0 for byte in found]
-        return sum(begins), not begins[0]
+        return text.encode(errors="replace") if found is None else found

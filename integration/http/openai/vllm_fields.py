@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 
 from ....rollout.completion import Completion
-from ....rollout.sampling_params import SamplingParams
 from ..edge.errors import BadField
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
@@ -83,25 +82,25 @@ def num_prompt_top(given: int | None, vocab_size: int) -> int | None:
     return vocab_size if given == -1 else given
 
 
-def shortened(values: dict[str, object], field: str, max_model_len: int) -> dict[str, object]:
+def shortened(values: dict[str, object], field: str, most: int) -> dict[str, object]:
     """Return the values of a request that truncates its prompts, without token ids before the last that could fit:
-    lists may have millions, and are cut before they are walked."""
+    lists may have millions, and are cut before they are walked. most: tokens that fit."""
     given = values.get(field)
     if values.get("truncate_prompt_tokens") is None or not isinstance(given, list) or not given:
         return values
     if isinstance(given[0], list):
-        cut: list[object] = [ids[-max_model_len:] if isinstance(ids, list) else ids for ids in given]
+        cut: list[object] = [ids[-most:] if isinstance(ids, list) else ids for ids in given]
     else:
-        cut = given if isinstance(given[0], str) else given[-max_model_len:]
+        cut = given if isinstance(given[0], str) else given[-most:]
     return {**values, field: cut}
 
 
-def num_kept(given: int | None, params: SamplingParams, max_model_len: int) -> int | None:
-    """Return how many last tokens of a prompt are kept; None: all. Raises BadField."""
+def num_kept(given: int | None, room: int) -> int | None:
+    """Return how many last tokens of a prompt are kept; None: all. room: tokens that fit. Raises BadField."""
     if given is None:
         return None
     if given == -1:
-        return max_model_len - min(params.max_new_tokens, 1)
+        return room
     if given < 1:
         raise BadField("truncate_prompt_tokens", f"must be -1 (as many as fit) or at least 1, not {given}")
     return given

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....rollout.engine import Engine
-from ..chat.roles import BREAK, Roles
+from ..chat.roles import BREAK
+from ..chat.template import roles_of
 from ..edge.bodies import fields_of
 from ..edge.errors import BadField
 from ..generation.limits import RequestLimits
@@ -56,7 +57,7 @@ def read_response(
     repeated = repeated_fields(values, body, limits)
     session = _session(values.get(_SESSION), body, places)
     messages = read_input(body.input, _instructions(body, session, first), places)
-    fitted = Roles.of(engine).fitted(messages, goes_on=body.previous_response_id is not None)
+    fitted = roles_of(engine).fitted(messages, goes_on=body.previous_response_id is not None)
     messages, places.messages = fitted.messages, [places.messages[source] for source in fitted.sources]
     tools, names = translated_tools(body.tools)
     chat = {name: value for name, value in values.items() if name not in _OWN} | {

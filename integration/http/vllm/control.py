@@ -195,7 +195,8 @@ async def _pause(
         service.pause_generation(_MODES[mode], ttl=ttl, keeps_other=keeps_other, client=client)
 
     try:
-        await unless_gone(request, _run(request, begin))
+        # not on the threads of other calls, which may be what ends the wait
+        await unless_gone(request, request.app.state.waits.run(begin) if mode == "wait" else _run(request, begin))
     except ClientDisconnect:
         has_left.set()  # none would end the pause
         raise

@@ -23,6 +23,7 @@ from ..generation.body import has_stop_regex, text_of_token
 from ..generation.encoding import chunk_cost, completion_cost
 from ..generation.generate import refuse_ignored
 from ..generation.going_on import Moving, read_moving
+from ..generation.meta import cause
 from ..generation.seam import Seam
 from ..generation.sse import DONE, dumps, event, event_of
 from ..generation.subscriptions import Subscription, hub_of
@@ -258,6 +259,7 @@ def ending(c: Completion | None) -> Entry:
     return {
         "finish_reason": None if reason is None else reason.type,
         "stop_reason": None if reason is None else reason.matched,
+        **cause(reason),
     }
 
 

@@ -89,6 +89,8 @@ class PlainReply(InferenceReply):
             "token_ids": [completion.token_ids for completion in completions],
             "weight_versions": [self.versions(completion) for completion in completions],
         }
+        if any(messages := [ending(completion).get("finish_message") for completion in completions]):
+            answer["finish_messages"] = messages
         if ask.num_top is not None:
             answer["logprobs"] = [[[at] for at in self._by_id(completion)] for completion in completions]
         if (scored := self.scored(first)) is not None:

@@ -46,6 +46,7 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: list[Annotated[StrictInt, Field(ge=0)]]
+    skip_special_tokens: bool = Field(False, description="leave them out, as SGLang's client asks for")
 
 
 @router.post("/tokenize", openapi_extra=describe(TokenizeBody))
@@ -70,7 +71,7 @@ async def tokenize(request: Request) -> Response:
     def make() -> bytes:
         shown = _strings(ids, hub.engine) if body.return_token_strs and strings is None else strings
         return encode(
-            {"count": len(ids), "max_model_len": hub.engine.max_model_len, "tokens": ids, "token_strs": shown}
+            {"count": len(ids), "max_model_len": hub.engine.max_prompt_len, "tokens": ids, "token_strs": shown}
         )
 
     cost = len(ids) * (_COST_WITH_STRINGS if body.return_token_strs else 1) // _IDS_PER_COST
@@ -79,18 +80,21 @@ async def tokenize(request: Request) -> Response:
 
 @router.post("/detokenize", openapi_extra=describe(DetokenizeBody))
 async def detokenize(request: Request) -> Response:
-    """Convert token ids to their text."""
+    """Convert token ids to their text: `prompt` as with vLLM, and the same `text` as with SGLang."""
     hub = hub_of(request.app)
 
     def read(values: dict[str, object]) -> dict[str, object]:
         refuse_unknown_model(request.app, values.get("model"), or_root=True)
         hub.limits.long_lists(values, "tokens")
+        if isinstance(given := values.get("tokens"), list) and any(isinstance(entry, list) for entry in given):
+            raise BadField("tokens", "must be one list of token ids: lists of lists are not supported")
         body = fields_of(DetokenizeBody, values)
-        hub.limits.lengths([body.tokens], "tokens")
+        hub.limits.draft(body.tokens, "tokens")
         tokenizer = _tokenizer(hub.engine)
         if bad := [id for id in body.tokens if id >= hub.engine.model.vocab_size]:
             raise BadField("tokens", f"names {bad[:5]}, but the vocabulary ends at {hub.engine.model.vocab_size - 1}")
-        return {"prompt": tokenizer.decode(body.tokens)}
+        text = tokenizer.decode(body.tokens, skip_special_tokens=body.skip_special_tokens)
+        return {"prompt": text, "text": text}
 
     return json_response(await read_as(request, read, is_slow=lambda values: True))
 

@@ -243,7 +243,7 @@ def test_a_pause_whose_time_passes_while_another_call_holds_the_lease_never_runs
 def test_a_pause_is_not_held_up_by_a_continue_that_waits_for_an_update(client, service, monkeypatch):
     waits, may_end = threading.Event(), threading.Event()
 
-    def commit() -> None:
+    def commit(timeout_s: float | None) -> None:
         waits.set()
         may_end.wait(30)
 

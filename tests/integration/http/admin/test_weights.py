@@ -17,6 +17,8 @@ from lockstep.tests.support.forked_ranks import free_port
 from lockstep.tests.support.framework_sender import serialize_for_engine
 from lockstep.weight_sync.digests.model_digest import model_digest, tensor_roots
 from lockstep.weight_sync.group.rendezvous import Rendezvous
+from lockstep.weight_sync.manifest import Manifest, specs_of
+from lockstep.weight_sync.same_host.shared_memory import SharedMemorySender
 
 pytestmark = pytest.mark.slow  # many small calls over real sockets
 
@@ -101,6 +103,20 @@ def test_an_update_that_stands_alone_is_visible_when_it_answers(client, service,
     assert client.get("/model_info").json()["weight_digest"] == model_digest(trainer.named_parameters())
     assert client.get("/state").json()["num_cached_blocks"] == 0
     assert _generates(service, trainer) == "5"
+
+
+def test_half_a_tensor_that_stands_alone_is_taken_back(client, service, make_model, trainer):
+    tensors = [(name, tensor.detach()) for name, tensor in trainer.named_parameters()]
+    sender = SharedMemorySender(bucket_bytes=4 << 10)
+    buckets = sender.buckets(tensors, Manifest("5", specs_of(tensors)))
+    said = _refused(client, "update_weights_from_tensor", descriptions=[next(buckets)], weight_version="5")
+    assert "not wholly written" in said["message"] and "was taken back" in said["message"]
+    buckets.close()
+    sender.close()
+    assert client.get("/state").json()["weight_update"]["state"] == "rolled_back"
+    assert _generates(service, make_model("qwen2")) == "default"
+    _send(client, trainer, weight_version="6")  # another update needs no more
+    assert _generates(service, trainer) == "6"
 
 
 def test_buckets_while_paused_become_visible_together_with_continue(client, service, trainer):

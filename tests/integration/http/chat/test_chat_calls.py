@@ -177,6 +177,39 @@ def test_a_template_that_opens_the_reasoning_begins_the_answer_inside_it(serve):
         assert len(thoughts) == 1 or not fields
 
 
+QWEN = "{% for m in messages %}{{ m.content }}{% endfor %}|{{ enable_thinking }}|{{ thinking }}|{{ reasoning_effort }}"
+
+
+@pytest.mark.parametrize("fields", [{"reasoning_effort": "none"}, {"reasoning": {"effort": "none"}}], ids=str)
+def test_no_effort_of_reasoning_reaches_the_template_as_no_thinking(serve, engine, fields):
+    url = str(serve(QWEN).base_url).rstrip("/")
+    asked = {"messages": ASK, "max_tokens": 1, "return_token_ids": True, **fields}
+    ids = httpx.post(f"{url}/chat/completions", json=asked).raise_for_status().json()["prompt_token_ids"]
+    assert engine.tokenizer.decode(ids) == "Weather?|False|False|none"
+    counted = httpx.post(f"{url.removesuffix('/v1')}/tokenize", json={"messages": ASK, **fields}).json()["tokens"]
+    assert counted == ids
+    answer = httpx.post(f"{url}/responses", json={"input": "Weather?", "reasoning": {"effort": "none"},
+                                                  "max_output_tokens": 1, "return_token_ids": True})  # fmt: skip
+    assert answer.raise_for_status().json()["prompt_token_ids"] == ids
+
+
+SMALL = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+SMALL_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SMALL, "strict": True}}
+
+
+@pytest.mark.parametrize("settings", [{}, {"reasoning_parser": "deepseek_r1"}], ids=["opened", "begins inside"])
+def test_the_content_of_an_answer_that_thinks_follows_its_format(serve, engine, settings):
+    client = serve(chat_template("hermes", opens=not settings, thinks=True), **settings)
+    closes = str(engine.tokenizer.convert_tokens_to_ids("</think>"))
+    fields = {"response_format": SMALL_FORMAT, "logit_bias": {closes: 5.0}, "max_tokens": 2000, "seed": 4}
+    [choice] = a_chat(client, **fields).choices
+    assert choice.message.reasoning_content and json.loads(choice.message.content)["a"] in (1, 2)
+    chunks = [c.choices[0].delta for c in a_chat(client, stream=True, **fields)]
+    assert "".join(delta.content or "" for delta in chunks) == choice.message.content
+    thoughts = [getattr(delta, "reasoning_content", None) or "" for delta in chunks]
+    assert "".join(thoughts) == choice.message.reasoning_content
+
+
 def prompt_of(url: str, **fields) -> str:
     """Return the text of a conversation, as the model reads it."""
     found = httpx.post(f"{url}/tokenize", json={"messages": ASK, **fields}, timeout=PATIENCE).raise_for_status().json()

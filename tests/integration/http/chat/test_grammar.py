@@ -289,3 +289,61 @@ def test_a_second_grammar_is_an_error_that_names_both():
     with pytest.raises(BadField, match=r"tool_choice.*regex"):
         form.params(SamplingParams(regex="a"), Beginning())
     assert form_of("hermes", "auto").params(SamplingParams(regex="a"), Beginning()).regex == "a", "auto needs none"
+
+
+ANSWER = {
+    "type": "object", "properties": {"word": {"type": "string", "maxLength": 6}, "kind": {"enum": ["a", "b"]}},
+    "required": ["word", "kind"],
+}  # fmt: skip
+CONSTRAINTS = {
+    "json_schema": json.dumps(ANSWER), "regex": "[ab]{3}", "ebnf": 'root ::= "yes" | "no"',
+}  # fmt: skip
+
+
+def follows(kind: str, content: str) -> bool:
+    if kind == "json_schema":
+        return not list(jsonschema.Draft202012Validator(ANSWER).iter_errors(json.loads(content)))
+    return re.fullmatch("[ab]{3}" if kind == "regex" else "yes|no", content) is not None
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+@pytest.mark.parametrize(("family", "prefix"), [("hermes", ""), ("hermes", "<think>"), ("gpt-oss", "")])
+def test_an_answer_thinks_first_and_its_content_follows_the_requests_grammar(compiler, family, prefix, kind):
+    form = form_of(family, "none", thinks=family != "gpt-oss")
+    params = form.params(SamplingParams(**{kind: CONSTRAINTS[kind]}), Beginning(prefix))
+    grammar = compiler.compile(constraint_of(params))
+    closes = [form.tokenizer.convert_tokens_to_ids(token) for token in ("<think>", "</think>", "<|end|>")]
+    num_thoughts = num_ended = 0
+    for seed in range(8):
+        ids, ended = draw(grammar, seed, closes)
+        found = parts_of(form.answers, [text_of(form, ids)], prefix)
+        num_thoughts += bool(found.thought)
+        num_ended += ended
+        assert not ended or follows(kind, found.content)
+    assert num_ended >= 4 and num_thoughts
+
+
+@pytest.mark.parametrize("kind", CONSTRAINTS)
+def test_a_grammar_holds_from_the_first_token_where_the_answer_does_not_think(kind):
+    params = SamplingParams(**{kind: CONSTRAINTS[kind]})
+    form = form_of("hermes", "none", thinks=True)
+    for beginning, has_begun in ((Beginning(is_done=True), False), (ANEW, True)):
+        its = form.params(params, beginning, has_begun=has_begun)
+        assert getattr(its, kind) == CONSTRAINTS[kind] and its.structural_tag is None
+    begun = form.params(params, Beginning("<think>"), has_begun=True)
+    assert begun.structural_tag, "reasoning that has begun goes on"
+
+
+def test_a_structural_tag_is_of_the_whole_answer_with_its_reasoning():
+    form = form_of("hermes", "none", thinks=True)
+    tag = json.dumps({"type": "structural_tag", "format": {"type": "const_string", "value": "a</think>x"}})
+    for beginning in (ANEW, Beginning("<think>")):
+        assert form.params(SamplingParams(structural_tag=tag), beginning).structural_tag == tag
+
+
+def test_a_schema_that_no_grammar_enforces_is_refused_by_the_requests_field_behind_reasoning_too():
+    form = form_of("hermes", "none", thinks=True)
+    with pytest.raises(BadField, match=r"response_format: #/minimum"):
+        form.params(SamplingParams(json_schema='{"minimum": 3}'), ANEW, "response_format")
+    with pytest.raises(BadField, match=r"json_schema: Expecting value at line 1"):
+        form.params(SamplingParams(json_schema='{"a": '), ANEW)

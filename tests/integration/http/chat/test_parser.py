@@ -8,7 +8,8 @@ import time
 import pytest
 
 from lockstep.integration.http.chat.parser import AnswerParser
-from lockstep.integration.http.chat.values import value_of
+from lockstep.integration.http.chat.values import decode_at, value_of
+from lockstep.integration.http.edge.nesting import check_nesting
 from lockstep.tests.support.chat.answers import BROKEN, NOW, PARIS, SCHEMA, WHOLE, Case, form_of, parts_of
 
 MARKERS = (
@@ -235,3 +236,46 @@ def test_hostile_pieces_take_a_time_that_grows_with_their_number_alone(case):
 def test_ten_thousand_hostile_pieces_take_a_few_seconds_at_most(case):
     found = {marker: seconds(case, [marker] * 10_000 + ["x"]) for marker in MARKERS}
     assert max(found.values()) < 5, found
+
+
+@pytest.mark.parametrize(("tools", "begin", "value", "end"), [
+    ("qwen3_coder", "<tool_call><function=f>", "<parameter=a>{</parameter>", "</function></tool_call>"),
+    ("glm45", "<tool_call>f", "<arg_key>a</arg_key><arg_value>{</arg_value>", "</tool_call>"),
+    ("mistral", "", "[TOOL_CALLS]{x", ""),
+])  # fmt: skip
+def test_many_values_that_are_no_json_take_a_time_that_grows_with_the_length(tools, begin, value, end):
+    case = Case(tools, None, "")
+    short, long = (seconds(case, [begin + value * num + end]) for num in (4_000, 32_000))
+    assert long < max(20 * short, 0.5), (short, long)
+
+
+@pytest.mark.parametrize(("tools", "begin", "end"), [
+    ("hermes", '<tool_call>{"name": "now", "arguments": {"a": ', "}}</tool_call>"),
+    ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": ', '}"}</tool_call>'),
+    ("llama3_json", '{"name": "now", "parameters": {"a": ', "}}"),
+    ("gpt-oss", "<|channel|>commentary to=functions.now<|message|>", "<|call|>"),
+])  # fmt: skip
+def test_a_call_is_nested_no_deeper_than_a_request_may_have_it(tools, begin, end):
+    case = Case(tools, None, "")
+    for depth in (450, 520, 900):
+        text = begin + '{"b":' * depth + "[]" + "}" * depth + end
+        text = text.replace('{"b"', '{\\"b\\"') if '"{' in begin else text
+        found = parts_of(form_of(case), [text])
+        assert len(found.calls) == (depth == 450)
+        if found.calls:
+            body = {"messages": [{"content": [{"input": json.loads(found.calls[0][1])}]}]}
+            check_nesting(body, json.dumps(body))
+        else:
+            assert found.content == text
+
+
+def test_json_is_read_to_its_end_wherever_its_text_is_cut():
+    inner = {"é\n": ['\\"\ud83d', True, None, -1.5e-30, 12345678901234567890], "a": "x" * 40}
+    for length in range(950, 1060):
+        value = ["y" * length, inner, 0.25]
+        text = json.dumps(value)
+        assert decode_at(f"<{text}> {{", 1) == (value, 1 + len(text))
+        for bad in (text[:-1], text.replace("true", "trve"), text.replace("-1.5", "-.5")):
+            with pytest.raises(ValueError):
+                decode_at(f"<{bad}", 1)
+    assert decode_at("1" * 3000 + ".5 ", 0)[1] == 3002

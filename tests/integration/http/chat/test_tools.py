@@ -136,6 +136,20 @@ def test_tools_need_a_form_that_is_known_or_a_setting_that_says_none():
     assert chosen is not None and chosen.name == "mistral"
 
 
+def test_an_answer_has_one_call_where_the_template_could_not_write_two_of_them_in_a_next_turn():
+    every = chat_template("llama3_json")
+    refuses = "{% if m.tool_calls | length > 1 %}{{ raise_exception('single') }}{% endif %}{{ m.content }}"
+    single = every.replace("{{ m.content }}", refuses)
+    assert single != every
+    for template, most in ((every, None), (single, 1)):
+        form = read_form(fields(), byte_tokenizer(template), limits())
+        assert form.answers is not None and form.answers.max_calls == most
+        assert form.tools is not None and form.tools.is_parallel == (most is None)
+        text = read_form(fields(), byte_tokenizer(template), limits(), is_text=True)
+        assert text.answers is not None and text.answers.max_calls is None
+    assert read_form(fields(None), byte_tokenizer(single), limits()).tools is None
+
+
 TEMPLATE = {  # in the form of transformers, as a model's folder may ship it
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
@@ -162,6 +176,7 @@ def test_a_folder_describes_the_form_of_its_answers_by_itself():
     assert parts_of(read_form(fields(None), tokenizer, limits()).answers, [text]).content == text.partition("</hm>")[2]
     named = read_form(fields(), tokenizer, limits(tool_call_parser="hermes"))
     assert named.tool_format is not None and named.tool_format.name == "hermes", "a setting comes first"
+    assert form.markers == ("<hm>", "</hm>", "</do>", "<end>")
     tokenizer.response_template = {"fields": {}}
     with pytest.raises(BadField, match="response_template"):
         read_form(fields(), tokenizer, limits())
@@ -170,3 +185,20 @@ def test_a_folder_describes_the_form_of_its_answers_by_itself():
         read_form(fields(tool_choice="required"), tokenizer, limits())
     with pytest.raises(BadField, match="strict"):
         read_form(fields([a_tool(strict=True)]), tokenizer, limits())
+
+
+@pytest.mark.parametrize("end", [{"close": ["<end>", "<stop>"]}, {"close_pattern": r"(?:<end>|<stop>)\s*|$"}])
+@pytest.mark.parametrize("text", [
+    "a <end> b\n<stop>\n\nc", "<end>a", "a<end><do now>{}</do> b<stop>", "<hm>so</hm><end> a<sto",
+    "<end>\n<do now>{}</do>",
+])  # fmt: skip
+def test_a_marker_that_ends_the_content_of_a_folders_answers_is_content_where_text_has_it(text, end):
+    tokenizer = byte_tokenizer(chat_template("hermes"))
+    tokenizer.response_template = {**TEMPLATE, "fields": {**TEMPLATE["fields"], "content": end}}
+    form = read_form(fields(), tokenizer, limits())
+    for one in (form, read_form(fields(None), tokenizer, limits())):
+        assert "<end>" in one.markers and "<stop>" not in one.markers, "of a call, and of content alone"
+    content = text.replace("<do now>{}</do> ", "").replace("\n<do now>{}</do>", "").removeprefix("<hm>so</hm>")
+    content = content.replace("<do now>{}</do>", "")
+    for pieces in ([text], list(text), [text[:4], text[4:]]):
+        assert parts_of(form.answers, pieces).content == content

@@ -99,6 +99,22 @@ def test_the_first_token_is_told_at_which_the_template_would_differ():
     assert kept.differs_at == len("[user:hi]\n[assistant:(hm) yes"), "thoughts stay before a tool's answer; blanks go"
 
 
+def test_an_answer_that_the_template_would_refuse_stands_as_it_was_sampled():
+    def picky(messages: list[dict[str, Any]]) -> str:
+        if any(message["content"].endswith("!") for message in messages):
+            raise BadField("messages", "no shouting")
+        return render(messages)
+
+    template = Template(picky, TEMPLATE.tokenise, TEMPLATE.special_ids)
+    base = first_turn([user("hi")], "yes!]", END)
+    prompt = chat_prompt(base, [user("so")], "sampled", template)
+    assert text_of(prompt.token_ids) == "[user:hi]\n[assistant:yes!]\n[user:so]\n[assistant:"
+    assert prompt.differs_at == base.num_prompt
+    for policy, message in (("template", user("so")), ("sampled", user("so!"))):
+        with pytest.raises(BadField, match=r"^messages: no shouting$"):
+            chat_prompt(base, [message], policy, template)
+
+
 def test_the_templates_policy_keeps_the_longest_equal_beginning():
     base = first_turn([user("hi")], "(hm) yes ]", END)
     prompt = chat_prompt(base, [user("so")], "template", TEMPLATE)

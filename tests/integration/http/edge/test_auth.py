@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import re
+from pathlib import Path
 
 import httpx
 import pytest
 
-from lockstep.integration.http.edge.auth import Level, check_key, level_of
+from lockstep.integration.http.edge.auth import OPEN_PATHS, Level, check_key, level_of
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.errors import HttpError
 from lockstep.integration.http.server import serve_in_background
@@ -30,6 +32,12 @@ def service(make_model):
     service = RolloutService(Engine(make_model("qwen2"), EngineConfig(kv_cache="32 blocks", max_num_seqs=4)))
     yield service
     service.close()
+
+
+def test_the_page_about_security_names_all_paths_that_need_no_key():
+    page = (Path(__file__).parents[4] / "SECURITY.md").read_text(encoding="utf-8")
+    (sentence,) = re.findall(r"paths without a key are (.*?) only", page, re.DOTALL)
+    assert set(re.findall(r"`(/[^`]*)`", sentence)) == OPEN_PATHS
 
 
 def _status(config: HttpConfig, level: Level, authorization: str | None) -> int:

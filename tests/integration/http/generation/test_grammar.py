@@ -15,10 +15,12 @@ import torch
 import transformers
 
 from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.http.generation.grammar_limits import check_grammar
 from lockstep.integration.http.server import serve_in_background
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.grammars.compiler import Constraint
 from lockstep.rollout.grammars.process import CompilerProcess
 
 PATIENCE = 60.0
@@ -200,6 +202,8 @@ HOSTILE = [
     ({"ebnf": "root ::= " + "(" * 65 + '"a"' + ")" * 65}, "max_grammar_nesting"),
     ({"ebnf": 'root ::= "a" root'}, "without end"),
     ({"json_schema": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "without end"),
+    ({"structural_tag": {"format": {"type": "grammar", "grammar": "root ::= " + "(" * 65}}}, "max_grammar_nesting"),
+    ({"structural_tag": {"format": {"type": "regex", "pattern": "a{10000000}"}}}, "max_grammar_repeats"),
     ({"stop_regex": "(?:(?:(?:x?){100}){100}){100}y"}, "repeats written out"),
 ]
 
@@ -210,6 +214,13 @@ def test_a_grammar_that_would_cost_too_much_is_a_400_that_names_the_limit(served
     response = client.post("/generate", json={"text": "q", "sampling_params": params})
     assert response.status_code == 400 and why in response.text, response.text[:500]
     assert not engine.has_work
+
+
+def test_a_regex_that_is_a_part_of_a_structural_tag_may_be_as_long_as_one_that_is_the_grammar():
+    text = "a" * (HttpConfig().max_pattern_bytes + 1)
+    check_grammar(Constraint("regex", text), HttpConfig())
+    tag = json.dumps({"type": "structural_tag", "format": {"type": "regex", "pattern": text}})
+    check_grammar(Constraint("structural_tag", tag), HttpConfig())
 
 
 def test_what_looks_like_nesting_inside_texts_and_classes_is_none(served):

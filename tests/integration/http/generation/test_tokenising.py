@@ -29,7 +29,8 @@ class Recorder:
 
 
 def tokenising(tokenizer: Any, room: int = ROOM, limit: int = 4 << 20) -> Tokenising:
-    engine: Any = SimpleNamespace(tokenizer=tokenizer, max_model_len=room, model=SimpleNamespace(vocab_size=1000))
+    model = SimpleNamespace(vocab_size=1000)
+    engine: Any = SimpleNamespace(tokenizer=tokenizer, max_model_len=room, max_prompt_len=room, model=model)
     return Tokenising(engine, limit)
 
 

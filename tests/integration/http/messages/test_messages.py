@@ -262,7 +262,9 @@ def test_thinking_and_effort_reach_the_template(serve, engine):
                            ({"type": "disabled"}, "False False "), (None, " ")):  # fmt: skip
         fields = {} if thinking is None else {"thinking": thinking}
         assert prompt_text(client, engine, **fields).rstrip() == seen.rstrip()
-    assert prompt_text(client, engine, output_config={"effort": "low"}).endswith("low")
+    assert prompt_text(client, engine, output_config={"effort": "low"}) == "True True low"
+    given = prompt_text(client, engine, output_config={"effort": "low"}, thinking={"type": "disabled"})
+    assert given == "False False low"
 
 
 def test_a_choice_of_tools_and_a_schema_of_the_answer_are_followed(serve):
@@ -381,7 +383,7 @@ def test_lists_that_no_context_has_room_for_and_deep_nesting_are_refused_at_once
             assert answer.status_code == 400, answer.text[:300]
             assert field == "messages.1" or error_of(answer)["param"] == field
     late = [{"role": "user", "content": "x"}, *[{"role": "system", "content": "y"}] * 8000]
-    fitted = Roles(lambda: True, lambda: False).fitted(late)
+    fitted = Roles(lambda first, late: "system" not in late).fitted(late)
     assert [len(message["content"]) for message in fitted.messages] == [1 + 3 * 8000]
 
 

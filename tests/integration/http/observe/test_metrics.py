@@ -6,6 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import httpx
@@ -104,6 +105,17 @@ def test_counters_are_those_of_the_requests_that_ran(scrape, service):
     assert got("cache_hit_rate") == pytest.approx(state["num_hit_tokens"] / state["num_looked_up_tokens"])
     assert got("num_running_reqs") == got("num_queue_reqs") == got("gen_throughput") == got("token_usage") == 0
     assert got("lockstep:kv_blocks", state="free") + got("lockstep:kv_blocks", state="cached") == 32
+
+
+def test_tokens_of_earlier_answers_are_counted_by_whether_they_stayed(scrape, service):
+    [answer] = service.engine.generate([PROMPT], params(20))
+    assert scrape()("lockstep:verified_tokens_total") == 0
+    service.engine.generate([PROMPT], params(20), options=RequestOptions(renewal=answer))
+    others = [*answer.token_ids[:12], (answer.token_ids[12] + 1) % 250, *answer.token_ids[13:]]
+    service.engine.generate([PROMPT], params(20), options=RequestOptions(renewal=replace(answer, token_ids=others)))
+    got, counted = scrape(), service.engine.metrics
+    assert (got("lockstep:kept_tokens_total"), got("lockstep:parted_tokens_total")) == (32, 8)
+    assert got("lockstep:verified_tokens_total") == counted.num_verified_tokens > 0
 
 
 def test_drafts_are_counted_by_source_and_reason(scrape, service):

@@ -137,7 +137,11 @@ def test_log_probabilities_of_completions(client, service):
     for token, logprob, ranked in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
         assert next(iter(ranked.items())) == (token, logprob), "greedy: the likeliest is the chosen one"
     assert found.text_offset[0] == 0 and found.text_offset[1] == len(found.tokens[0])
-    assert a_completion(client, max_tokens=4, logprobs=0).choices[0].logprobs.top_logprobs is None
+    alone = a_completion(client, max_tokens=4, logprobs=0).choices[0].logprobs
+    pairs = zip(alone.tokens, alone.token_logprobs, strict=True)
+    assert alone.top_logprobs == [{token: logprob} for token, logprob in pairs], "the drawn token alone"
+    streamed = [c.choices[0].logprobs for c in a_completion(client, max_tokens=4, logprobs=0, stream=True)]
+    assert [at for part in streamed for at in part.top_logprobs] == alone.top_logprobs
 
 
 def test_the_drawn_token_is_among_the_likeliest_of_a_completion_wherever_it_ranks(client):

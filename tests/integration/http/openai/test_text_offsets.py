@@ -44,3 +44,20 @@ def test_names_of_tokens_are_no_text(ask, bpe_tokenizer):
     )
     again = TextOffsets(named)
     assert [again.next(id) for id in ids] == expected and offsets.next(ids[0]) == 4
+
+
+def test_bytes_that_are_no_character_are_characters_of_their_own(ask, bpe_tokenizer):
+    def token_of(piece: bytes) -> int:
+        return next(id for id in range(len(bpe_tokenizer)) if ask.bytes_of(id) == piece)
+
+    a, stray, lead, other = (token_of(piece) for piece in (b"a", b"\xbc", b"\xe6", b"\xf0"))
+    for ids, expected in (
+        ([a, stray, a, a], [0, 1, 2, 3]),
+        ([stray, stray, a], [0, 1, 2]),
+        ([lead, a, lead, stray, a], [0, 1, 2, 2, 3]),
+        ([lead, other, lead, a], [0, 1, 2, 3]),
+    ):
+        offsets = TextOffsets(ask, first=5)
+        assert [offsets.next(id) - 5 for id in ids] == expected
+        text = bpe_tokenizer.decode(ids)
+        assert len(text) == expected[-1] + 1, "each place is one of the text"

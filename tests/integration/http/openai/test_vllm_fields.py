@@ -124,6 +124,14 @@ def test_structured_outputs_of_all_kinds_become_a_grammar():
 
 
 @PATHS
+def test_the_guided_fields_of_older_clients_are_refused_with_what_took_their_place(url, path):
+    said = post(url, path, 400, guided_json={"type": "integer"})["error"]
+    assert (said["param"], said["message"]) == (
+        "guided_json", "guided_json: is not supported: structured_outputs has taken its place"
+    )  # fmt: skip
+
+
+@PATHS
 def test_two_grammars_are_refused(url, path):
     body = {"structured_outputs": {"regex": "a"}}
     said = post(url, path, 400, regex="b", **body)["error"]["message"]

@@ -88,7 +88,7 @@ class Served:
         return answer.json()["error"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def service() -> Iterator[RolloutService]:
     torch.set_num_threads(1)
     tokenizer = byte_tokenizer(chat_template("hermes", thinks=True))
@@ -101,7 +101,7 @@ def service() -> Iterator[RolloutService]:
         service.engine.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def serve(service: RolloutService) -> Iterator[Callable[..., Served]]:
     """Return a function that serves the engine with these settings."""
     found: dict[tuple[tuple[str, object], ...], Served] = {}

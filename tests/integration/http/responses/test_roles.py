@@ -15,7 +15,11 @@ NAMES = {"d": "developer", "s": "system", "u": "user", "a": "assistant"}
 def fitted(roles: str, *, developer: bool, within: bool, goes_on: bool = False) -> tuple[str, list[str], list[str]]:
     """Return the roles, the texts and the sources of messages whose texts are their numbers."""
     messages = [{"role": NAMES[role], "content": str(number)} for number, role in enumerate(roles)]
-    found = Roles(lambda: developer, lambda: within).fitted(messages, goes_on=goes_on)
+
+    def writes(first, late):
+        return (developer or "developer" not in (*first, *late)) and (within or "system" not in (*first[1:], *late))
+
+    found = Roles(writes).fitted(messages, goes_on=goes_on)
     texts = [one["content"].replace("\n\n", "+") for one in found.messages]
     return "".join(one["role"][0] for one in found.messages), texts, list(map(str, found.sources))
 
@@ -44,6 +48,10 @@ ONLY_FIRST = ("{% for m in messages %}{% if m.role == 'system' and not loop.firs
 LEAVES_OUT = "{% for m in messages %}{% if m.role != 'developer' %}" + WRITES + "{% endif %}{% endfor %}"
 REFUSES = ("{% for m in messages %}{% if m.role == 'developer' %}{{ raise_exception('who?') }}{% endif %}" + WRITES
            + "{% endfor %}")  # fmt: skip
+FIRST_ALONE = (
+    "{% if messages[0].role in ('system', 'developer') %}developer: {{ messages[0].content }}\n{% endif %}"
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}" + WRITES + "{% endif %}{% endfor %}"
+)
 ASK: list[Any] = [
     {"role": "developer", "content": [{"type": "input_text", "text": "Be brief."}]},
     {"role": "user", "content": "Hi"},
@@ -62,9 +70,8 @@ def test_no_text_of_a_developer_is_lost(served: Served, template, expected):
     try:
         chat = {"messages": [{"role": "system", "content": "Help."}, {"role": "developer", "content": "Be brief."},
                              {"role": "user", "content": "Hi"}]}  # fmt: skip
-        if template is not ONLY_FIRST:  # which a chat is told
-            told = served.http.post("/tokenize", json=chat).raise_for_status().json()["tokens"]
-            assert tokenizer.decode(told) == expected
+        told = served.http.post("/tokenize", json=chat).raise_for_status().json()["tokens"]
+        assert tokenizer.decode(told) == expected
         answer = served.ok(ASK, instructions="Help.", return_token_ids=True)
         assert tokenizer.decode(answer["prompt_token_ids"]) == expected
         params = {"id": served.http.post("/open_session", json={"history": "template"}).json()}
@@ -72,5 +79,19 @@ def test_no_text_of_a_developer_is_lost(served: Served, template, expected):
         ask = {"previous_response_id": first["id"], "instructions": "Help.", "session_params": params}
         second = served.ok("More?", return_token_ids=True, **ask)
         assert tokenizer.decode(second["prompt_token_ids"]).startswith(expected)
+    finally:
+        tokenizer.chat_template = before
+
+
+@pytest.mark.parametrize("template", [FIRST_ALONE, ONLY_FIRST, LEAVES_OUT])
+def test_a_conversation_that_goes_on_begins_as_it_began(served: Served, template):
+    tokenizer: Any = served.service.engine.tokenizer
+    before, tokenizer.chat_template = tokenizer.chat_template, template
+    try:
+        params = {"id": served.http.post("/open_session", json={}).json(), "branch": True}
+        first = served.ok(ASK, session_params=params)
+        late = {"role": "developer", "content": "Late."}
+        second = served.ok([*ASK, *first["output"], late, ASK[1]], session_params=params)
+        assert second["session"]["parent_rid"] == first["session"]["rid"]
     finally:
         tokenizer.chat_template = before

@@ -64,8 +64,15 @@ def begin(client: httpx.Client, answers: list[dict], **params: object) -> thread
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
-def test_each_mode_of_a_pause_does_what_its_name_says(clients, service, until, mode):
+def test_each_mode_of_a_pause_does_what_its_name_says(clients, service, until, monkeypatch, mode):
     admin, user = clients
+    is_asked, pause = threading.Event(), service.pause_generation
+
+    def noted(*arguments: object, **options: object) -> None:
+        is_asked.set()
+        pause(*arguments, **options)
+
+    monkeypatch.setattr(service, "pause_generation", noted)
     alone = answer(user)
     answers: list[dict] = []
     with held_steps(service.engine) as allowed:
@@ -73,6 +80,7 @@ def test_each_mode_of_a_pause_does_what_its_name_says(clients, service, until, m
         allowed.release(5)
         until(lambda: service.engine.num_running == 1)
         pausing = submit(admin.post, f"/pause?mode={mode}&clear_cache=false", content=b"not read")
+        until(lambda: mode == "wait" or is_asked.is_set())  # no step that the pause could come too late for
         until(lambda: service.engine.is_paused or allowed.release())
     reply = soon(pausing).json()
     engine_mode = "abort" if mode == "abort" else "retract"
@@ -122,6 +130,30 @@ def test_waiting_for_those_that_run_does_not_wait_for_those_that_come(clients, s
     for other in others:
         other.join(PATIENCE)
     assert {reply["choices"][0]["finish_reason"] for reply in later} == {"length"}
+
+
+def test_pauses_that_wait_leave_threads_to_the_calls_that_end_them(service, until, monkeypatch):
+    waits_began, wait_for_running = [], control._wait_for_running
+
+    def noted(*arguments: Any) -> None:
+        waits_began.append(1)
+        wait_for_running(*arguments)
+
+    monkeypatch.setattr(control, "_wait_for_running", noted)
+    limits, answers = HttpConfig(port=0, max_admin_calls=1), list[dict]()
+    with serve_in_background(service, limits) as server, httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        with held_steps(service.engine) as allowed:
+            running = begin(client, answers, max_tokens=None)
+            allowed.release(5)
+            until(lambda: service.engine.num_running == 1)
+            pauses = [submit(client.post, "/pause?mode=wait") for _ in range(3)]
+            until(lambda: waits_began)
+            resumed = submit(client.post, "/resume")
+            until(lambda: resumed.done() or allowed.release())
+            assert soon(resumed).status_code == 200 and not answers
+        running.join(PATIENCE)
+        assert {soon(pause).status_code for pause in pauses} <= {200, 409}
+        client.post("/resume")
 
 
 def test_a_pause_that_waits_does_not_come_after_a_resume(clients, service, until, monkeypatch):
@@ -201,6 +233,28 @@ def test_weights_that_come_after_a_wake_up_are_sampled_from_without_a_further_ca
     waiting.join(PATIENCE)
     assert [reply["choices"][0]["token_ids"] for reply in answers] == [before]
     assert answer(user) == before
+
+
+@pytest.mark.parametrize(("path", "body", "whole", "part"), [
+    ("/v1/completions", {"prompt": [[5], [6]], "request_id": "q", "n": 2, "max_tokens": 40}, "cmpl-q", "cmpl-q_1"),
+    ("/generate", {"input_ids": [[5], [6]], "rid": "z", "sampling_params": {"n": 2, "max_new_tokens": 40}}, "z", "z_1"),
+])  # fmt: skip
+def test_a_request_of_several_prompts_is_aborted_by_its_id_or_by_those_of_its_prompts(
+    clients, service, until, path, body, whole, part
+):  # fmt: skip
+    admin, user = clients
+    for name, num in ((part, 2), (whole, 4)):
+        service.engine.pause_generation("in_place")
+        asked = submit(user.post, path, json=body)
+        until(lambda: service.engine.state()["num_waiting"] == 4)
+        assert admin.post("/abort_requests", json={"request_ids": [name]}).json()["aborted"] == num
+        service.engine.continue_generation()
+        answer = soon(asked).json()
+        if path == "/generate":
+            reasons = [one["meta_info"]["finish_reason"]["type"] for one in answer]
+        else:
+            reasons = [choice["finish_reason"] for choice in answer["choices"]]
+        assert reasons[4 - num :] == ["abort"] * num and reasons.count("abort") == num
 
 
 def test_requests_are_aborted_by_name_or_all(clients, service, until):

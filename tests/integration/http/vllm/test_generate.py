@@ -290,6 +290,16 @@ def test_requests_are_aborted_by_the_ids_of_their_clients(url, service, until):
     assert post(url, "/inference/v1/abort_requests", {}, 400, key="admin").json()["error"]["param"] == "request_ids"
 
 
+def test_special_tokens_are_left_out_of_a_text_where_sglangs_client_asks_for_it(url, service):
+    tokenizer = service.engine.tokenizer
+    ids = [*tokenizer("1 + 2?")["input_ids"], tokenizer.eos_token_id]
+    for skips in (False, True):
+        text = tokenizer.decode(ids, skip_special_tokens=skips)
+        assert text.endswith("2?") == skips
+        body = {"tokens": ids, "skip_special_tokens": skips}
+        assert post(url, "/detokenize", body).json() == {"prompt": text, "text": text}
+
+
 def test_texts_and_conversations_are_tokenised_and_back(url, service):
     tokenizer = service.engine.tokenizer
     text = "1 + 2?"
@@ -297,7 +307,8 @@ def test_texts_and_conversations_are_tokenised_and_back(url, service):
     ids = tokenizer(text)["input_ids"]
     assert answer == {"count": len(ids), "max_model_len": service.engine.max_model_len, "tokens": ids,
                       "token_strs": tokenizer.convert_ids_to_tokens(ids)}  # fmt: skip
-    assert post(url, "/detokenize", {"tokens": ids}).json() == {"prompt": tokenizer.decode(ids)}
+    whole = tokenizer.decode(ids)
+    assert post(url, "/detokenize", {"tokens": ids}).json() == {"prompt": whole, "text": whole}
     messages = [{"role": "user", "content": text}]
     chat = post(url, "/tokenize", {"messages": messages, "model": "small"}).json()
     assert chat["token_strs"] is None
@@ -311,6 +322,8 @@ def test_texts_and_conversations_are_tokenised_and_back(url, service):
         ("/tokenize", {"messages": [{"content": "x"}]}, "messages.0.role"),
         ("/detokenize", {"tokens": [10**7]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens.0"),
+        ("/detokenize", {"tokens": [[5], [6]]}, "tokens"),
+        ("/detokenize", {"tokens": [5] * (service.engine.max_model_len + 1)}, "tokens"),
         ("/detokenize", {}, "tokens"),
     ):
         error = post(url, path, body, 400).json()["error"]

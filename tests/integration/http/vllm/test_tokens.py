@@ -46,8 +46,14 @@ def test_tokens_have_their_names_where_these_are_asked_for(url, engine, num):
     for wants in (False, True):
         asked = {"prompt": "1+" * (num // 2), "add_special_tokens": False, "return_token_strs": wants}
         found = httpx.post(f"{url}/tokenize", json=asked, timeout=PATIENCE).raise_for_status().json()
-        assert found["count"] == len(found["tokens"]) == num and found["max_model_len"] == engine.max_model_len
+        assert found["count"] == len(found["tokens"]) == num and found["max_model_len"] == engine.max_prompt_len
         assert found["token_strs"] == (names_of(engine, found["tokens"]) if wants else None)
+
+
+def test_more_tokens_than_the_pool_has_room_for_have_a_text(url, engine):
+    assert engine.max_prompt_len < 200
+    body = httpx.post(f"{url}/detokenize", json={"tokens": [5] * 200}, timeout=PATIENCE).raise_for_status().json()
+    assert body["text"] == engine.tokenizer.decode([5] * 200)
 
 
 def test_a_long_answer_is_made_by_threads_and_not_by_the_event_loop(url, engine, monkeypatch):
