@@ -47,6 +47,8 @@ class Report:
         sequence, explanation = self.sequence, self.explanation
         num_prompt, num_output = len(sequence.prompt_ids), len(sequence.token_ids)
         yield f"sequence   {sequence.source or 'given'}: {num_prompt} tokens and {num_output} after them"
+        if sequence.logprobs and not sequence.is_temperature_known:
+            yield "           temperature 1 is assumed of its log-probabilities: it names none (--temperature)"
         for name, its in zip(("first", "second"), self.recordings, strict=True):
             for index, note in enumerate(its.notes):
                 yield f"{name if not index else '':10} {note}"
@@ -126,7 +128,9 @@ class Report:
         return {
             "equal": self.is_equal,
             "sequence": {"source": self.sequence.source, "prompt_tokens": len(self.sequence.prompt_ids),
-                         "output_tokens": len(self.sequence.token_ids)},
+                         "output_tokens": len(self.sequence.token_ids),
+                         "temperature": self.sequence.temperature,
+                         "is_temperature_known": self.sequence.is_temperature_known},
             "ways": [
                 {"way": way.describe(), "notes": its.notes} for way, its in zip(self.ways, self.recordings, strict=True)
             ],

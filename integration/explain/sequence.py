@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ...kernels.sampling.definition import GREEDY_BELOW
+from ...rollout.model.loading import refuse_missing_folder
 from ...rollout.model.tokenizer import load_tokenizer
 from ..grpo.results.samples import read_samples, saved_steps
 
@@ -21,6 +23,7 @@ class TokenSequence:
     logprobs: tuple[float, ...] = ()  # as they were reported, one a token; (): none were
     temperature: float = 1.0  # of the log-probabilities
     source: str = ""  # where it comes from, for people
+    is_temperature_known: bool = True  # else it is assumed
 
     def __post_init__(self) -> None:
         wrong = []
@@ -64,21 +67,41 @@ def sequence_of(values: Mapping[str, Any], source: str) -> TokenSequence:
     token_ids, logprobs = values["token_ids"], values.get("logprobs") or ()
     if "episode_ids" in values:  # of several turns: some of its tokens are its environment's, which have no score
         token_ids, logprobs = values["episode_ids"], ()
+    temperature = _temperature(values, source)
     return TokenSequence(
-        tuple(values["prompt_ids"]), tuple(token_ids), tuple(logprobs), _temperature(values, source), source
-    )
+        tuple(values["prompt_ids"]), tuple(token_ids), tuple(logprobs), 1.0 if temperature is None else temperature,
+        source, temperature is not None,
+    )  # fmt: skip
 
 
-def _temperature(values: Mapping[str, Any], source: str) -> float:
-    given = values.get("temperature") or 1.0
+def _temperature(values: Mapping[str, Any], source: str) -> float | None:
+    """Return the temperature of a sample's log-probabilities, its own or its receipt's; None: it has none. A greedy
+    draw reports them at 1."""
+    given = values.get("temperature")
+    if given is None and (given := _of_receipt(values)) is None:
+        return None
     if type(given) not in (int, float):
         raise ValueError(f"{source}: temperature must be a number, not {given!r}")
-    return float(given)
+    return 1.0 if 0 <= given < GREEDY_BELOW else float(given)
+
+
+def _of_receipt(values: Mapping[str, Any]) -> float | None:
+    """Return the temperature that a sample's receipt names; None: it has no receipt."""
+    receipts = values.get("receipts")
+    receipt = receipts[0] if isinstance(receipts, list) and receipts else values.get("receipt")
+    settings = receipt.get("settings") if isinstance(receipt, Mapping) else None
+    if not isinstance(settings, Mapping):
+        return None
+    given = settings.get("temperature", 1.0)  # those that are not the default, numbers as texts of their bits
+    try:
+        return float.fromhex(given) if isinstance(given, str) else float(given)
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def read_sequence(path: Path, line: int = 0, temperature: float | None = None) -> TokenSequence:
-    """Read a JSON object, or line `line` (from 0) of a file of such lines. temperature: None: the object's, or 1.
-    Raises ValueError naming the file."""
+    """Read a JSON object, or line `line` (from 0) of a file of such lines. temperature: None: the object's or
+    its receipt's, or else 1. Raises ValueError naming the file."""
     try:
         text = path.read_text(encoding="utf-8")
         try:
@@ -100,8 +123,8 @@ def _replaced(temperature: float | None) -> dict[str, float]:
 
 
 def sample_of(run: Path, step: int | None, sample: int, temperature: float | None) -> TokenSequence:
-    """Read a sample that a run of the job has kept. step: None: of the newest step; temperature: None: 1. Raises
-    ValueError for one that is not there."""
+    """Read a sample that a run of the job has kept. step: None: of the newest step; temperature: None: the sample's.
+    Raises ValueError for one that is not there."""
     steps = saved_steps(run)
     if not steps:
         raise ValueError(f"{run} has no samples")
@@ -115,6 +138,7 @@ def sample_of(run: Path, step: int | None, sample: int, temperature: float | Non
 def text_sequence(text: str, model: Path, temperature: float) -> TokenSequence:
     """Return a text as tokens of the model's tokenizer, of which the first is the prompt. Raises ValueError for a
     folder without one, and for a text of one token."""
+    refuse_missing_folder(model)
     tokenizer = load_tokenizer(model)
     if tokenizer is None:
         raise ValueError(f"--text needs a tokenizer, and {model} has none")

@@ -55,7 +55,7 @@ class ClaimedImages:
         if key not in self._read:
             given = {IDS: list(claim.prompt_ids), **self._tensors[digest]}
             try:
-                self._read[key] = self._engine.requests.check(given, None, RequestOptions())
+                self._read[key], _ = self._engine.requests.check(given, None, RequestOptions())
             except ValueError as error:
                 self._read[key] = f"its prompt cannot be read with its images: {error}"
         return self._read[key]

@@ -7,10 +7,12 @@ can say that weights were there.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,16 +48,29 @@ def read_index(folder: Path) -> list[IndexedWeights]:
 
 def add_to_index(folder: Path, entries: Iterable[IndexedWeights]) -> None:
     """Add entries at the end of the index of a folder, and remove those of the same folder, dtype and version: so the
-    last one of a folder says what it holds. Raises OSError where it cannot be written, and ValueError as
-    `read_index`."""
+    last one of a folder says what it holds. Several programs may add to one index. Raises OSError where it cannot be
+    written, and ValueError as `read_index`."""
     added = {(entry.folder, entry.dtype, entry.version): entry for entry in entries}
-    kept = [one for one in read_index(folder) if (one.folder, one.dtype, one.version) not in added]
-    path, partial = folder / FILE, folder / f".{FILE}.partial"
-    values: Mapping[str, Any] = {"format": FORMAT, "weights": [asdict(entry) for entry in (*kept, *added.values())]}
+    path, partial = folder / FILE, folder / f".{FILE}.{os.getpid()}-{secrets.token_hex(4)}.partial"
+    with _locked(folder):
+        kept = [one for one in read_index(folder) if (one.folder, one.dtype, one.version) not in added]
+        values: Mapping[str, Any] = {"format": FORMAT, "weights": [asdict(entry) for entry in (*kept, *added.values())]}
+        try:
+            partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+            os.replace(partial, path)
+        except OSError:
+            with suppress(OSError):
+                partial.unlink()
+            raise
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other programs from writing the index of a folder, where its file system can lock one."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        partial.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    except OSError:
         with suppress(OSError):
-            partial.unlink()
-        raise
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...rollout.engine import Engine
+from ...rollout.proving.prover import NoWeights
 from ...weight_sync.errors import WeightSyncError
 from .digest_index import FILE, IndexedWeights, add_to_index, read_index
 from .present import PresentWeights
@@ -49,7 +50,8 @@ class WeightFolder:
 
     @property
     def version(self) -> str | None:
-        """The version that its weights had in their run; None: not known."""
+        """A version that its weights had in their run, as its name says; None: it says none. Weights that a step left
+        as they were had further ones."""
         match = _STEP.fullmatch(self.path.name)
         return match[1] if match and self.is_checkpoint else None
 
@@ -109,8 +111,8 @@ class LoadsWeights(Protocol):
         """Copy tensors of this process."""
         ...
 
-    def commit_implicit_update(self) -> None:
-        """Commit what was read."""
+    def commit_implicit_update(self, *, or_roll_back: bool = False) -> None:
+        """Commit what was read. or_roll_back: roll it back where it cannot be committed."""
         ...
 
 
@@ -123,17 +125,23 @@ class FolderWeights:
         paths: Sequence[str | Path],
         wanted: Collection[str],
         on_folder: Callable[[Path], object] = lambda path: None,
+        *,
+        origin: Path | None = None,
     ) -> None:
         """Find the folders of the wanted digests: by the indexes first, and where these know too little, by loading the
         folders that no index names, then those that are newer than their index. on_folder: called before a folder is
-        loaded to compute its digest."""
-        self._service = service
+        loaded to compute its digest. origin: the folder that the present weights came from."""
+        self._service, self._on_folder = service, on_folder
         self._dtype = str(service.engine.model.dtype).removeprefix("torch.")
-        self._by_digest: dict[str, Path] = {}
-        self._versions: dict[str, set[str]] = {}
+        self._by_digest: dict[str, list[Path]] = {}  # the first ones are tried first
+        self._failed: dict[str, str] = {}  # why none of these folders gave the weights
+        self._versions: dict[str, set[str]] = {}  # as the indexes say
+        self._labels: dict[str, set[str]] = {}  # as names of folders say: maybe not all
         self._gone: dict[str, str] = {}  # why no folder has weights of this digest any more
         present = PresentWeights(service)
         self._present = present.digest
+        if origin is not None:
+            self._by_digest[self._present] = [Path(os.path.realpath(origin))]
         roots = [Path(os.path.realpath(path)) for path in paths]  # resolve raises on links that lead in a circle
         unknown: list[WeightFolder] = []
         newer: list[WeightFolder] = []
@@ -149,28 +157,28 @@ class FolderWeights:
                     unknown.append(folder)
                 elif folder.is_newer_than_index:
                     newer.append(folder)
+        self._unread = [*reversed(newer), *reversed(unknown)]  # the last one is the next
         missing = set(wanted) - {self._present} - set(self._by_digest)
-        for folder in unknown:
-            if not missing:
-                break
-            self._read(folder, on_folder)
+        while missing and len(self._unread) > len(newer):
+            self._read(self._unread.pop())
             missing.discard(self._present)
-        if missing:
-            for folder in newer:  # all of them: none is newer than the index that each of them changes
-                self._read(folder, on_folder)
+        while missing and self._unread:  # all of them: none is newer than the index that each of them changes
+            self._read(self._unread.pop())
 
-    def _read(self, folder: WeightFolder, on_folder: Callable[[Path], object]) -> None:
+    def _read(self, folder: WeightFolder) -> None:
         """Load a folder, and note the digest of its weights, in the index too."""
-        on_folder(folder.path)
+        self._on_folder(folder.path)
         try:
             self._load(folder.path, None)
         except (ValueError, WeightSyncError, OSError) as error:
             logger.warning("%s is passed over: %s", folder.path, error)
             return
-        for digest in [digest for digest, path in self._by_digest.items() if path == folder.path]:
-            del self._by_digest[digest]
-            self._gone[digest] = f"{folder.path} had them, and holds others now"
-        entry = IndexedWeights(folder.name, self._present, self._dtype, folder.version)
+        for digest in [digest for digest, paths in self._by_digest.items() if folder.path in paths]:
+            self._by_digest[digest].remove(folder.path)
+            if not self._by_digest[digest]:
+                del self._by_digest[digest]
+                self._gone[digest] = f"{folder.path} had them, and holds others now"
+        entry = IndexedWeights(folder.name, self._present, self._dtype)
         self._know(entry, folder.path, entry.digest)
         try:
             add_to_index(folder.index, [entry])
@@ -181,10 +189,14 @@ class FolderWeights:
         """Note an entry of the index. newest: the digest of the weights that its folder was given last."""
         if entry.version is not None:
             self._versions.setdefault(entry.digest, set()).add(entry.version)
+        elif (label := WeightFolder(path, path).version) is not None:
+            self._labels.setdefault(entry.digest, set()).add(label)
         if not path.is_dir():
             self._gone[entry.digest] = f"{path} had them, and is there no more"
         elif entry.digest == newest:
-            self._by_digest.setdefault(entry.digest, path)
+            paths = self._by_digest.setdefault(entry.digest, [])
+            if path not in paths:
+                paths.append(path)
         else:
             self._gone.setdefault(entry.digest, f"{path} had them, and holds others now")
 
@@ -200,18 +212,36 @@ class FolderWeights:
         """See `WeightSource.hint`."""
         if digest in self._gone:
             return f": {self._gone[digest]}"
-        versions = sorted(
-            {version for known in self._by_digest for version in self._versions.get(known, ())}, key=_order
-        )
+        versions = sorted({version for known in self._by_digest for version in self._named(known)}, key=_order)
         return f"; those of versions {', '.join(versions)} are" if versions else ""
 
     def switch(self, digest: str) -> None:
-        """See `WeightSource.switch`."""
-        if digest != self._present:
-            path = self._by_digest[digest]
-            self._load(path, next(iter(self._versions.get(digest, ())), None))
-            if self._present != digest:
-                raise ValueError(f"{path} holds weights of digest {self._present} now, and not {digest}: remove {FILE}")
+        """See `WeightSource.switch`. Other folders of the digest are tried where one cannot be loaded, or has come to
+        hold others, then those that were not read so far."""
+        if digest == self._present:
+            return
+        if digest not in self._failed:
+            reasons = [self._try(path, digest) for path in self._by_digest.get(digest, ()) if self._present != digest]
+            while self._present != digest and self._unread:
+                self._read(self._unread.pop())
+            if self._present == digest:
+                return
+            self._failed[digest] = "; ".join(reasons) or "they were the engine's own, and no folder has them"
+        raise NoWeights(f"its weights, of digest {digest}, cannot be loaded: {self._failed[digest]}")
+
+    def _try(self, path: Path, digest: str) -> str:
+        """Load a folder that had weights of a digest; returns why it did not give them, or ""."""
+        try:
+            self._load(path, min(self._named(digest), key=_order, default=None))
+        except (ValueError, WeightSyncError, OSError) as error:
+            return str(error)
+        if self._present == digest:
+            return ""
+        return f"{path} holds weights of digest {self._present} now: remove {FILE}"
+
+    def _named(self, digest: str) -> set[str]:
+        """Return the versions that weights of a digest have had, as far as an index or a name says."""
+        return self._versions.get(digest, set()) | self._labels.get(digest, set())
 
     def _load(self, path: Path, version: str | None) -> None:
         """Load a folder's weights, commit them, and note their digest."""
@@ -222,7 +252,7 @@ class FolderWeights:
             service.update_weights_from_named_tensors(_stored(path / _MODEL, dtypes), weight_version=label)
         else:
             service.update_weights_from_disk(path, weight_version=label)
-        service.commit_implicit_update()
+        service.commit_implicit_update(or_roll_back=True)
         digest = engine.weight_digest
         assert digest is not None, "an update has a digest"
         self._present = digest

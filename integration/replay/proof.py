@@ -11,14 +11,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from ...rollout.completion import UNNAMED_VERSION, Completion, DrawnWith
-from ...rollout.proving.claim import Claim, Drawn, Verdict, claim_of, unproven
+from ...rollout.proving.claim import Claim, Verdict, claim_of, unproven
 from ...rollout.proving.fields import wrong_fields
 from ...rollout.proving.layout import Task
 from ...rollout.proving.own_settings import needs_own
-from ...rollout.proving.prover import Prover
+from ...rollout.proving.prover import NoWeights, Prover
 from ...rollout.receipt import (
     GRAMMAR_SETTINGS,
     HASH,
@@ -33,6 +31,7 @@ from ...rollout.receipt import (
 from ...rollout.request_options import RequestOptions
 from ...rollout.sampling_params import SamplingParams
 from .claimed_images import ClaimedImages
+from .comparison import compared
 from .cut_answers import first_replaced
 from .report import ReplayReport, ids_of
 
@@ -59,7 +58,7 @@ class WeightSource(Protocol):
         ...
 
     def switch(self, digest: str) -> None:
-        """Make these weights the engine's. Raises ValueError where they turn out to be others."""
+        """Make these weights the engine's. Raises NoWeights where they cannot be loaded, or turn out to be others."""
         ...
 
 
@@ -116,7 +115,18 @@ class _Replay:
         by_prefill = {n: claim for n, claim in claims.items() if self._is_prefilled(claim) and not _has_jumps(claim)}
         by_engine = {n: claim for n, claim in claims.items() if n not in by_prefill}
         proven = self._prefilled(by_prefill) | self._renewed(by_engine)
+        for number, claim in claims.items():
+            if self._is_drawn_without_grammar(claim, proven[number]):
+                proven[number] = unproven("its last token was drawn without its grammar, as where that takes too long")
         return [proven[number] if verdict is None else verdict for number, verdict in enumerate(found)]
+
+    def _is_drawn_without_grammar(self, claim: Claim, verdict: Verdict) -> bool:
+        """Return whether the last token alone differs of an answer that an engine may have ended because its grammar
+        took too long: it draws that token without the grammar."""
+        if not claim.params.is_constrained or claim.finish["type"] != "abort" or verdict.what != "token":
+            return False
+        [grammar] = self._engine.parts.grammars.compiled([claim.params])
+        return verdict.position == len(claim.token_ids) - 1 and grammar is not None and grammar.nests
 
     def _is_prefilled(self, claim: Claim) -> bool:
         """Return whether draws of this claim are proven by prefills, and not by the engine's own steps."""
@@ -136,7 +146,7 @@ class _Replay:
             return unproven(why)
         if (position := claim.wrong_end) is not None:
             return Verdict("differs", "end", position)
-        if why := claim.unproven_end or self._other_ends(claim):
+        if why := claim.unproven_end or self._other_context(claim) or self._other_ends(claim):
             return unproven(why)
         if why := self._images.absent(claim) or self._beyond_context(claim):
             return unproven(why)
@@ -157,12 +167,33 @@ class _Replay:
             return f"the guarantee is another one here: {'; '.join(self._known[key])}"
         return ""
 
+    def _other_context(self, claim: Claim) -> str:
+        """Return why the context that ended an output cannot be told from a cut; "": it can, or did not end it."""
+        here = self._engine.parts.max_model_len
+        if not claim.ends_with_context or claim.max_model_len == here:
+            return ""
+        return (
+            f"the context of its engine, {claim.max_model_len} tokens (max_model_len), has ended it, and here it is "
+            f"{here}: give the engine that replays it the same"
+        )
+
     def _other_ends(self, claim: Claim) -> str:
-        """Return why the tokens of a claim end elsewhere here; "": they do not. Other end-of-sequence tokens than the
-        receipt names are no matter where the output has none of them: an engine without a tokenizer knows fewer."""
-        here = self._engine.parts.eos_token_ids
-        others = frozenset() if claim.params.ignore_eos else here.symmetric_difference(claim.eos)
-        if not (found := sorted(others.difference(claim.params.stop_token_ids).intersection(claim.token_ids.tolist()))):
+        """Return why the tokens of a claim would end elsewhere here, or be drawn among others; "": they would not.
+
+        Other end-of-sequence tokens than the receipt names are no matter where the output has none of them and they
+        stay no draw's choice: an engine without a tokenizer knows fewer. Before min_new_tokens none of them is drawn,
+        and a grammar decides about them.
+        """
+        params, here = claim.params, self._engine.parts.eos_token_ids
+        others = here.symmetric_difference(claim.eos)
+        of_model = sorted(id for id in others if id < self._engine.model.vocab_size)
+        ends = f"end-of-sequence tokens {_first_of_ids(claim.eos)}, and here they are {_first_of_ids(here)}"
+        if params.is_constrained and of_model:
+            return f"its grammar was followed with {ends}"
+        if params.min_new_tokens > 0 and set(of_model).difference(params.stop_token_ids):
+            return f"none is drawn before min_new_tokens of the {ends}"
+        others = frozenset() if params.ignore_eos else others.difference(params.stop_token_ids)
+        if not (found := sorted(others.intersection(claim.token_ids.tolist()))):
             return ""
         return f"its output has tokens {found}, which end a sequence there or here alone: {sorted(here)} do here"
 
@@ -243,11 +274,16 @@ class _Replay:
                 found[number] = Verdict("equal")
         self._on_progress(len(found))
         for digest, numbers in by_digest.items():
-            self._source.switch(digest)
+            try:
+                self._source.switch(digest)
+            except NoWeights as error:
+                found |= dict.fromkeys(numbers, unproven(str(error)))
+                self._on_progress(len(numbers))
+                continue
             answers = self._engine.renew([self._answer(claims[number]) for number in numbers])
             cut: dict[int, int] = {}
             for number, answer in zip(numbers, answers, strict=True):
-                found[number] = _compared(claims[number], answer)
+                found[number] = compared(claims[number], answer)
                 if found[number].status == "differs" and (first := first_replaced(claims[number], answer)) is not None:
                     cut[number] = first
             by_prefill = {number: first for number, first in cut.items() if self._is_prefilled(claims[number])}
@@ -279,11 +315,11 @@ class _Replay:
         for number, claim in enumerate(claims.values()):
             drawn = given[number].drawn_with
             assert drawn is not None
-            params = replace(drawn.params, max_new_tokens=len(claim.token_ids))
+            params = _up_to(drawn.params, len(claim.token_ids))
             given[number] = replace(given[number], drawn_with=replace(drawn, params=params))
         found: dict[int, Verdict] = {}
         for (number, claim), answer in zip(claims.items(), self._engine.renew(given), strict=True):
-            verdict = _compared(claim, answer)
+            verdict = compared(claim, answer)
             if verdict.status == "differs" and verdict.what != "logprob":  # its jumps depend on the length too
                 verdict = unproven(
                     "the abort came before a jump that replaces its last draws, which did not come again"
@@ -292,15 +328,29 @@ class _Replay:
         return found
 
     def _answer(self, claim: Claim) -> Completion:
-        """Return a claim as an answer that can be renewed."""
-        drawn = DrawnWith(
-            _params(claim, self._engine), RequestOptions(return_receipt=True), claim.seed, self._images.of(claim)
-        )
+        """Return a claim as an answer that can be renewed. It is drawn no further than it needs, but that jumps of the
+        mode text depend on the length."""
+        params = _params(claim, self._engine)
+        if not _has_jumps(claim):
+            params = _up_to(params, len(claim.token_ids) + claim.ends_with_grammar)
+        drawn = DrawnWith(params, RequestOptions(return_receipt=True), claim.seed, self._images.of(claim))
         span, token_ids = claim.spans[-1], tuple(claim.token_ids.tolist())
         return Completion(
             claim.id, claim.index, claim.prompt_ids, token_ids, "", (), None, 0, 0, span.version, span.digest, (),
             drawn_with=drawn,
         )  # fmt: skip
+
+
+def _up_to(params: SamplingParams, most: int) -> SamplingParams:
+    """Return settings that draw the same tokens, but not more than these."""
+    most = min(params.max_new_tokens, most)
+    return replace(params, max_new_tokens=most, min_new_tokens=min(params.min_new_tokens, most))
+
+
+def _first_of_ids(ids: Collection[int], most: int = 8) -> str:
+    """Return token ids as text, in their order; of many the first ones."""
+    text = ", ".join(map(str, sorted(ids)[:most]))
+    return f"[{text}]" if len(ids) <= most else f"[{text}, ... ({len(ids)})]"
 
 
 def _has_jumps(claim: Claim) -> bool:
@@ -340,50 +390,3 @@ def _params(claim: Claim, engine: Engine) -> SamplingParams:
     if engine.tokenizer is None:
         params = replace(params, stop=(), stop_regex=())
     return params
-
-
-def _cut_here(answer: Completion) -> str:
-    """Return why a renewed answer ended before its claim, where that is this engine's memory or context; else ""."""
-    reason = answer.finish_reason
-    if reason is None or reason.type not in ("length", "ignored"):
-        return ""
-    why = reason.message or "the context (max_model_len) of the engine that replays it ends there"
-    return f"it could be drawn again up to output position {len(answer.token_ids)} alone: {why}"
-
-
-def _other_jump(claimed: list[Any], found: list[Any], *, is_whole: bool) -> int | None:
-    """Return the first jump that is claimed otherwise than it came; None: there is none. is_whole: the answer came to
-    the end of the claim and no further, so that it has no jumps which the claim could lack."""
-    came = found if is_whole else found[: len(claimed)]
-    if claimed == came:
-        return None
-    return next(i for i in range(max(len(claimed), len(came))) if claimed[i : i + 1] != came[i : i + 1])
-
-
-def _compared(claim: Claim, answer: Completion) -> Verdict:
-    """Compare a claim with what its request gives now."""
-    num = min(len(claim.token_ids), len(answer.token_ids))
-    ids, bits = np.array(answer.token_ids[:num], np.int64), np.array(answer.logprobs[:num], np.float32).view(np.uint32)
-    other = np.flatnonzero((ids != claim.token_ids[:num]) | (bits != claim.logprob_bits[:num]))
-    position = int(other[0]) if len(other) else num
-    if position == len(claim.token_ids):
-        claimed, found = (claim.grammar or {}).get("jumps"), (answer.receipt or {}).get("grammar", {}).get("jumps")
-        if (
-            claimed is not None
-            and found is not None
-            and (number := _other_jump(claimed, found, is_whole=len(answer.token_ids) == position)) is not None
-        ):
-            was_claimed = claimed[number] if number < len(claimed) else "none"
-            return Verdict("differs", f"jumps: number {number} is claimed as {was_claimed}, and is another one")
-        if claim.ends_with_grammar and len(answer.token_ids) > num:
-            return Verdict("differs", "end", num - 1, num_tokens=num)
-        return Verdict("equal", num_tokens=num)
-    if position == len(answer.token_ids) and (why := _cut_here(answer)):
-        return unproven(why)
-    claimed_bits = claim.logprob_bits[position : position + 1]
-    was = Drawn(int(claim.token_ids[position]), float(claimed_bits.view(np.float32)[0]), int(claimed_bits[0]))
-    came = None
-    if position < num:
-        came = Drawn(int(ids[position]), answer.logprobs[position], int(bits[position]))
-    what = "logprob" if came is not None and came.token_id == was.token_id else "token"
-    return Verdict("differs", what, position, was, came, position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,28 +11,34 @@ from typing import Any
 from ...rollout.proving.claim import with_values
 from ...rollout.receipt import HASH, LISTS, digest_of, float_bits, is_in_full
 
+logger = logging.getLogger(__name__)
+
 _Digest = tuple[str, str]  # the hash of a list, and its length
 
 
 def read_lines(path: str | Path) -> list[Any]:
-    """Read a file of lines of JSON, or of one JSON value. Raises ValueError naming the file and the line."""
+    """Read a file of lines of JSON, or of one JSON value. A last line that its writer did not end, as a kill may leave
+    it, is passed over with a warning. Raises ValueError naming the file and the line."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = Path(path).read_bytes()
+    except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     try:
-        return [json.loads(text)]
+        return [json.loads(data.decode("utf-8"))]
     except RecursionError as error:
         raise ValueError(f"{path} is nested too deeply") from error
     except ValueError:
         pass  # several values: lines
-    values = []
-    for number, line in enumerate(text.split("\n"), 1):
+    values: list[Any] = []
+    lines = data.split(b"\n")
+    for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                values.append(json.loads(line))
+                values.append(json.loads(line.decode("utf-8")))
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: is no JSON: {error}") from error
+                if not values or number < len(lines):
+                    raise ValueError(f"{path}, line {number}: is no JSON: {error}") from error
+                logger.warning("%s, line %d: is passed over: its writer did not end it", path, number)
     return values
 
 
@@ -39,8 +46,21 @@ def receipts_in(values: Iterable[Any]) -> list[dict[str, Any]]:
     """Return the receipts in JSON values, in their order: the values themselves, answers of a server, samples of a
     run. Those with digests are completed by the samples of the same values."""
     values = list(values)
-    found = [receipt for value in values for receipt in _receipts(value)]
+    found = [receipt for receipt, _ in receipts_with_objects(values)]
     return completed(found, values) if not all(map(is_in_full, found)) else found
+
+
+def receipts_with_objects(values: Iterable[Any]) -> Iterator[tuple[dict[str, Any], tuple[dict[str, Any], ...]]]:
+    """Yield the receipts in values of any depth, in their order, with the objects around each: at most two, the
+    innermost first."""
+    waiting: list[tuple[Any, tuple[dict[str, Any], ...]]] = [(value, ()) for value in reversed(list(values))]
+    while waiting:
+        value, around = waiting.pop()
+        if isinstance(value, dict) and _is_receipt(value):
+            yield value, around
+        elif isinstance(value, dict | list):
+            outer = (value, *around[:1]) if isinstance(value, dict) else around
+            waiting += [(part, outer) for part in reversed(_parts_of(value))]
 
 
 def completed(receipts: Iterable[Mapping[str, Any]], values: Iterable[Any]) -> list[dict[str, Any]]:
@@ -75,17 +95,6 @@ def _digest(value: object) -> _Digest | None:
     if not isinstance(value, Mapping):
         return None
     return str(value.get("sha256")), str(value.get("num"))
-
-
-def _receipts(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield the receipts in a value of any depth, in their order."""
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict) and _is_receipt(value):
-            yield value
-        elif isinstance(value, dict | list):
-            waiting += reversed(_parts_of(value))
 
 
 def _is_receipt(value: dict[str, Any]) -> bool:

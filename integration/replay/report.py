@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...rollout.proving.claim import Drawn, Verdict
@@ -22,6 +22,17 @@ class ReplayReport:
     chain: tuple[str, ...] = ()  # receipts that do not follow on one another
     batch: str = ""  # hash over the receipts' hashes
     num_absent: int = 0  # receipts, by their numbers, between those that were given of one engine
+
+    def with_samples(self, others: Mapping[int, Verdict]) -> ReplayReport:
+        """Return the report with these verdicts on the samples beside receipts, by the receipts' numbers: a receipt
+        that is proven is none of another sample."""
+        order = ("equal", "unproven", "differs")
+        verdicts = list(self.verdicts)
+        for number, other in others.items():
+            own = verdicts[number]
+            if order.index(other.status) > order.index(own.status):
+                verdicts[number] = replace(other, num_tokens=own.num_tokens)
+        return replace(self, verdicts=tuple(verdicts))
 
     def num(self, status: str) -> int:
         """Return how many samples have this status: "equal", "differs" or "unproven"."""

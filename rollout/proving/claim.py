@@ -69,7 +69,7 @@ class Claim:
     @property
     def stops(self) -> frozenset[int]:
         """The tokens that end the output."""
-        return frozenset(self.params.stop_token_ids) | (frozenset() if self.params.ignore_eos else self.eos)
+        return self.params.stop_ids | (frozenset() if self.params.ignore_eos else self.eos)
 
     @property
     def wrong_end(self) -> int | None:
@@ -81,16 +81,22 @@ class Claim:
             return int(early[0]) + 1
         if len(stops) > self.most_tokens:
             return max(self.most_tokens, 0)
-        if self.finish["type"] != "stop":
-            return None
-        matched, params = self.finish.get("matched"), self.params
+        return max(len(stops) - 1, 0) if self._is_wrong_finish(bool(len(stops) and stops[-1])) else None
+
+    def _is_wrong_finish(self, ends_with_stop: bool) -> bool:
+        """Return whether no engine ends this output so. ends_with_stop: whether its last token is a stop token."""
+        kind, matched, params = self.finish["type"], self.finish.get("matched"), self.params
+        if kind == "abort":  # where filters keep more tokens than may be reported, it comes before a stop
+            return ends_with_stop and not params.has_filters
+        if kind == "length":
+            return ends_with_stop
+        if not len(self.token_ids):
+            return True
         if matched is None:
-            is_wrong = not params.is_constrained or not len(stops)
-        elif isinstance(matched, str):
-            is_wrong = not params.needs_text
-        else:
-            is_wrong = not len(stops) or self.token_ids[-1] != matched or not stops[-1]
-        return max(len(stops) - 1, 0) if is_wrong else None
+            return not params.is_constrained
+        if isinstance(matched, str):
+            return matched not in params.stop and not params.stop_regex
+        return not ends_with_stop or bool(self.token_ids[-1] != matched)
 
     @property
     def unproven_end(self) -> str:
@@ -107,6 +113,12 @@ class Claim:
     def most_tokens(self) -> int:
         """The most output tokens that the settings and the engine's context leave room for."""
         return min(self.params.max_new_tokens, self.max_model_len - self.num_prompt_tokens)
+
+    @property
+    def ends_with_context(self) -> bool:
+        """Whether the engine's context alone has ended the output by its length."""
+        num = self.max_model_len - self.num_prompt_tokens
+        return self.finish["type"] == "length" and len(self.token_ids) == num < self.params.max_new_tokens
 
     @property
     def ends_with_grammar(self) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
+from ..grammars.matcher import MAX_TOKEN_S
+from ..grammars.processor_time import thread_time
 from ..grammars.state import GrammarState
 from ..loop.parts import Parts
 from ..request_options import RequestOptions
@@ -16,6 +19,14 @@ from ..sequences.request import Request
 from ..sequences.sequence import Sequence
 from .claim import Claim
 from .layout import Task
+
+# Processor time of grammars. A token may take four times as long as an engine lets it, whose machine may be faster.
+TOKEN_S = 4 * MAX_TOKEN_S
+SAMPLE_S = 300.0
+
+
+class TooSlow(Exception):
+    """A grammar that has taken too long to be followed along an output."""
 
 
 def needs_own(claim: Claim) -> bool:
@@ -33,10 +44,26 @@ class OwnSettings:
         self._requests: dict[Task, Request] = {}
         self._masks: dict[Task, list[bytes | None]] = {}
         self.open: set[Task] = set()  # whose grammar allows a token after an output that is said to end with it
+        self.too_slow: set[Task] = set()  # whose grammar has taken too long: they cannot be drawn
+
+    def prepare(self, tasks: Iterable[Task]) -> None:
+        """Follow the grammars of tasks along their outputs, before anything is drawn from them. It may take long, so
+        it is called outside the engine's loop."""
+        for task in tasks:
+            claim = task.claim
+            if claim.params.is_constrained and task not in self._masks and task not in self.too_slow:
+                state = self._state(claim)
+                try:
+                    masks = self._masks[task] = masks_of(claim, state)
+                    if claim.ends_with_grammar and _goes_on(claim, state, masks[-1]):
+                        self.open.add(task)
+                except TooSlow:
+                    self._masks.pop(task, None)
+                    self.too_slow.add(task)
 
     def drawn(self, task: Task, first: int, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Draw output tokens `first`, first + 1, ... of a task from logits [R, V]; returns ids and
-        log-probabilities."""
+        log-probabilities. A task with a grammar must be prepared."""
         claim = task.claim
         request = self._requests.get(task)
         if request is None:
@@ -44,11 +71,6 @@ class OwnSettings:
             request = self._requests[task] = Request(
                 sequence, claim.params, RequestOptions(), claim.index, claim.seed, 0.0, 0, None
             )
-            if claim.params.is_constrained:
-                state = self._state(claim)
-                masks = self._masks[task] = masks_of(claim, state)
-                if claim.ends_with_grammar and _goes_on(claim, state, masks[-1]):
-                    self.open.add(task)
         output = tuple(claim.token_ids.tolist())
         places = range(first, first + len(logits))
         rows = [SampledRow(request, output[:place]) for place in places]
@@ -73,14 +95,21 @@ class OwnSettings:
 def masks_of(claim: Claim, state: GrammarState) -> list[bytes | None]:
     """Return the tokens that a grammar allows at each position of a claimed output, as the bits of a mask.
 
-    After a token that it does not allow, which no draw can be, nothing is known: None.
+    After a token that it does not allow, which no draw can be, nothing is known: None. Raises TooSlow: a grammar that
+    does not nest may take long for one token, which may be the machine's time, as in an engine.
     """
+    state.limit(TOKEN_S)
     masks: list[bytes | None] = []
-    output = claim.token_ids.tolist()
+    output, began, num_long = claim.token_ids.tolist(), thread_time(), 0
+    newest = began
     for place, token_id in enumerate(output):
         if place:
             state.follow(output[place - 1 : place], place - 1)
         mask = state.mask()
+        before, newest = newest, thread_time()
+        num_long += newest - before > TOKEN_S
+        if state.is_lost or newest - began > SAMPLE_S or num_long > (0 if state.nests else 1):
+            raise TooSlow
         masks.append(mask.tobytes())
         if not _allows(masks[-1], token_id):
             break
@@ -88,11 +117,14 @@ def masks_of(claim: Claim, state: GrammarState) -> list[bytes | None]:
 
 
 def _goes_on(claim: Claim, state: GrammarState, last_mask: bytes | None) -> bool:
-    """Return whether a grammar allows a token after a claimed output, or does not allow all of it. Moves the state."""
+    """Return whether a grammar allows a token after a claimed output, or does not allow all of it. Moves the state.
+    Raises TooSlow."""
     output = claim.token_ids.tolist()
     if not _allows(last_mask, output[-1]):
         return True
-    state.follow(output)
+    state.follow(output[-1:], len(output) - 1)
+    if state.is_lost:
+        raise TooSlow
     return not state.is_over
 
 

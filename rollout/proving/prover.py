@@ -21,7 +21,7 @@ from ..control.driver import Driver
 from ..kv.tensors import KVCache, KVPlan, bytes_per_token, usable_bytes
 from ..loop.parts import Parts
 from ..model.steps.context import KVWritten, StepContext
-from .claim import Drawn, Verdict
+from .claim import Drawn, Verdict, unproven
 from .head import HeadInParts
 from .layout import Batch, Rows, Task, batches, forwards, plan
 from .own_settings import OwnSettings, needs_own
@@ -32,7 +32,11 @@ LEAST_LOGITS = 256  # rows of logits at a time, whatever the vocabulary: each ti
 KV_BYTES = 1 << 30  # of the KV of samples that are proven together
 BLOCK_SIZE = 16
 
-Switch = Callable[[str], None]  # makes the weights of a digest the engine's
+Switch = Callable[[str], None]  # makes the weights of a digest the engine's, or raises NoWeights
+
+
+class NoWeights(ValueError):
+    """Weights that cannot be made the engine's after all. The message says why, of one sample."""
 
 
 class Prover:
@@ -57,8 +61,9 @@ class Prover:
         """Draw every span again, and return a verdict on each, in order.
 
         switch: makes the weights of a digest resident; called before the forwards that need them, with no step in
-        flight elsewhere. on_proven: called with numbers of spans that are done. Spans of several weights that run
-        partly under each are proven with each of them in turn.
+        flight elsewhere. Where it raises NoWeights, the spans that need them are unproven. on_proven: called with
+        numbers of spans that are done. Spans of several weights that run partly under each are proven with each of
+        them in turn.
         """
         limit = max(min(KV_BYTES, usable_bytes(self._model.device)) // self._bytes_per_block, 1)
         found = batches(tasks, BLOCK_SIZE, limit)
@@ -67,7 +72,10 @@ class Prover:
             return []
         proof = _Proof(self, most)
         for batch in found:
-            proof.run(batch, switch)
+            try:
+                proof.run(batch, switch)
+            except NoWeights as error:
+                proof.without_weights |= {task: str(error) for group in batch.groups for task in group}
             on_proven(sum(map(len, batch.groups)))
         return [proof.verdict(task) for task in tasks]
 
@@ -128,6 +136,7 @@ class _Proof:
         self._own = OwnSettings(prover.parts)
         self._wrong: dict[Task, tuple[int, int, float]] = {}  # first position that differs, and what came out
         self._settings: dict[Task, tuple[Any, ...]] = {}
+        self.without_weights: dict[Task, str] = {}  # which cannot be drawn, and why
 
     def run(self, batch: Batch, switch: Switch) -> None:
         """Draw a batch's samples again."""
@@ -139,11 +148,16 @@ class _Proof:
                 self._copy(layout.copies)
             forward = self._forward if phase.is_drawn else self._write
             for step in self._prover.forwards(phase.rows):
+                self._own.prepare(part.task for part in step if part.num_drawn)
                 self._prover.run(digest, partial(forward, step))
 
     def verdict(self, task: Task) -> Verdict:
         """Return what came out of a task."""
         claim, span = task.claim, task.span
+        if task in self.without_weights:
+            return unproven(self.without_weights[task])
+        if task in self._own.too_slow:
+            return unproven("its grammar took too long here: it is too ambiguous")
         if (wrong := self._wrong.get(task)) is None:
             num_tokens = span.end - span.start
             if task in self._own.open and span.end == len(claim.token_ids):
@@ -184,7 +198,7 @@ class _Proof:
         if plain:
             self._compare(plain, *self._drawn(plain, logits))
         for draw in draws:
-            if needs_own(draw.task.claim):
+            if needs_own(draw.task.claim) and draw.task not in self._own.too_slow:
                 self._compare([draw], *self._own.drawn(draw.task, draw.first, logits[draw.at : draw.at + draw.num]))
 
     def _inputs(self, step: Sequence[Rows], ends_at: int | None = None) -> tuple[Tensor, Tensor, StepContext]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from lockstep.integration.replay.cut_answers import before_jumps
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.proving import prover
+from lockstep.rollout.loop import grammar_time
+from lockstep.rollout.proving import own_settings, prover
 from lockstep.rollout.receipt import GRAMMAR_SETTINGS, sealed
 from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
@@ -126,6 +128,44 @@ def test_an_output_whose_grammar_leaves_no_token_is_proven_to_its_end(make_servi
         assert service.replay([receipt]).num("equal") == 1
 
 
+@pytest.mark.parametrize(
+    "grammar", [{"ebnf": 'root ::= "(" root ")" | "[" root "]" | [a-f]+ root | [a-f]'}, {"regex": "[a-f]{4,9}"}]
+)
+@pytest.mark.parametrize("mode", ["off", "exact", "text"])
+def test_a_grammar_that_takes_too_long_where_it_is_proven_leaves_its_sample_unproven(
+    make_service, monkeypatch, grammar, mode
+):
+    service = make_service()
+    params = SamplingParams(**grammar, jump_forward=mode, max_new_tokens=30, sampling_seed=5, n=3)
+    options = RequestOptions(return_receipt=True)
+    receipts = [c.receipt for c in service.engine.generate(["x"], params, options=options)]
+    free = [c.receipt for c in service.engine.generate(["x"], replace(params, ebnf=None, regex=None), options=options)]
+    forged = sealed({**receipts[0], **{name: free[0][name] for name in ("output", "logprobs", "spans", "finish")}})
+    assert [v.status for v in service.replay([*receipts, forged]).verdicts] == ["equal"] * 3 + ["differs"]
+    monkeypatch.setattr(own_settings, "TOKEN_S", -1.0)
+    monkeypatch.setattr(grammar_time, "MAX_TOKEN_S", -1.0)
+    verdicts = service.replay([*receipts, *free, *([] if mode == "text" else [forged])]).verdicts
+    assert [v.status for v in verdicts] == ["unproven"] * 3 + ["equal"] * 3 + ["unproven"] * (mode != "text")
+    assert all("its grammar " in v.what and "too ambiguous" in v.what for v in verdicts if v.status == "unproven")
+
+
+@pytest.mark.parametrize("mode", ["off", "exact", "text"])
+def test_the_last_token_of_an_answer_whose_grammar_took_too_long_may_be_drawn_without_it(
+    make_service, monkeypatch, mode
+):
+    service, nests = make_service(), 'root ::= "(" root ")" | "[" root "]" | [a-f]+ root | [a-f]'
+    params = SamplingParams(ebnf=nests, jump_forward=mode, max_new_tokens=30, sampling_seed=5)
+    options = RequestOptions(return_receipt=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(grammar_time, "MAX_TOKEN_S", -1.0)
+        [slow] = service.engine.generate(["x"], params, options=options)
+    assert slow.finish_reason.type == "abort" and len(slow.token_ids) == 1
+    stopped = sealed({**slow.receipt, "finish": {"type": "length", "matched": None, "message": "a full pool"}})
+    verdicts = service.replay([slow.receipt, stopped]).verdicts
+    assert [v.status for v in verdicts] == ["unproven", "differs"]
+    assert "its last token was drawn without its grammar, as where that takes too long" in verdicts[0].what
+
+
 def test_draws_and_jumps_are_in_the_receipt_in_their_order(make_service):
     service = make_service()
     receipts = receipts_of(service, "text")
@@ -157,6 +197,17 @@ def test_another_engine_that_follows_grammars_otherwise_says_so(make_service):
     report = make_service(jump_forward_max_rollback=3, grammar_any_whitespace=True).replay(receipts)
     assert report.num("unproven") == 6
     assert "grammar_any_whitespace, jump_forward_max_rollback" in report.verdicts[0].what
+
+
+@pytest.mark.parametrize("mode", ["off", "text"])
+def test_a_grammar_is_followed_with_the_end_of_sequence_tokens_of_its_engine_or_not_at_all(make_service, mode):
+    service = make_service()
+    receipt = receipts_of(service, mode)[0]
+    unseen = next(id for id in range(1, 1024) if id not in receipt["output"])
+    other = [sealed({**receipt, "eos": [*receipt["eos"], id]}) for id in (unseen, 1024)]
+    verdicts = service.replay(other).verdicts
+    assert [v.status for v in verdicts] == ["unproven", "equal"]
+    assert f"with end-of-sequence tokens [0, {unseen}], and here they are [0]" in verdicts[0].what
 
 
 def test_each_setting_that_a_receipt_has_of_its_grammar_is_compared(make_service):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -192,6 +193,27 @@ def test_an_ignored_prompt_has_a_receipt_without_output_and_nothing_to_prove(mak
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("min_new_tokens", [0, 150])
+def test_an_aborted_answer_is_drawn_no_further_than_it_went(make_service, min_new_tokens):
+    service = make_service("lfm2", speculation="off")  # whose samples are proven by the engine's own steps
+    engine = service.engine
+    params = SamplingParams(max_new_tokens=200, min_new_tokens=min_new_tokens, ignore_eos=True, sampling_seed=1)
+    with engine.model.rollout_phase():
+        for prompt in PROMPTS:
+            engine.add(prompt, params, options=ASKED)
+        for _ in range(9):
+            assert engine.step() == []
+        engine.abort_request(abort_all=True)
+        receipts = [answer.receipt for answer in engine.step()]
+    assert {receipt["finish"]["type"] for receipt in receipts} == {"abort"}
+    before = engine.metrics.num_steps
+    report = service.replay(receipts)
+    assert report.num("equal") == 4, list(report.lines())
+    assert engine.metrics.num_steps - before < 30
+    last = [changed(one, logprobs=[*one["logprobs"][:-1], one["logprobs"][-1] ^ 1]) for one in receipts]
+    assert {(v.status, v.what) for v in service.replay(last).verdicts} == {("differs", "logprob")}
+
+
 @pytest.mark.parametrize("family", ["qwen3", "lfm2", "mamba2"])  # proven by prefills, and by the engine's steps
 def test_settings_that_no_request_can_have_leave_the_other_samples_proven(make_service, family):
     service = make_service(family)
@@ -311,6 +333,26 @@ def test_end_of_sequence_tokens_that_the_model_does_not_have_end_no_output(make_
     assert f"its output has tokens [{last}], which end a sequence there or here alone" in verdicts[0].what
 
 
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])  # proven by prefills, and by the engine's steps
+def test_end_of_sequence_tokens_that_were_never_drawn_must_be_known_here(make_service, family, ignore_eos):
+    service = make_service(family)
+    kept, size = set(range(65, 70)), service.engine.model.vocab_size
+    params = SamplingParams(max_new_tokens=12, min_new_tokens=12, ignore_eos=ignore_eos, sampling_seed=7)
+    [honest] = receipts_of(service, params, [[1, 2]])
+    banned = {id: -float("inf") for id in range(size) if id not in kept}
+    [restricted] = receipts_of(service, replace(params, min_new_tokens=0, logit_bias=banned), [[1, 2]])
+    forged = changed(
+        restricted, settings=honest["settings"], eos=[id for id in range(size) if id not in restricted["output"]]
+    )
+    unseen = changed(honest, eos=[next(id for id in range(size) if id not in honest["output"])])
+    beyond = changed(honest, eos=[*honest["eos"], size, size + 7])
+    as_stop = changed(honest, eos=[4], settings={**honest["settings"], "stop_token_ids": [4]})
+    verdicts = service.replay([honest, forged, unseen, beyond, as_stop]).verdicts
+    assert [v.status for v in verdicts] == ["equal", "unproven", "unproven", "equal", "equal"]
+    assert "none is drawn before min_new_tokens" in verdicts[1].what
+
+
 def cut_to(receipt: dict, num: int, **finish: object) -> dict:
     """Return a receipt whose output was cut to its first tokens, with a hash that was made anew."""
     spans = [{**span, "end": min(span["end"], num)} for span in receipt["spans"] if span["start"] < num]
@@ -334,6 +376,46 @@ def test_an_output_that_was_cut_is_not_proven_by_another_end(make_service):
         assert [v.status for v in verdicts] == ["unproven", "unproven", "differs", "differs"]
         assert f"by its length after 3 of {len(receipt['output'])} tokens" in verdicts[0].what
         assert [(v.what, v.position) for v in verdicts[2:]] == [("end", 2), ("end", 2)]
+
+
+def test_an_end_that_no_engine_gives_differs(make_service):
+    service = make_service()
+    params = SamplingParams(max_new_tokens=30, stop_token_ids=list(range(60)), sampling_seed=2)
+    [receipt] = receipts_of(service, params, [[1, 2]])
+    num, settings = len(receipt["output"]), receipt["settings"]
+    assert receipt["finish"]["type"] == "stop" and num < 30
+    as_length = {"max_new_tokens": num}
+    ends = [
+        changed(receipt, finish={"type": "abort", "matched": None}),
+        changed(receipt, finish={"type": "length", "matched": None, "message": "the pool is full"}),
+        changed(receipt, finish={"type": "length", "matched": None}, settings={**settings, **as_length}),
+        cut_to(changed(receipt, settings={**settings, "stop": ["zzz"]}), 3, type="stop", matched="not asked for"),
+        cut_to(changed(receipt, settings={**settings, "stop": ["zzz"]}), 0, type="stop", matched="zzz"),
+    ]
+    assert [(v.what, v.position) for v in service.replay(ends).verdicts] == [("end", num - 1)] * 3 + [
+        ("end", 2), ("end", 0),
+    ]  # fmt: skip
+    said = [
+        cut_to(changed(receipt, settings={**settings, "stop": ["zzz"]}), 3, type="stop", matched="zzz"),
+        cut_to(changed(receipt, settings={**settings, "stop_regex": ["z+"]}), 3, type="stop", matched="zzz"),
+        cut_to(receipt, 3, type="abort", matched=None),
+        # whose filters kept more tokens than may be reported, which is looked at before the stop
+        changed(receipt, finish={"type": "abort", "matched": None}, settings={**settings, "top_k": 250}),
+    ]
+    assert [v.what for v in service.replay(said).verdicts][:3] == [""] * 3
+    assert service.replay(said).verdicts[3].what != "end"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
+def test_an_end_by_the_context_is_proven_by_an_engine_of_the_same_one(make_service, family):
+    short, service = make_service(family, max_model_len=48), make_service(family)
+    whole, ended = receipts_of(short, SamplingParams(max_new_tokens=20, sampling_seed=3), [PROMPTS[0], PROMPTS[3]])
+    assert len(ended["output"]) == 16 and short.replay([whole, ended]).num("equal") == 2
+    forged = changed(cut_to(whole, 7, type="length", matched=None), max_model_len=len(PROMPTS[0]) + 7)
+    verdicts = service.replay([whole, ended, forged]).verdicts
+    assert [v.status for v in verdicts] == ["equal", "unproven", "unproven"]
+    assert "the context of its engine, 48 tokens (max_model_len)" in verdicts[1].what
+    assert short.replay([forged]).num("unproven") == 1
 
 
 def test_an_output_that_is_longer_than_its_settings_allow_differs_at_its_end(make_service):
