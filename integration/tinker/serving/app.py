@@ -28,7 +28,7 @@ from .served import Served
 from .sessions import Sessions
 from .worker import Worker
 
-_SWEEP_S = 5.0  # between two looks for sessions whose heartbeats have stopped; less where they end sooner
+_SWEEP_S = 5.0  # between two looks for clients that have gone silent; less where their time is short
 _OPEN_PATHS = frozenset({"/api/v1/healthz"})
 _CLOSE_TIMEOUT_S = 60.0  # for the job that runs when the server ends
 PREFIX = "/api/v1"
@@ -43,7 +43,7 @@ def create_app(trainer: Trainer, config: TinkerConfig, http: HttpConfig) -> Fast
         worker = Worker(trainer)
         app.state.served = served = Served(trainer, config, Sessions(config, worker))
         worker.start()
-        served.sweep_every(min(_SWEEP_S, config.session_timeout_s / 4))
+        served.sweep_every(min(_SWEEP_S, config.session_timeout_s / 4, config.gap_s / 4))
         try:
             yield
         finally:

@@ -28,14 +28,16 @@ from ..wire.bodies import (
     SaveBody,
 )
 from ..wire.json_forms import data_of, pass_values
-from ..wire.messages import pass_output, pass_request
+from ..wire.messages import call_of, pass_output, pass_request
+from ..wire.protobuf import BadMessage
+from .calls import CallRoute, note_call, read_call
 from .promises import PROTO, Answer, as_json
 from .served import Served, read, read_bytes, served_of
 from .sessions import Beside, Run
 
 _QUICK_BYTES = 1 << 13  # a message up to this length is parsed on the event loop
 
-router = APIRouter()
+router = APIRouter(route_class=CallRoute)
 
 
 @router.post("/create_model")
@@ -88,7 +90,11 @@ async def forward_backward(request: Request) -> dict[str, object]:
         return await _pass_in_json(request, backward=True)
     data, digest = await read_bytes(request)
     # Its data are parsed when they run, but a body of nothing else than small fields takes long by itself.
-    parsed = pass_request(data) if len(data) <= _QUICK_BYTES else await off_loop(partial(pass_request, data))
+    try:
+        parsed = pass_request(data) if len(data) <= _QUICK_BYTES else await off_loop(partial(pass_request, data))
+    except BadMessage:
+        note_call(request, *call_of(data[:_QUICK_BYTES]), digest)
+        raise
     call = _Pass(parsed.model_id, parsed.data, parsed.loss_fn, parsed.loss_fn_config, not parsed.forward_only)
     return _submit(served_of(request), call.model_id, parsed.seq_id, digest, call.run, call.runs_beside)
 
@@ -100,7 +106,7 @@ async def forward(request: Request) -> dict[str, object]:
 
 
 async def _pass_in_json(request: Request, *, backward: bool) -> dict[str, object]:
-    body, digest = await read(PassBody)(request)
+    body, digest = await read_call(PassBody)(request)
     given = body.forward_backward_input if backward else body.forward_input
     if given is None:
         raise BadInput(f"{'forward_backward_input' if backward else 'forward_input'} is missing")
@@ -133,7 +139,7 @@ class _Pass:
 @router.post("/optim_step")
 async def optim_step(request: Request) -> dict[str, object]:
     """Update a model's weights by its gradients."""
-    body, digest = await read(OptimStepBody)(request)
+    body, digest = await read_call(OptimStepBody)(request)
 
     def run(trainer: Trainer) -> Answer:
         if body.optimizer_params is not None:
@@ -149,7 +155,7 @@ async def optim_step(request: Request) -> dict[str, object]:
 @router.post("/save_weights")
 async def save_weights(request: Request) -> dict[str, object]:
     """Save a model's weights and its optimizer's state."""
-    body, digest = await read(SaveBody)(request)
+    body, digest = await read_call(SaveBody)(request)
 
     def run(trainer: Trainer) -> Answer:
         path = trainer.save(body.model_id, body.path or f"{body.seq_id or 0:06d}", _options(body))
@@ -161,7 +167,7 @@ async def save_weights(request: Request) -> dict[str, object]:
 @router.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(request: Request) -> dict[str, object]:
     """Save a model's weights for sampling: by name on disk, or in memory for a sampler of this session."""
-    body, digest = await read(SaveBody)(request)
+    body, digest = await read_call(SaveBody)(request)
     served = served_of(request)
     sessions, number = served.sessions, body.sampling_session_seq_id
     sampler_id = f"{body.model_id.partition(':')[0]}:sample:{number}"
@@ -192,7 +198,7 @@ async def save_weights_for_sampler(request: Request) -> dict[str, object]:
 @router.post("/load_weights")
 async def load_weights(request: Request) -> dict[str, object]:
     """Load a checkpoint into a model, or create a model from one."""
-    body, digest = await read(LoadBody)(request)
+    body, digest = await read_call(LoadBody)(request)
     served = served_of(request)
     if body.base_model is not None:
         served.check_base(body.base_model)
@@ -219,7 +225,7 @@ async def load_weights(request: Request) -> dict[str, object]:
 @router.post("/save_weights_external")
 async def save_weights_external(request: Request) -> dict[str, object]:
     """Refuse the call, since checkpoints are PEFT's folders already."""
-    body, digest = await read(SaveBody)(request)
+    body, digest = await read_call(SaveBody)(request)
 
     def run(trainer: Trainer) -> Answer:
         folder = trainer.checkpoints.folder

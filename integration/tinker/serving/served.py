@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -20,6 +21,8 @@ from .sessions import Sessions
 
 B = TypeVar("B", bound=Body)
 
+_REMOVAL_S = 300.0  # between two looks for checkpoints that have expired
+
 
 class Served:
     """The state that the handlers of one application share."""
@@ -28,6 +31,8 @@ class Served:
         self.config, self.sessions, self.checkpoints = config, sessions, trainer.checkpoints
         self.max_model_len = min(trainer.engine.max_model_len, trainer.engine.model.max_model_len)
         self._timer: asyncio.TimerHandle | None = None
+        self._removal: asyncio.Future[None] | None = None  # of expired checkpoints, on a thread
+        self._next_removal = time.monotonic()
 
     def check_base(self, name: str) -> None:
         """Raise HttpError 404 for a base model that is not served."""
@@ -35,12 +40,16 @@ class Served:
             raise HttpError(404, f"base_model {name[:200]!r} is not served; this server has {self.config.model_name!r}")
 
     def sweep_every(self, seconds: float) -> None:
-        """End sessions that have gone silent, now and then."""
+        """End sessions that have gone silent, and remove expired checkpoints, now and then."""
+        loop, now = asyncio.get_running_loop(), time.monotonic()
         self.sessions.sweep()
-        self._timer = asyncio.get_running_loop().call_later(seconds, self.sweep_every, seconds)
+        if now >= self._next_removal and (self._removal is None or self._removal.done()):
+            self._next_removal = now + _REMOVAL_S
+            self._removal = loop.run_in_executor(None, self.checkpoints.remove_expired)
+        self._timer = loop.call_later(seconds, self.sweep_every, seconds)
 
     def stop_sweeping(self) -> None:
-        """End no more sessions."""
+        """End no more sessions, and remove no more checkpoints."""
         if self._timer is not None:
             self._timer.cancel()
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from ...http.edge.errors import HttpError
 from ..training.config import TinkerConfig
+from ..training.data import BadInput
 from ..training.targets import AdapterSpec
 from ..training.trainer import SamplerWeights, Trainer
 from .promises import Answer, Promise, Promises, TooMany, as_json
@@ -37,6 +38,7 @@ class Model:
     is_gone: bool = False  # unloaded, or never made
     next_seq: int = 1  # of the next request that the worker gets
     waiting: dict[int, Job] = field(default_factory=dict)  # by seq_id, for those before them
+    waits_since: float = 0.0  # of time.monotonic: when the first of them came, or the next request was last tried
     last_request: float = field(default_factory=time.time)  # seconds since 1970
 
 
@@ -96,7 +98,7 @@ class Sessions:
             return
         prefix = f"{session_id}:"
         for model in session.models.values():
-            self._fail_waiting(model, "the session has ended")
+            self._fail_waiting(model, f"the session has ended before {_next(model)} came")
         self._worker.cancel(lambda request_id: request_id.startswith(prefix))
         models, samplers = list(session.models), list(session.samplers)
 
@@ -111,7 +113,8 @@ class Sessions:
         self.promises.forget(prefix)
 
     def sweep(self) -> None:
-        """End the sessions whose heartbeats have stopped, and forget answers that were fetched."""
+        """End the sessions whose heartbeats have stopped, fail requests that have waited too long for one with a
+        smaller seq_id, and forget answers that were fetched."""
         before = time.monotonic() - self._config.session_timeout_s
         for session in [one for one in self if one.seen_at < before]:
             logger.warning(
@@ -119,6 +122,9 @@ class Sessions:
                 session.session_id, self._config.session_timeout_s, len(session.models),
             )  # fmt: skip
             self.end(session.session_id)
+        for model in [model for one in self for model in one.models.values() if model.waiting]:
+            if model.waits_since < time.monotonic() - self._config.gap_s:
+                self._pass_over(model)
         self.promises.forget_fetched()
 
     # -- models -----------------------------------------------------------------------------------------------------
@@ -173,7 +179,11 @@ class Sessions:
         if (known := self._same(request_id, digest)) is not None:
             return known
         if seq < model.next_seq:
-            raise HttpError(400, f"seq_id {seq} of {model.model_id} was used; the next one is {model.next_seq}")
+            raise HttpError(
+                400, f"seq_id {seq} of {model.model_id} was used, or came too late; the next one is {model.next_seq}"
+            )
+        if not model.waiting or seq == model.next_seq:
+            model.waits_since = time.monotonic()
         if seq >= model.next_seq + self._config.max_requests_ahead:
             raise TooMany(f"seq_id {seq} of {model.model_id} is too far ahead: {model.next_seq} is waited for")
         model.waiting[seq] = Job(run, self.promises.add(request_id, digest), runs_beside)
@@ -193,7 +203,7 @@ class Sessions:
             return known
         model, promise = self.model(model_id), self.promises.add(request_id, b"")
         model.is_gone = True
-        self._fail_waiting(model, "the model was unloaded")
+        self._fail_waiting(model, f"the model was unloaded before {_next(model)} came")
 
         def drop(trainer: Trainer) -> Answer:
             trainer.drop(model.model_id)
@@ -202,10 +212,17 @@ class Sessions:
         self._worker.put(Job(drop, promise))
         return promise
 
+    def _pass_over(self, model: Model) -> None:
+        """Fail the requests of a model that wait, since the next one does not come. Later ones run again."""
+        last = max(model.waiting)
+        logger.warning("%s: %s did not come; %d later ones fail", model.model_id, _next(model), len(model.waiting))
+        self._fail_waiting(model, f"{_next(model)} did not come within {self._config.gap_s:g} s (--limit gap_s=N)")
+        model.next_seq = last + 1
+
     @staticmethod
     def _fail_waiting(model: Model, why: str) -> None:
         for job in model.waiting.values():
-            job.promise.fail(ValueError(f"{why} before a request with seq_id {model.next_seq} came"))
+            job.promise.fail(BadInput(why))
         model.waiting.clear()
 
     # -- samplers ---------------------------------------------------------------------------------------------------
@@ -258,3 +275,7 @@ class Sessions:
         if known is not None and known.body_digest != digest:
             raise HttpError(400, f"another request has the id {request_id}: its seq_id was used")
         return known
+
+
+def _next(model: Model) -> str:
+    return f"a request with seq_id {model.next_seq}"

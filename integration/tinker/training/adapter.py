@@ -33,6 +33,8 @@ class AdamParams:
             most = 1.0 if field.name.startswith("beta") else math.inf
             if not (0 <= value < most):
                 raise BadInput(f"adam_params: {field.name} must be a number from 0 and below {most}, not {value}")
+        if self.eps == 0:  # half of an adapter has no gradient before its first step: 0 / 0
+            raise BadInput("adam_params: eps must be above 0")
 
 
 class TrainedAdapter:
@@ -79,7 +81,8 @@ class TrainedAdapter:
     def step(self, params: AdamParams) -> dict[str, float]:
         """Update the weights by the gradients, and drop these. Returns metrics.
 
-        Raises BadInput, and changes no weight, without gradients and for gradients that are not finite, which it drops.
+        Raises BadInput, and changes neither weights nor the optimizer's state, without gradients, and for a step whose
+        gradients or new weights are not finite, whose gradients it drops.
         """
         gradients = [master.grad for master in self._masters.values() if master.grad is not None]
         if not gradients:
@@ -93,8 +96,15 @@ class TrainedAdapter:
                 "lr": params.learning_rate, "betas": (params.beta1, params.beta2), "eps": params.eps,
                 "weight_decay": params.weight_decay,
             }  # fmt: skip
+        before = [{name: own.clone() for name, own in part.items()} for part in self.state()]
         self._optimizer.step()
         self.drop_gradients()
+        if not all(bool(master.isfinite().all()) for master in self._masters.values()):
+            self.load(*before)
+            raise BadInput(
+                f"optim_step: the new weights are not finite (learning_rate is {params.learning_rate:g}); they are as "
+                "before, and the gradients are dropped"
+            )
         self.num_steps += 1
         return {"grad_norm": norm}
 

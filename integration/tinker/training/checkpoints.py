@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import threading
 import time
@@ -32,7 +33,9 @@ from torch import Tensor
 
 from ....rollout.model.adapters.folder import CONFIG_FILE, WEIGHTS_FILE
 from ....rollout.model.adapters.layers import PEFT_PREFIX
-from ....weight_sync.disk.atomic_folder import atomic_folder, flush
+from ....weight_sync.disk.atomic_folder import complete_folder, flush, partial_folder
+from ....weight_sync.disk.claims import remove_leftovers
+from ...failures import files_of
 from .data import BadInput
 from .targets import AdapterSpec
 
@@ -44,6 +47,7 @@ TTL_S = (3600, 10 * 366 * 86400)
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
 _RUN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9:_-]{0,199}")
 _FORMER = ".former"  # end of the name of a checkpoint while another takes its place
+_REMOVED = ".removed"  # end of the name of a checkpoint that is being removed
 _META, _RUN_META, _TRAINING = "checkpoint.json", "run.json", "training.safetensors"
 
 
@@ -115,10 +119,16 @@ class Checkpoints:
     """The checkpoints in one folder. Methods may be called from any thread. Changes wait for each other."""
 
     def __init__(self, folder: Path) -> None:
-        """Make the folder, and put back what a process that was killed was about to replace."""
+        """Make the folder. Put back what a process that was killed was about to replace, and remove what it had not
+        written, or not removed, to the end."""
         self.folder = folder
         self._lock = threading.RLock()  # of all that writes and removes: whole checkpoints, and descriptions
+        self._names = threading.Lock()  # of lookups, and of a name that goes from one checkpoint to another
         folder.mkdir(parents=True, exist_ok=True)
+        for parent in (path for middle in KINDS for path in folder.glob(f"*/{middle}")):
+            remove_leftovers(parent)
+        for removed in folder.glob(f"*/*/.*{_REMOVED}"):
+            shutil.rmtree(removed, ignore_errors=True)
         for former in folder.glob(f"*/*/.*{_FORMER}"):
             target = former.with_name(former.name.removeprefix(".").removesuffix(_FORMER))
             if target.exists():
@@ -162,11 +172,12 @@ class Checkpoints:
         with self._lock:
             if not (info := self._stored(path)).has_expired:  # another one has taken its place
                 return info
-            shutil.rmtree(self._at(path))
+            self._remove(path)
         return None
 
     def _stored(self, path: str) -> CheckpointInfo:
-        return _read(CheckpointInfo, self._at(path) / _META, f"checkpoint {path}")
+        with self._names:
+            return _read(CheckpointInfo, self._at(path) / _META, f"checkpoint {path}")
 
     def info(self, path: str) -> CheckpointInfo:
         """Return a checkpoint by its path. Raises BadInput for one that is not there, or has expired."""
@@ -185,31 +196,36 @@ class Checkpoints:
             return self._written(info, content)
 
     def _written(self, info: CheckpointInfo, content: Content) -> CheckpointInfo:
-        """Write a checkpoint in the place of the former one, which stays where that fails."""
+        """Write a checkpoint beside the former one, which it replaces only when it is whole. Raises FileFailed."""
         target = self._at(info.path)
-        former = target.with_name(f".{target.name}{_FORMER}")
-        shutil.rmtree(former, ignore_errors=True)
-        if target.exists():
-            target.rename(former)
-        try:
-            with atomic_folder(target) as folder:
-                (folder / CONFIG_FILE).write_text(json.dumps(content.config, indent=2), encoding="utf-8")
-                save_file(
-                    _plain({PEFT_PREFIX + name: own for name, own in content.weights.items()}), folder / WEIGHTS_FILE
-                )
-                if content.masters is not None:
-                    kept = {f"master/{name}": own for name, own in content.masters.items()} | dict(
-                        content.moments or {}
-                    )
-                    save_file(_plain(kept), folder / _TRAINING)
-                info = replace(info, num_bytes=sum(file.stat().st_size for file in folder.iterdir()))
-                (folder / _META).write_text(json.dumps(asdict(info)), encoding="utf-8")
-        except BaseException:
-            if former.exists():
-                former.rename(target)
-            raise
+        with files_of(target, advice="make room there, or mend that, and save again"), partial_folder(target) as folder:
+            (folder / CONFIG_FILE).write_text(json.dumps(content.config, indent=2), encoding="utf-8")
+            save_file(_plain({PEFT_PREFIX + name: own for name, own in content.weights.items()}), folder / WEIGHTS_FILE)
+            if content.masters is not None:
+                kept = {f"master/{name}": own for name, own in content.masters.items()} | dict(content.moments or {})
+                save_file(_plain(kept), folder / _TRAINING)
+            info = replace(info, num_bytes=sum(file.stat().st_size for file in folder.iterdir()))
+            (folder / _META).write_text(json.dumps(asdict(info)), encoding="utf-8")
+            complete_folder(folder)
+            former = self._put(folder, target)
+        flush(target.parent)
         shutil.rmtree(former, ignore_errors=True)
         return info
+
+    def _put(self, folder: Path, target: Path) -> Path:
+        """Give a whole checkpoint its name; returns where the former one is then. Lookups find one or the other."""
+        former = target.with_name(f".{target.name}{_FORMER}")
+        shutil.rmtree(former, ignore_errors=True)
+        with self._names:
+            if target.exists():
+                target.rename(former)
+            try:
+                folder.rename(target)
+            except OSError:
+                if former.exists():
+                    former.rename(target)
+                raise
+        return former
 
     def read(self, info: CheckpointInfo, device: torch.device, *, training: bool) -> Content:
         """Read a checkpoint's tensors. training: with what training goes on with. Raises BadInput for a checkpoint that
@@ -236,7 +252,27 @@ class Checkpoints:
         """Delete a checkpoint. Raises BadInput for one that is not there."""
         with self._lock:
             self.info(path)
-            shutil.rmtree(self._at(path))
+            self._remove(path)
+
+    def remove_expired(self) -> None:
+        """Remove all checkpoints that have expired. One that cannot be removed is named in the log."""
+        for middle in KINDS:
+            for file in self.folder.glob(f"*/{middle}/*/{_META}"):
+                path = f"{SCHEME}{file.parents[2].name}/{middle}/{file.parent.name}"
+                try:
+                    self._info(path)
+                except BadInput:  # none of ours, or just removed; lists name those that cannot be read
+                    continue
+                except OSError as error:
+                    logger.warning("checkpoint %s has expired, and cannot be removed: %s", path, error)
+
+    def _remove(self, path: str) -> None:
+        """Remove a checkpoint. Its name is free first: what is left after an interruption has another one."""
+        target = self._at(path)
+        removed = target.with_name(f".{target.name}.{secrets.token_hex(8)}{_REMOVED}")
+        with self._names:
+            target.rename(removed)
+        shutil.rmtree(removed)
 
     def set_expiry(self, path: str, expires_at: float | None) -> None:
         """Set when a checkpoint expires; None: never."""

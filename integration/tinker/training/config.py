@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _COUNTS = ("max_lora_rank", "max_models", "max_snapshots", "max_open_samples", "max_requests_ahead")
-_SECONDS = ("session_timeout_s", "poll_s", "result_s")
+_SECONDS = ("session_timeout_s", "poll_s", "result_s", "gap_s")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class TinkerConfig:
     session_timeout_s: float = 300.0  # a session without a heartbeat for so long ends; the SDK sends one each 10 s
     poll_s: float = 20.0  # a question for an answer waits so long for it; the SDK gives up after 45 s and asks again
     result_s: float = 60.0  # a fetched answer is kept so long, for a client that has not received it
+    gap_s: float = 300.0  # requests of a model that wait so long for one with a smaller seq_id fail
     microbatch_bytes: float = 2 * 2.0**30  # of the activations of a micro-batch; a larger datum is one by itself
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,6 +87,21 @@ def pass_request(body: bytes) -> PassRequest:
                 key, its = entry(value)
                 newer[key] = 0.0 if its is None else _setting(its)
     return PassRequest(model_id, seq_id, forward_only, loss_fn, newer or config, parts)
+
+
+def call_of(body: bytes) -> tuple[str, int]:
+    """Return the model's id and the seq_id of the beginning of a ForwardBackwardRequest that may be none; "" and 0 for
+    what it does not have."""
+    model_id, seq_id = "", 0
+    with suppress(BadMessage):
+        for number, value in fields(body):
+            if number == 1:
+                model_id = text(value)
+            elif number == 2:
+                seq_id = signed(value)
+            if model_id and seq_id:
+                break
+    return model_id, seq_id
 
 
 def _setting(value: Value) -> float | str:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from lockstep.integration.tinker.serving.promises import failure
 from lockstep.integration.tinker.training import checkpoints as module
 from lockstep.integration.tinker.training.checkpoints import (
     CheckpointInfo,
@@ -23,6 +28,7 @@ from lockstep.integration.tinker.training.data import BadInput
 from lockstep.integration.tinker.training.targets import AdapterSpec
 from lockstep.tests.support.random_models import random_model
 from lockstep.tests.support.tinker_client import Client, Failed, datum
+from lockstep.weight_sync.disk.atomic_folder import partial_folder
 
 DATA = [datum([1, 2, 3], target_tokens=[2, 3, 4])]
 WEIGHTS = {"a.lora_A.weight": torch.ones(1, 3), "a.lora_B.weight": torch.zeros(2, 1)}
@@ -60,6 +66,63 @@ def test_a_name_is_taken_once_unless_it_is_overwritten_and_a_failure_leaves_the_
     assert [path.name for path in (tmp_path / "run:0" / "weights").iterdir()] == ["one"]
 
 
+def test_a_full_disk_is_named_with_the_checkpoint(tmp_path, monkeypatch):
+    kept = Checkpoints(tmp_path)
+
+    def full(*_: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(module, "save_file", full)
+    reason = r"run:0/weights/one cannot be written: No space left on device; make room there"
+    with pytest.raises(OSError, match=reason) as failed:
+        kept.write(*content())
+    told = json.loads(failure(failed.value).body)
+    assert told == {"error": str(failed.value), "category": "server"}
+
+
+def test_a_checkpoint_that_is_overwritten_is_there_all_the_time(tmp_path, monkeypatch):
+    kept = Checkpoints(tmp_path)
+    first = kept.write(*content())
+    found, save = [], module.save_file
+
+    def saved(*args: object) -> None:
+        found.append(kept.info(first.path))
+        kept.read(found[-1], torch.device("cpu"), training=True)
+        save(*args)
+
+    monkeypatch.setattr(module, "save_file", saved)
+    second = kept.write(*content(2.0), overwrite=True)
+    assert found == [first, first] and kept.info(first.path) == second != first
+
+
+class Names:
+    """A lock that looks at a checkpoint's name whenever it is taken and released."""
+
+    def __init__(self, folder) -> None:
+        self._folder, self.seen, self.is_held = folder, [], False
+
+    def __enter__(self) -> None:
+        self.is_held = True
+        self.seen.append(self._folder.exists())
+
+    def __exit__(self, *_: object) -> None:
+        self.seen.append(self._folder.exists())
+        self.is_held = False
+
+
+def test_lookups_wait_while_the_name_goes_from_one_checkpoint_to_the_other(tmp_path, monkeypatch):
+    kept = Checkpoints(tmp_path)
+    first = kept.write(*content())
+    names = Names(tmp_path / "run:0" / "weights" / "one")
+    monkeypatch.setattr(kept, "_names", names)
+    rename, held = module.Path.rename, []
+    monkeypatch.setattr(module.Path, "rename", lambda *args: (held.append(names.is_held), rename(*args))[1])
+    kept.write(*content(2.0), overwrite=True)
+    assert held == [True, True] and all(names.seen)
+    kept.info(first.path)
+    assert len(names.seen) == 4
+
+
 def test_what_a_killed_process_was_about_to_replace_comes_back(tmp_path):
     kept = Checkpoints(tmp_path)
     first = kept.write(*content())
@@ -69,6 +132,50 @@ def test_what_a_killed_process_was_about_to_replace_comes_back(tmp_path):
     folder.with_name(".one.former").mkdir()
     assert Checkpoints(tmp_path).info(first.path) == first
     assert not folder.with_name(".one.former").exists()
+
+
+@pytest.mark.parametrize("has_expired", [False, True])
+def test_the_name_of_a_checkpoint_whose_removal_was_interrupted_is_free(tmp_path, monkeypatch, has_expired):
+    kept = Checkpoints(tmp_path)
+    info, written = content()
+    info = kept.write(replace(info, expires_at=time.time() - 1 if has_expired else None), written)
+    parent = tmp_path / "run:0" / "weights"
+
+    def broken(folder: Path, **_: object) -> None:
+        for file in folder.glob("checkpoint.json"):
+            file.unlink()
+            raise OSError("interrupted")
+
+    monkeypatch.setattr(module.shutil, "rmtree", broken)
+    with pytest.raises(OSError, match="interrupted"):
+        kept.info(info.path) if has_expired else kept.delete(info.path)
+    monkeypatch.undo()
+    with pytest.raises(BadInput, match="there is no checkpoint"):
+        kept.info(info.path)
+    assert kept.of_run("run:0") == [] and len(list(parent.iterdir())) == 1
+    again = kept.write(*content())
+    assert Checkpoints(tmp_path).info(info.path) == again and [path.name for path in parent.iterdir()] == ["one"]
+    kept.delete(info.path)
+    assert not list(parent.iterdir())
+
+
+@pytest.mark.parametrize("middle", ["weights", "sampler_weights"])
+def test_what_a_killed_process_had_not_written_to_its_end_is_removed(tmp_path, middle):
+    program = f"""
+import os
+from lockstep.weight_sync.disk.atomic_folder import partial_folder
+with partial_folder({str(tmp_path)!r} / Path("run:0/{middle}/one")) as folder:
+    (folder / "adapter_model.safetensors").write_bytes(b"half")
+    os._exit(0)
+"""
+    subprocess.run([sys.executable, "-c", "from pathlib import Path\n" + program], check=True)
+    parent = tmp_path / "run:0" / middle
+    assert len(list(parent.iterdir())) == 2
+    Checkpoints(tmp_path)
+    assert not list(parent.iterdir())
+    with partial_folder(parent / "two") as mine:
+        Checkpoints(tmp_path)
+        assert mine.is_dir() and len(list(parent.iterdir())) == 2, "that of a living process stays"
 
 
 @pytest.mark.parametrize(
@@ -104,6 +211,46 @@ def test_checkpoints_expire(tmp_path, monkeypatch):
         kept.info(info.path)
     with pytest.raises(BadInput, match="there is no checkpoint"):
         kept.info(info.path)
+
+
+def test_expired_checkpoints_are_removed_and_no_others(tmp_path, caplog, monkeypatch):
+    kept = Checkpoints(tmp_path)
+    info, written = content()
+    for name, expires_at in (("gone", time.time() - 1), ("later", time.time() + 3600), ("one", None)):
+        path = f"tinker://run:0/weights/{name}"
+        kept.write(replace(info, path=path, expires_at=expires_at), written)
+        kept.write(replace(info, path=path.replace("run:0", "run:1"), expires_at=expires_at), written)
+    broken = tmp_path / "run:0" / "weights" / "broken"
+    broken.mkdir()
+    (broken / "checkpoint.json").write_text("{}")
+    rmtree, failures = module.shutil.rmtree, [OSError("busy")]
+
+    def remove(path: Path) -> None:
+        if failures:
+            raise failures.pop()
+        rmtree(path)
+
+    monkeypatch.setattr(module.shutil, "rmtree", remove)
+    kept.remove_expired()
+    left = {run: {path.name for path in (tmp_path / run / "weights").glob("[!.]*")} for run in ("run:0", "run:1")}
+    assert left == {"run:0": {"later", "one", "broken"}, "run:1": {"later", "one"}}
+    assert "busy" in caplog.text and "broken" not in caplog.text
+
+
+def test_a_server_removes_expired_checkpoints_by_itself(serve, folder, monkeypatch):
+    kept = Checkpoints(folder / "checkpoints")
+    info, written = content()
+    kept.write(replace(info, expires_at=time.time() - 1), written, overwrite=True)
+    was_called, remove = threading.Event(), Checkpoints.remove_expired
+
+    def removed(checkpoints: Checkpoints) -> None:
+        remove(checkpoints)
+        was_called.set()
+
+    monkeypatch.setattr(Checkpoints, "remove_expired", removed)
+    with serve():
+        assert was_called.wait(30)
+    assert not (folder / "checkpoints" / "run:0" / "weights" / "one").exists()
 
 
 class Turn:

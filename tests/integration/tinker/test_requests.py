@@ -54,6 +54,55 @@ def test_a_repeated_request_is_one_request_and_a_number_is_used_once(client):
     assert "seq_id must be 1 or more" in refused(model.send_pass(DATA, seq=-1))
 
 
+@pytest.mark.parametrize(
+    ("path", "wrong", "reason"),
+    [
+        ("optim_step", {"adam_params": {"learning_rate": None}}, "learning_rate"),
+        ("optim_step", {"newer": 1}, "newer"),
+        ("save_weights", {"path": 5}, "path"),
+        ("save_weights_for_sampler", {"path": "a", "kind": "other"}, "kind"),
+        ("load_weights", {"path": "tinker://a/weights/b"}, "optimizer"),
+        ("load_weights", {"path": "p", "optimizer": True, "session_id": "x"}, "model_id, or session_id"),
+        ("load_weights", {"path": "p", "optimizer": True, "base_model": "b"}, "is not served"),
+        ("forward", {}, "forward_input is missing"),
+        ("forward_backward", {"forward_backward_input": {"data": [], "loss_fn": 3}}, "loss_fn"),
+    ],
+)
+def test_a_wrong_request_uses_its_number_and_the_next_one_runs(client, path, wrong, reason):
+    model = client.model(rank=1, train_mlp=False)
+    ahead = model.send_pass(DATA, seq=2).json()["request_id"]
+    ids = [client.post(path, model_id=model.model_id, seq_id=1, **wrong)["request_id"] for _ in range(2)]
+    assert ids[0] == ids[1], "the same request again"
+    with pytest.raises(Failed, match=reason) as failed:
+        client.answer(ids[0])
+    assert failed.value.category == "user"
+    client.answer(ahead)
+    unnumbered = client.http.post(path, json={"model_id": model.model_id, **wrong})
+    assert unnumbered.status_code in (400, 404) and reason in unnumbered.json()["detail"]
+
+
+def test_a_pass_that_is_no_message_uses_its_number_and_the_next_one_runs(client):
+    model = client.model(rank=1, train_mlp=False)
+    body = pass_body(model.model_id, 1, DATA, "cross_entropy", {}, False)
+    sent = client.http.post("forward_backward", content=body + b"\x0a\xff\xff", headers=PROTO).raise_for_status()
+    with pytest.raises(Failed, match="the message ends"):
+        client.answer(sent.json()["request_id"])
+    model.seq = 1
+    model.run(DATA)
+
+
+def test_requests_fail_whose_forerunner_does_not_come_and_later_ones_run(serve):
+    with serve(gap_s=0.2, http=HttpConfig(port=0, max_body_bytes=2000)) as server, Client(server.url) as client:
+        model = client.model(rank=1, train_mlp=False)
+        long = [datum(range(200), target_tokens=range(200))]
+        assert model.send_pass(long).status_code == 413
+        with pytest.raises(Failed, match=r"a request with seq_id 1 did not come within 0\.2 s") as failed:
+            model.step()
+        assert failed.value.category == "user"
+        assert "came too late" in refused(model.send_pass(DATA, seq=1))
+        model.train(DATA)
+
+
 def test_without_numbers_requests_run_as_they_come(client):
     model = client.model()
     model.send_pass(DATA, seq=1)
@@ -125,7 +174,8 @@ def test_settings_of_losses_and_steps_are_checked(client):
         with pytest.raises(Failed, match=reason):
             model.run(rl, "ppo", **config)
     model.run(DATA)
-    for params, reason in (({"learning_rate": -1.0}, "learning_rate must be"), ({"beta1": 1.0}, "beta1 must be")):
+    for params, reason in (({"learning_rate": -1.0}, "learning_rate must be"), ({"beta1": 1.0}, "beta1 must be"),
+                           ({"eps": 0.0}, "eps must be above 0")):  # fmt: skip
         with pytest.raises(Failed, match=reason):
             model.step(**params)
     with pytest.raises(Failed, match="only one here"):
@@ -228,9 +278,10 @@ def test_a_number_of_a_sampler_is_that_of_one_request(client):
     expected = sampler.draw([1, 2], max_tokens=4, seed=1, stop=[])
     model.seq = 1
     model.train(DATA, learning_rate=0.5)
-    for further in ({"seq_id": model.seq + 1}, {}):
-        again = client.http.post("save_weights_for_sampler", json={**body, **further})
-        assert "sampling_session_seq_id 5 of session" in refused(again)
+    taken = "sampling_session_seq_id 5 of session"
+    with pytest.raises(Failed, match=taken):
+        model.call("save_weights_for_sampler", sampling_session_seq_id=5)
+    assert taken in refused(client.http.post("save_weights_for_sampler", json=body))
     model.sampler().draw([1, 2], max_tokens=4, seed=1, stop=[])
     assert sampler.draw([1, 2], max_tokens=4, seed=1, stop=[]) == expected
 
