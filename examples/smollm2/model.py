@@ -11,6 +11,7 @@ HuggingFaceTB/SmolLM2-135M-Instruct in its place, which is the better model: not
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -50,4 +51,6 @@ if __name__ == "__main__":
     wanted = parser.parse_args().folder
     if wanted.exists():
         sys.exit(f"{wanted} is there already")
+    if importlib.util.find_spec("gguf") is None:
+        sys.exit("transformers reads the file with the package gguf, which is not installed: pip install gguf")
     make(wanted)

@@ -128,7 +128,7 @@ class GrpoJob:
         model = self.config.model
         try:
             with named_by_folder(folder):
-                tokenizer = AutoTokenizer.from_pretrained(folder)
+                tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             return tokenizer, load_whole(folder, read_config(folder), DTYPES[model.dtype], self.ranks.device)
         except ValueError as error:
             if model.path:
@@ -211,7 +211,8 @@ class GrpoJob:
         dist.barrier()  # no rank ends before the results are written, or while other ranks may call its engine
 
     def _serve(self) -> BackgroundServer | None:
-        """Start an HTTP server on this rank's engine, if the config sets a port. It answers while the job trains."""
+        """Start an HTTP server on this rank's engine, if the config sets a port. It answers while the job trains.
+        Raises ValueError where the port is in use."""
         service, port = self.engine.service, self.config.http.port
         if not port or service is None or not service.engine.is_controller:
             return None
@@ -220,7 +221,10 @@ class GrpoJob:
 
         samples = partial(samples_data, self.config.folder, tokenizer=self.tokenizer)
         keeps = bool(self.config.run.rollouts_every)
-        server = serve_in_background(service, HttpConfig(port=port + self.ranks.rank), samples if keeps else None)
+        try:
+            server = serve_in_background(service, HttpConfig(port=port + self.ranks.rank), samples if keeps else None)
+        except OSError as error:  # taken since the check
+            raise ValueError(f"http.port: {error.strerror or error}") from error
         logger.info("rank %d answers at %s", self.ranks.rank, server.url)
         return server
 

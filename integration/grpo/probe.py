@@ -58,9 +58,16 @@ def probed_config(config: JobConfig, num_prompts: int, num_samples: int) -> JobC
             group_size=num_samples,
             ahead=0,
             on_commit="verify",
+            keep_kv=False,
             redraw=0,
         ),
-        train=replace(config.train, minibatches_per_step=1, epochs_per_step=1),  # of few prompts
+        # One step of few prompts. Where the job has more micro-batches than they have samples, each sample is one.
+        train=replace(
+            config.train,
+            minibatches_per_step=1,
+            epochs_per_step=1,
+            gradient_accumulation_steps=min(config.train.gradient_accumulation_steps, num_prompts * num_samples),
+        ),
         trainer="ddp",
         sync="in_place",
         engines="local",

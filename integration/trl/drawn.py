@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import repeat
 
@@ -60,7 +61,8 @@ class DrawnLogprobs:
             if expected is None or not scored.num_scored:
                 continue
             difference = logprobs[scored.places].cpu() - torch.tensor(expected)
-            self._gap = max(self._gap, difference.abs().max().item())
+            gap = difference.abs().max().item()
+            self._gap = max(self._gap, math.inf if math.isnan(gap) else gap)  # no number is larger, for other ranks too
             self._num_tokens += len(expected)
 
     def _found(self, rows: PackedRows, weights: Hashable, images: ImageTensors) -> list[tuple[float, ...] | None]:

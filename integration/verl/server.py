@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _KEY = "LOCKSTEP_ADMIN_KEY"
 _TAGS = ("kv_cache", "weights")
+_ABORT_EVERY_S = 0.1  # while requests are on their way that are to be rejected
 _LINE_BYTES = 1 << 24  # a progress bar is one line, however often it is drawn
 
 
@@ -42,6 +43,7 @@ class LockstepServer:
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._rejects = False  # requests, until generation is resumed
+        self._asked: set[asyncio.Future[httpx.Response]] = set()  # answers that are not there yet
 
     async def launch(self) -> str:
         """Start the process and wait until it serves. Returns its address, HOST:PORT. Raises RuntimeError with its last
@@ -81,7 +83,10 @@ class LockstepServer:
         if self._rejects:
             return TokenOutput(token_ids=[], stop_reason="aborted")
         body = request_body(self._config, self._context, prompt_ids, sampling_params, request_id)
-        response = await self._post("/generate", body)
+        asked = asyncio.ensure_future(self._post("/generate", body))
+        self._asked.add(asked)
+        asked.add_done_callback(self._asked.discard)
+        response = await asked
         if response.status_code != 200:
             raise ValueError(f"request {request_id}: {response.status_code} {response.text[:500]}")
         return TokenOutput(**read_answer(response.json()))
@@ -119,6 +124,9 @@ class LockstepServer:
         them at once."""
         self._rejects = reject_request
         await self._tell("/pause_generation", mode="abort")
+        while self._rejects and self._asked:  # those that arrive behind the pause would wait for its end
+            await self._tell("/abort_request", abort_all=True)
+            await asyncio.wait(self._asked, timeout=_ABORT_EVERY_S)
 
     async def resume_generation(self) -> None:
         """Generate again."""

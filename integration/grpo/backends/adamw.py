@@ -8,7 +8,7 @@ is stochastic: up or down with the probabilities that make it right in the mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,8 @@ class TrainerAdamW(torch.optim.AdamW):
         masters = [_master(one) if has_masters and one.dtype != torch.float32 else one for one in given]
         self.masters = dict(zip(given, masters, strict=True))
         self.sums = GradientSums(given)
-        super().__init__(masters, **adamw_options(settings, masters[0].device if masters else torch.device("cpu")))
+        device = masters[0].device if masters else torch.device("cpu")
+        super().__init__(_groups(masters), **adamw_options(settings, device))
 
     def take_gradients(self) -> list[Tensor]:
         """Move the sums of the parameters' gradients to the tensors that `step` updates. Returns them, in float32: what
@@ -134,11 +135,12 @@ class StochasticAdamW(TrainerAdamW):
 
 
 class ShardedMastersAdamW(TrainerAdamW):
-    """AdamW of parameters that are the masters themselves: float32 shards, of which forwards gather roundings."""
+    """AdamW of shards that are the masters themselves: float32, of which forwards gather roundings. Parameters beside
+    them that are whole are in float32 for the forward too, and have no masters."""
 
     def state_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return what is kept of a parameter, itself as its master."""
-        return dict(self.state[parameter]) | {"master": parameter.detach()}
+        """Return what is kept of a parameter, a shard itself as its master."""
+        return dict(self.state[parameter]) | ({"master": parameter.detach()} if self.has_master(parameter) else {})
 
     def load_state_of(self, parameter: nn.Parameter, key: str, value: Tensor) -> None:
         """See `TrainerAdamW.load_state_of`."""
@@ -149,8 +151,8 @@ class ShardedMastersAdamW(TrainerAdamW):
             parameter.copy_(value)
 
     def has_master(self, parameter: nn.Parameter) -> bool:
-        """Return that a parameter has a master: it is one."""
-        return True
+        """Return whether a parameter has a master: a shard is one."""
+        return isinstance(parameter, DTensor)
 
 
 def rounded_stochastically(values: Tensor, seed: int) -> Tensor:
@@ -203,6 +205,12 @@ def make_adamw(model: nn.Module, settings: TrainSettings) -> TrainerAdamW:
 
 def _master(parameter: nn.Parameter) -> Tensor:
     return parameter.detach().to(torch.float32, copy=True).requires_grad_()
+
+
+def _groups(tensors: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """Divide tensors into groups of shards and of whole ones: torch updates no two kinds together."""
+    kinds = ([one for one in tensors if isinstance(one, DTensor) is is_shard] for is_shard in (True, False))
+    return [{"params": kind} for kind in kinds if kind] or [{"params": []}]
 
 
 def _local(tensor: Tensor) -> Tensor:

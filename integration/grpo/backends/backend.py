@@ -227,11 +227,20 @@ def scale_gradients(gradients: Iterable[Tensor], scale: float) -> None:
 
 def clip(gradients: Sequence[Tensor], max_norm: float) -> float:
     """Clip gradients to a total norm over all ranks' shards, in place. Returns the norm before clipping."""
-    norm = _whole(get_total_norm(gradients))
+    norm = _total_norm(gradients)
     coefficient = (max_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)  # as torch's clip_grads_with_norm_
     for gradient in gradients:
         gradient.mul_(coefficient.to(gradient.device))
     return float(norm)
+
+
+def _total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of shards, over all ranks, and of whole gradients, which each rank has: torch sums no two kinds
+    together."""
+    shards, whole = ([one for one in gradients if isinstance(one, DTensor) is kind] for kind in (True, False))
+    if not (shards and whole):
+        return _whole(get_total_norm(gradients))
+    return torch.hypot(_whole(get_total_norm(shards)), get_total_norm(whole))
 
 
 def _whole(tensor: Tensor) -> Tensor:

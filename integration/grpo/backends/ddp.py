@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -12,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from ....weight_sync.manifest import NamedTensors
-from ...image_inputs import image_parameters
 from ...push.adapters.ddp import ddp_tensors
 from .backend import TrainerBackend
 from .gradient_sums import GradientSums
@@ -29,14 +29,20 @@ class DdpBackend(TrainerBackend):
     needs_all_batches = False
 
     def wrap(self, model: PreTrainedModel) -> None:
-        device = self.ranks.device
-        self._ddp = DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
+        device, has_others = self.ranks.device, self.ranks.num_ranks > 1
+        # Not every forward uses each parameter: a batch of text needs no encoder of images, and some models have parts
+        # that no text needs. A rank that waited for their gradients would wait for ever.
+        self._ddp = DistributedDataParallel(
+            model, device_ids=[device] if device.type == "cuda" else None, find_unused_parameters=has_others
+        )
+        # Looking for them, DDP would copy the logits, lest they be written into; no code does.
+        self._ddp._set_ddp_sink_clone(False)
+        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified", UserWarning)
         # Ranks have forwards without gradients in numbers of their own, where DDP would send buffers before the next
         # rank waits for them. A language model's buffers are constants, such as rotary frequencies. Set here, because
         # the constructor's argument has another name in newer releases of torch.
         self._ddp.broadcast_buffers = False
         self.model = model
-        self._of_images = image_parameters(model) if self.ranks.num_ranks > 1 else []
         self.optimizer = self.adamw(model)
         if any(parameter.dtype != torch.float32 for parameter in self._trained().values()):
             # Without annotations: DDP refuses those that are text.
@@ -44,11 +50,7 @@ class DdpBackend(TrainerBackend):
 
     def forward(self, **inputs: object) -> Tensor:
         logits: Tensor = self._ddp(**inputs).logits
-        if not self._of_images or not torch.is_grad_enabled():
-            return logits
-        # DDP waits for a gradient of each parameter, and a batch may be of text: theirs are zeros.
-        zeros = torch.stack([parameter.flatten()[:1].sum() * 0.0 for parameter in self._of_images]).sum()
-        return logits + zeros.to(logits.dtype)
+        return logits
 
     @property
     def needs_last(self) -> bool:  # type: ignore[override]

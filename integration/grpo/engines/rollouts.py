@@ -184,8 +184,9 @@ class Rollouts:
     def rows(self, samples: StepSamples) -> list[dict[str, object]]:
         """Return this rank's samples of a step as they are kept."""
         answered = zip(samples.problems, samples.answers, samples.advantages, strict=True)
+        temperature = self._config.rollout.temperature
         return [
-            sample_row(problem, answer.completion, answer.score, advantage, answer.episode, answer.images)
+            sample_row(problem, answer.completion, answer.score, advantage, answer.episode, answer.images, temperature)
             for problem, answer, advantage in answered
         ]
 

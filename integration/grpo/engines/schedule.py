@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from ....rollout.ahead.group import Spans
@@ -47,3 +48,15 @@ def read_schedule(path: str) -> dict[int, StepSpans]:
         raise ValueError(f"run.replay_schedule: {path!r} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"run.replay_schedule: {path!r} is no schedule of a run: {error}") from error
+
+
+def refuse_older_versions(path: str, schedule: Mapping[int, StepSpans], num_done: int) -> None:
+    """Raise ValueError where a run that goes on after `num_done` steps has to draw tokens of weights before these."""
+    for step in sorted(step for step in schedule if step > num_done):
+        versions = {version for prompt in schedule[step] for spans in prompt for version, _ in spans}
+        if older := [version for version in versions if version.isdecimal() and int(version) < num_done]:
+            raise ValueError(
+                f"run.replay_schedule: step {step} of {path!r} has tokens of the weights after step "
+                f"{min(older, key=int)}, and --resume goes on with those after step {num_done}: a replay of "
+                "them begins anew, without --resume"
+            )

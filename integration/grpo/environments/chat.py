@@ -59,11 +59,14 @@ class EpisodeChat:
         """Return the text of tokens, special ones included."""
         return str(self._tokenizer.decode(list(token_ids)))
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
+    def render(self, messages: list[dict[str, Any]], *, is_closed: bool = False) -> str:
+        """Return the text of a prompt, or of a conversation that ends with these messages. Raises ValueError where the
+        template refuses them."""
         if not self._tokenizer.chat_template:
             raise ValueError("messages need a chat template, and the tokenizer of model.path has none: add token ids")
+        settings = {**self._settings, "add_generation_prompt": False} if is_closed else self._settings
         try:
-            return str(self._tokenizer.apply_chat_template(messages, **self._settings))
+            return str(self._tokenizer.apply_chat_template(messages, **settings))
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"the chat template refuses the messages: {error}") from error
 
@@ -82,7 +85,10 @@ class TurnWriter:
     def __init__(self, chat: EpisodeChat, pictures: Sequence[Any]) -> None:
         self._chat, self._pictures = chat, pictures
         self.tensors: dict[str, Tensor] = {}  # of the text that was tokenised last
-        self.template = Template(chat.render, self._tokenise, chat.special_ids)
+        self.template = Template(
+            chat.render, self._tokenise, chat.special_ids, lambda text: chat.tokenise(text, ())[0],
+            lambda told: chat.render(told, is_closed=True),
+        )  # fmt: skip
 
     def _tokenise(self, text: str) -> list[int]:
         ids, self.tensors = self._chat.tokenise(text, self._pictures)

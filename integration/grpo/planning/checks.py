@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ....rollout.media.reader import why_no_images
 from ....weight_sync.layout.bucket import ALIGNMENT
 from ..backends.lora import add_adapters, missing_package
-from ..engines.schedule import read_schedule
+from ..engines.schedule import read_schedule, refuse_older_versions
 from ..environments.player import job_environment
 from ..results.checkpoint import num_steps_done
 from ..results.settings_kept import other_seed
@@ -67,9 +67,32 @@ def _missing_packages(config: JobConfig) -> list[str]:
         wrong.append(
             "deepspeed must be installed for this trainer, the extra `deepspeed`: pip install -e '.[deepspeed]'"
         )
+    if config.http.port and not _has_server():
+        wrong.append(
+            "uvicorn and fastapi must be installed for http.port, the extra `serve`: pip install -e '.[serve]'"
+        )
     if config.train.lora.rank:
         wrong += missing_package()
     return wrong + [f"{key}: {fault}" for key, path in config.data_files.items() if (fault := why_unreadable(path))]
+
+
+def _has_server() -> bool:
+    return None not in map(importlib.util.find_spec, ("uvicorn", "fastapi"))
+
+
+def _refused_port(config: JobConfig) -> list[str]:
+    """Return the fault of the port on which this rank's engine is to answer, if it takes requests."""
+    rank = int(os.environ.get("RANK", "0"))
+    if not config.http.port or rank % config.parallel.num_ranks or not _has_server():
+        return []
+    from ...http.edge.config import HttpConfig  # its packages are an extra
+    from ...http.edge.listening import listen
+
+    try:
+        listen(HttpConfig(port=config.http.port + rank)).close()
+    except (ValueError, OSError) as error:
+        return [f"http.port: {error.strerror if isinstance(error, OSError) else error}"]
+    return []
 
 
 def check_job(config: JobConfig, num_ranks: int, *, resume: bool = False) -> None:
@@ -90,6 +113,7 @@ def check_job(config: JobConfig, num_ranks: int, *, resume: bool = False) -> Non
     except ValueError as error:
         wrong.append(f"parallel: {error}")
     wrong += _missing_packages(config)
+    wrong += _refused_port(config)
     if config.weights.num_bucket_bytes < ALIGNMENT:
         wrong.append(f"weights.bucket_bytes must be at least {ALIGNMENT} bytes, not {config.weights.bucket_bytes!r}")
     if config.weights.folder and os.path.exists(config.weights.folder) and not os.path.isdir(config.weights.folder):
@@ -97,12 +121,14 @@ def check_job(config: JobConfig, num_ranks: int, *, resume: bool = False) -> Non
     if wrong:
         raise ValueError("; ".join(wrong))
     config.engine_config()
-    if config.run.replay_schedule:
-        read_schedule(config.run.replay_schedule)
+    if path := config.run.replay_schedule:
+        schedule = read_schedule(path)
+        refuse_older_versions(path, schedule, num_steps_done(config.folder / "checkpoints") if resume else 0)
     scorer = make_scorer(config)
     if config.environment:
         job_environment(config)
-    model_spec(config)
+    if not config.model.path:
+        model_spec(config)
     tokenizer, max_model_len, vocab_size = tokenizer_and_sizes(config)
     task = build_task(config, tokenizer, max_model_len)
     if not config.environment:

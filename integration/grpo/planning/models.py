@@ -14,27 +14,29 @@ from ....rollout.ranks.mesh import Mesh, MeshPlan
 from ....rollout.sharding.part import Part, build_part
 from ....rollout.sharding.skeleton import auto_class
 from ..settings.config import JobConfig
-from ..tasks.arithmetic import CONTEXT_TOKENS, VOCAB_SIZE, ArithmeticSpec, build_tokenizer
+from ..tasks.arithmetic import CONTEXT_TOKENS, VOCAB_SIZE, build_tokenizer, keyed
+from ..tasks.task import sums_spec
 from ..tasks.warm_start import ModelSpec, WarmStartSpec, build_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def model_spec(config: JobConfig) -> ModelSpec:
-    """Return the shape of the model that the job builds."""
+    """Return the shape of the model that the job builds. Raises ValueError, naming the settings."""
     m = config.model
-    return ModelSpec(
-        m.hidden_size, m.intermediate_size, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim, m.family
-    )
+    with keyed("model"):
+        return ModelSpec(
+            m.hidden_size, m.intermediate_size, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim, m.family
+        )
 
 
 def warm_start_spec(config: JobConfig) -> WarmStartSpec:
     """Return what the warm start of that model depends on."""
-    data, warm = config.data, config.warm_start
+    warm = config.warm_start
     return WarmStartSpec(
         seed=config.run.seed,
         model=model_spec(config),
-        data=ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout),
+        data=sums_spec(config),
         num_steps=warm.num_steps,
         batch_size=warm.batch_size,
         learning_rate=warm.learning_rate,
@@ -60,7 +62,9 @@ def model_without_memory(config: JobConfig, path: str = "") -> PreTrainedModel:
             return build_model(model_spec(config), build_tokenizer())
         path_config = read_config(Path(folder))
         with named_by_folder(Path(folder)):
-            return auto_class(path_config).from_config(path_config, dtype=DTYPES[config.model.dtype])
+            return auto_class(path_config).from_config(
+                path_config, dtype=DTYPES[config.model.dtype], trust_remote_code=False
+            )
 
 
 def tokenizer_and_sizes(
@@ -72,8 +76,10 @@ def tokenizer_and_sizes(
     if not path:
         return build_tokenizer(), CONTEXT_TOKENS, VOCAB_SIZE
     if not os.path.isfile(os.path.join(path, "config.json")):
-        raise ValueError(f"{setting}: {path!r} is no model folder, it holds no config.json")
+        raise ValueError(
+            f"{setting}: {path!r} is no model folder, it holds no config.json: download a model of the Hub to one first"
+        )
     text = read_config(Path(path)).get_text_config(decoder=True)
     refuse_faulty_weights(Path(path))
     with named_by_folder(Path(path)):
-        return AutoTokenizer.from_pretrained(path), context_length(text), text.vocab_size
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False), context_length(text), text.vocab_size

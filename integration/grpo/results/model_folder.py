@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from ....weight_sync.disk.atomic_folder import flush_folder, partial_folder
+from ....weight_sync.disk.atomic_folder import complete_folder, partial_folder
 from ...failures import files_of
 from .run_folder import REMOVED
 
@@ -16,7 +16,7 @@ def write_model_folder(folder: Path, fill: Callable[[Path], None], on_file: Call
     is on the disk. Raises FileFailed; then an earlier folder of this name is as it was."""
     with files_of(folder), partial_folder(folder) as partial:
         fill(partial)
-        flush_folder(partial, on_file)
+        complete_folder(partial, on_file)
         if folder.exists():  # an earlier best one; or of a run that had ended and was resumed: the same model
             old = folder.rename(folder.with_name(f".{folder.name}{REMOVED}"))
             partial.rename(folder)

@@ -38,9 +38,10 @@ _CHUNK = 1 << 20  # bytes that are decompressed at a time: what follows a frame 
 
 def sample_row(
     problem: Problem, completion: Completion, score: Score, advantage: float, episode: Episode | None = None,
-    images: Sequence[Images] = (),
+    images: Sequence[Images] = (), temperature: float | None = None,
 ) -> dict[str, object]:  # fmt: skip
-    """Return what is kept of one sample. episode: that it is, where it has several turns; images: of its prompts."""
+    """Return what is kept of one sample. episode: that it is, where it has several turns; images: of its prompts;
+    temperature: of its log-probabilities, None: it is left out."""
     reason = completion.finish_reason
     receipts: tuple[object, ...] = () if completion.receipt is None else (completion.receipt,)
     if episode is not None:
@@ -60,6 +61,7 @@ def sample_row(
         "prompt_ids": completion.prompt_ids,
         "token_ids": completion.token_ids,
         "logprobs": completion.logprobs,
+        **({"temperature": temperature} if temperature is not None else {}),
         **({"forced": completion.forced} if completion.forced is not None else {}),
         "weight_versions": [(span.version, span.start, span.end) for span in completion.weight_versions],
         **(episode.kept() if episode is not None else {}),

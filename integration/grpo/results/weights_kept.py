@@ -8,7 +8,9 @@ models by their digests.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +22,15 @@ if TYPE_CHECKING:
     from ....rollout.config import EngineConfig
     from ....rollout.receipt import Guarantee
 
+logger = logging.getLogger(__name__)
+
 RUN_ENGINE = "engine.json"
 FORMAT = 1
 
 
 class WeightsKept:
-    """Writer of these files. One rank has it. Its methods raise FileFailed."""
+    """Writer of these files. One rank has it. Its methods raise FileFailed; an index that holds something else, which
+    another program may have written, is named in the log, and the run goes on without it."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         """Name the folder of a run, and the dtype of its model."""
@@ -47,9 +52,9 @@ class WeightsKept:
             self._digest, self._versions = digest, []
         self._versions.append(version)
         if digest is not None and len(self._versions) > 1:
-            with files_of(self._folder / FILE, "read"):
+            with files_of(self._folder / FILE, "read"), self._without(version):
                 held = {entry.folder: entry.digest for entry in read_index(self._folder)}  # the last one counts
-            self._write([name for name, its in held.items() if its == digest], [version], digest)
+                self._write([name for name, its in held.items() if its == digest], [version], digest)
 
     def add(self, path: Path, version: str, digest: str | None) -> None:
         """Note that a folder holds the weights of a version. digest: None where none was computed."""
@@ -61,8 +66,16 @@ class WeightsKept:
 
     def _write(self, names: Sequence[str], versions: Sequence[str], digest: str) -> None:
         entries = [IndexedWeights(name, digest, self._dtype, version) for name in names for version in versions]
-        with files_of(self._folder / FILE):
+        with files_of(self._folder / FILE), self._without(versions[-1]):
             add_to_index(self._folder, entries)
+
+    @contextmanager
+    def _without(self, version: str) -> Iterator[None]:
+        """Go on where the index that the block is about is none."""
+        try:
+            yield
+        except ValueError as error:
+            logger.warning("%s: `lockstep replay` may find no weights of version %s by their receipts", error, version)
 
 
 def read_run_engine(folder: Path) -> Mapping[str, Any]:

@@ -10,6 +10,10 @@ from typing import Any
 
 import regex
 
+from .scoring_process import ScoringProcess
+
+_SCHEMA_LIMIT_S = 5.0  # of the check of one schema, which then counts as right
+
 
 def pattern_of(row: Mapping[str, Any], *, pattern: str = "", field: str = "pattern") -> regex.Pattern[str]:
     """Return the pattern of all rows, or the row's own. Raises ValueError where there is none, or a wrong one."""
@@ -45,16 +49,36 @@ def entry_of(row: Mapping[str, Any], *, dataset: str = "") -> tuple[str, dict[st
     return name, dict(entry)
 
 
+def refuse_blank(answer: str) -> None:
+    """Raise ValueError for an answer that an empty completion would equal."""
+    if not answer.strip():
+        raise ValueError('the answer is blank; with data.answer_field="" rows have none')
+
+
 # The reading of a row, by reward.
 _READ: Mapping[str, Callable[..., object]] = {
     "matches": pattern_of, "follows_schema": schema_of, "reasoning_gym": entry_of,
 }  # fmt: skip
+_COMPARE = ("exact_answer", "math_verify")  # rewards that read the answer
+RowCheck = Callable[[Mapping[str, Any], str], object]  # takes a row and its answer
 
 
-def row_check(name: str, options: Mapping[str, object]) -> Callable[[Mapping[str, Any]], object] | None:
-    """Return a function that raises ValueError for a row that lacks what the reward of that name reads of it; None for
-    a reward that reads no fields. options: of the reward."""
-    read = _READ.get(name)
-    if read is None:
+def row_check(name: str, options: Mapping[str, object], process: ScoringProcess) -> RowCheck | None:
+    """Return a function that raises ValueError for a row that lacks what the reward of that name reads of it, or has a
+    wrong schema; None for a reward that reads no fields. options: of the reward; process: reads schemas."""
+    if name in _COMPARE:
+        return lambda row, answer: refuse_blank(answer)
+    found = _READ.get(name)
+    if found is None:
         return None
-    return partial(read, **{key: value for key, value in options.items() if key in signature(read).parameters})
+    read = partial(found, **{key: value for key, value in options.items() if key in signature(found).parameters})
+    if name != "follows_schema":
+        return lambda row, answer: read(row)
+    right: set[object] = set()  # schemas; many rows may have the same
+
+    def check(row: Mapping[str, Any], answer: str) -> None:
+        if (schema := read(row)) not in right:
+            process.score("schema", (schema,), _SCHEMA_LIMIT_S)
+            right.add(schema)
+
+    return check

@@ -107,7 +107,10 @@ def described(value: object) -> str:
 def _number(value: Any, who: str, what: str, where: str) -> float:
     if not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         raise ValueError(f"{who} returned {described(value)}{what}, not a number{where}")
-    number = float(value)
+    try:
+        number = float(value)
+    except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:  # of arrays, too large integers and others
+        raise ValueError(f"{who} returned {described(value)}{what}, not a number{where}: {error}") from error
     if not math.isfinite(number):
         raise ValueError(f"{who} returned {number}{what}, not a finite number{where}")
     if abs(number) > _MOST:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ from ..user_code import results_of
 from .loading import RewardFunction, load_reward
 from .row_fields import row_check
 from .score import RewardWeights, Score, Value, checked_value, described, score_of
+from .scoring_process import ScoringProcess
 from .user_calls import UserCalls, UserFunction
 
 _AT_ONCE = 64  # calls of an async reward that are under way at a time
@@ -85,8 +87,11 @@ class Scorer:
         ]
 
     def check_rows(self, problems: Sequence[Problem]) -> None:
-        """Raise ValueError naming the rows that lack what a ready reward reads of each, the first three of them."""
-        faults = [fault for reward in self._rewards.values() for fault in reward.faults_of(problems)]
+        """Raise ValueError naming the rows that lack what a ready reward reads of each, or have it wrong, the first
+        three of them."""
+        # A process of its own, which ends here: one that lives on would be shared with processes that are forked later.
+        with closing(ScoringProcess()) as process:
+            faults = [fault for reward in self._rewards.values() for fault in reward.faults_of(problems, process)]
         if faults:
             more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
             raise ValueError("; ".join(faults[:3]) + more)
@@ -118,14 +123,14 @@ class _Form:
         self._has_texts = len(names) == 3 or has_many
         self._is_batched = bool(names) and names[0] == "rows"
 
-    def faults_of(self, problems: Sequence[Problem]) -> Iterator[str]:
-        """Yield what rows lack that a ready reward reads of each."""
-        check = row_check(self.location, getattr(self._function, "keywords", {}))
+    def faults_of(self, problems: Sequence[Problem], process: ScoringProcess) -> Iterator[str]:
+        """Yield what rows lack, or have wrong, that a ready reward reads of each. process: see `row_check`."""
+        check = row_check(self.location, getattr(self._function, "keywords", {}), process)
         if check is None:
             return
         for problem in problems:
             try:
-                check(problem.whole_row())
+                check(problem.fields, problem.answer)
             except ValueError as error:
                 yield f"{problem.place}: {self._user.name}: {error}"
 

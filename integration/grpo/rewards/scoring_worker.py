@@ -1,7 +1,8 @@
 """The process that scores with other packages: `python -m lockstep.integration.grpo.rewards.scoring_worker FD`.
 
-A request is (kind, arguments, seconds), pickled by the trainer; an answer is JSON, because a scorer may evaluate what a
-model wrote: {"value": 1.0}, with "error" where the scorer failed, or {"refused": "..."} for a row that is wrong.
+A request is (kind, arguments, seconds), pickled by the trainer; answers are JSON, because a scorer may evaluate what a
+model wrote: {"loaded": true} once the kind's packages are there, then {"value": 1.0}, with "error" where the scorer
+failed, or {"refused": "..."} for a row that is wrong, or, alone, for a package that is missing.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
+
+from .scoring_process import LOADED
 
 _MEMORY_BYTES = 4 << 30
 _MARKS = ("$", "\\boxed", "\\(", "\\[")  # of an answer that says itself where its mathematics is
@@ -30,7 +34,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer ends this process
     signal.signal(signal.SIGALRM, _raise_out_of_time)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    allowed = _MEMORY_BYTES if most == resource.RLIM_INFINITY else min(_MEMORY_BYTES, most)
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, most))
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit of its own
     channel = Connection(int(sys.argv[1]))
     while True:
@@ -38,20 +44,28 @@ def main() -> None:
             kind, arguments, limit_s = channel.recv()
         except EOFError:
             return
-        channel.send_bytes(json.dumps(answer_to(kind, arguments, limit_s)).encode())
+        for answer in answers_to(kind, arguments, limit_s):
+            channel.send_bytes(json.dumps(answer).encode())
 
 
-def answer_to(kind: str, arguments: tuple[Any, ...], limit_s: float) -> dict[str, object]:
-    """Compute one value within a time limit. Called in the main thread; SIGALRM raises OutOfTime there."""
+def answers_to(kind: str, arguments: tuple[Any, ...], limit_s: float) -> Iterator[Mapping[str, object]]:
+    """Load what a kind needs and say so, then compute one value; see the head of this module."""
     load, score = _KINDS[kind]
     try:
         load()  # imports take as long as they take
     except ImportError as error:
-        return {"refused": f"{kind} needs a package: {error}"}
+        yield {"refused": f"{kind} needs a package: {error}"}
+        return
+    yield LOADED
+    yield _answer(kind, partial(score, *arguments), limit_s)
+
+
+def _answer(kind: str, score: Callable[[], float], limit_s: float) -> dict[str, object]:
+    """Compute one value within a time limit. Called in the main thread; SIGALRM raises OutOfTime there."""
     try:
         signal.setitimer(signal.ITIMER_PROF, 2 * limit_s)  # its signal ends the process, also inside a C function
         signal.setitimer(signal.ITIMER_REAL, limit_s)
-        return {"value": score(*arguments)}
+        return {"value": score()}
     except (OutOfTime, MemoryError, RecursionError):
         return {"value": 0.0}
     except Refused as error:
@@ -134,6 +148,12 @@ def _schema(completion: str, schema: str) -> float:
         raise Refused(f"the schema is wrong: {error}") from None
 
 
+def _check_schema(schema: str) -> float:
+    """Return 1.0 for a schema that is right. Raises Refused for another."""
+    _validator(schema)
+    return 1.0
+
+
 @functools.lru_cache(256)
 def _validator(schema: str) -> Any:
     """Make the validator of a schema. Raises Refused for a schema that is wrong."""
@@ -160,6 +180,7 @@ _KINDS: dict[str, tuple[Callable[[], None], Callable[..., float]]] = {
     "follows_schema": (_load_schema, _schema),
     "math_verify": (_load_math, _math),
     "reasoning_gym": (_load_gym, _gym),
+    "schema": (_load_schema, _check_schema),  # of a row, before any completion
 }
 
 if __name__ == "__main__":

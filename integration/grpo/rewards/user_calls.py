@@ -123,12 +123,18 @@ class UserFunction:
             self._calls.num_over += 1
 
     async def awaited(self, function: Callable[[], Awaitable[T]], what: Callable[[], str]) -> T:
-        """Call a coroutine function; see `call`. Raises CallTimedOut where it takes longer than the job allows."""
+        """Call a coroutine function; see `call`. Raises CallTimedOut where it takes longer than the job allows, and
+        ValueError where a task that it waits for was cancelled: a CancelledError of this task would end the job without
+        a word."""
         limit_s = self._calls.timeout_s
         with self.call(what), self._calls.waits(limit_s):
             try:
                 async with asyncio.timeout(limit_s or None) as limit:
                     return await function()
+            except asyncio.CancelledError as error:
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+                raise ValueError(f"{self.name} waits for a task that was cancelled, and does not handle it") from error
             except TimeoutError as error:
                 if not limit.expired():  # one of the function's own
                     raise

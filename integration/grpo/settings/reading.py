@@ -7,8 +7,9 @@ import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 _SHOWN = 100  # characters of a wrong value in a message
 
@@ -56,7 +57,7 @@ def build(cls: type, values: object, prefix: str, faults: list[str]) -> Any:
                 key: build(section, value, f"{prefix}{name}.{key}.", faults) for key, value in values[name].items()
             }
         else:
-            chosen[name] = _typed(values[name], types[name], f"{prefix}{name}", faults)
+            chosen[name] = typed(values[name], types[name], f"{prefix}{name}", faults)
     if len(faults) > before:
         return None
     try:
@@ -79,25 +80,32 @@ def nearest(name: str, prefix: str, known: Iterable[str]) -> str:
     return f" (is it {prefix}{lowered[found[0]]}?)" if found else ""
 
 
-def _typed(value: object, wanted: type, key: str, faults: list[str]) -> object:
-    """Convert the value to the wanted type: an integer is accepted for a float. Adds a fault for another type."""
-    # None stands where nothing is said, which TOML cannot write.
+def typed(value: object, wanted: Any, key: str, faults: list[str], is_secret: bool = False) -> object:
+    """Convert the value to the wanted type: an integer is accepted for a float, a text for a path. Adds a fault for
+    another type, which does not show a value that is secret."""
+    # None stands where nothing is said, which JSON can write, and TOML cannot.
+    if value is None and NoneType in get_args(wanted):
+        return None
     allowed = [one for one in get_args(wanted) if one is not NoneType] if isinstance(wanted, UnionType) else [wanted]
     if float in allowed and isinstance(value, int) and _is_of(value, float):
         return float(value)
+    if Path in allowed and isinstance(value, str):
+        return Path(value)
     if not any(_is_of(value, one) for one in allowed):
-        faults.append(f"{key} must be {' or '.join(map(_kind, allowed))}, not {_short(value)}")
+        given = "" if is_secret else f", not {_short(value)}"
+        faults.append(f"{key} must be {' or '.join(map(_kind, allowed))}{given}")
     return value
 
 
 def _is_of(value: object, wanted: Any) -> bool:
-    """Return whether a value is of a type: a plain one, or a list or table of such."""
-    if wanted is object:
-        return True
+    """Return whether a value is of a type: a plain one, or a list or table of such. The names that a Literal has are
+    left to the class of the settings."""
     origin, parts = get_origin(wanted), get_args(wanted)
-    if origin is list:
-        return isinstance(value, list) and all(_is_of(one, parts[0]) for one in value)
-    if origin is dict:
+    if wanted is object or origin is Literal:
+        return True
+    if origin in (list, tuple):
+        return isinstance(value, origin) and all(_is_of(one, parts[0]) for one in value)
+    if origin in (dict, Mapping):
         return isinstance(value, dict) and all(_is_of(one, parts[1]) for one in value.values())
     if isinstance(value, bool) or wanted is bool:
         return isinstance(value, bool) and wanted is bool
@@ -112,12 +120,12 @@ def _short(value: object) -> str:
 
 
 def _kind(wanted: Any) -> str:
-    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false", object: "anything"}
+    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
     if section_of_each(wanted):
         return "a table of sections, each with a name"
     origin, parts = get_origin(wanted), get_args(wanted)
-    if origin is list:
+    if origin in (list, tuple):
         return f"a list, each of {_kind(parts[0])}"
-    if origin is dict:
-        return f"a table, each of {_kind(parts[1])}"
-    return names[wanted]
+    if origin in (dict, Mapping):
+        return "a table" if parts[1] is object else f"a table, each of {_kind(parts[1])}"
+    return names.get(wanted, "anything")

@@ -53,12 +53,12 @@ class ModelSettings(Section):
     path: str = ""  # a Hugging Face folder; empty: a small model is built with the sizes below
     family: str = "qwen3"  # of the built model: "qwen3" or "qwen3_5" (gated delta nets in most layers)
     dtype: str = "float32"  # type of the parameters: "float32" or "bfloat16"
-    hidden_size: int = 128  # width of the built model
-    intermediate_size: int = 256  # width of the built model's MLP
+    hidden_size: int = 128  # width of the built model, a multiple of 32
+    intermediate_size: int = 256  # width of the built model's MLP, a multiple of 32
     num_layers: int = 4  # layers of the built model
-    num_heads: int = 4  # query heads of the built model
+    num_heads: int = 4  # query heads of the built model, a multiple of num_kv_heads
     num_kv_heads: int = 2  # key and value heads of the built model
-    head_dim: int = 32  # size of each head of the built model
+    head_dim: int = 32  # size of each head of the built model, a multiple of 32
 
     def faults(self) -> list[Fault]:
         """See `Section.faults`."""
@@ -118,8 +118,8 @@ class DataSettings(Section):
     # reward reasoning_gym scores it
     reasoning_gym_options: dict[str, object] = field(default_factory=dict)  # fields of the dataset's config, and size:
     # number of problems, of which every tenth is held out; seed is run.seed where it is not set
-    min_digits: int = 3  # least number of digits of each number to add
-    max_digits: int = 3  # largest number of digits of each number to add
+    min_digits: int = 3  # least number of digits of each number to add, at least 2
+    max_digits: int = 3  # largest number of digits of each number to add, at most 9
     num_heldout: int = 512  # largest number of held-out problems; of several sources in proportion to their weights
     chat: bool = False  # a prompt that is text becomes a user's message; prompts that are messages do so in any case
     system_prompt: str = ""  # system message before the messages of each prompt; needs chat, or messages

@@ -29,6 +29,7 @@ def _of_data(config: JobConfig) -> Iterator[Rule]:
     yield model, " ".join(f"model.{name}" for name in _SHAPE), "model.path is set"
     yield model, " ".join(f"warm_start.{name}" for name in _WARM_START), "model.path is set"
     yield config.data.has_rows, "data.min_digits data.max_digits", "problems are not generated sums"
+    yield not (config.data.has_rows or config.evaluations), "data.too_long", "problems are generated sums"
     names = " ".join(f"data.{name}" for name in _FIELDS)
     yield not config.data_files, names, "data.path is not set"
     yield not config.checkpoints.best, "checkpoints.best_by", "checkpoints.best is false"

@@ -7,6 +7,8 @@ the column before it, then the total: "12 13 06=632".
 import hashlib
 import random
 import string
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tokenizers import Tokenizer, decoders, models, processors
@@ -16,6 +18,15 @@ from .problems import Problem
 
 VOCAB_SIZE = 128  # every entry has a token, so that all tokens that a model can sample can be decoded
 CONTEXT_TOKENS = 64  # twice the length of the longest prompt and completion
+
+
+@contextmanager
+def keyed(section: str) -> Iterator[None]:
+    """Put the section of their settings before the faults of a specification, which its fields begin."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError("; ".join(f"{section}.{fault}" for fault in str(error).split("; "))) from error
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,8 @@ class ArithmeticSpec:
     def __post_init__(self) -> None:
         faults = []
         if not 2 <= self.min_digits <= self.max_digits <= 9:
-            faults.append(f"2 <= min_digits <= max_digits <= 9 is needed, not {self.min_digits} and {self.max_digits}")
+            given = f"{self.min_digits} and {self.max_digits}"
+            faults.append(f"min_digits and max_digits must be from 2 to 9, in this order, not {given}")
         if self.num_heldout < 1:
             faults.append(f"num_heldout must be at least 1, not {self.num_heldout}")
         if self.heldout_one_in < 2:

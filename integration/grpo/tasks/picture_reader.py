@@ -37,7 +37,11 @@ class PictureReader:
             raise ValueError("prompts with pictures need model.path: the built model runs on text")
         try:
             folder = Path(self._folder)
-            found = load_processor(folder) if folder.is_dir() else AutoProcessor.from_pretrained(self._folder)
+            found = (
+                load_processor(folder)
+                if folder.is_dir()
+                else AutoProcessor.from_pretrained(self._folder, trust_remote_code=False)
+            )
         except (OSError, ValueError, ImportError) as error:
             raise ValueError(f"{self._folder} has no processor for prompts with pictures: {error}") from error
         if not isinstance(found, ProcessorMixin):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import random
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +16,7 @@ from .pictures import pictures_of, placed
 from .rows import Row, field_of, has_field, is_parquet, read_rows, without_nulls
 
 ReadPictures = Callable[[str, Sequence[str]], dict[str, Any]]  # takes a text with their places; returns tensors
+_KEPT_ORDERS = 16  # random orders that are kept: one of each source, and those of redraws; 4 bytes a problem
 Message = Mapping[str, Any]  # of a conversation: role and content, and what else its chat template reads
 
 
@@ -47,9 +51,14 @@ class Problem:
                 raise ValueError(f"{self.place}: {error}") from error
         return self.prompt if self.prompt_ids is None else list(self.prompt_ids)
 
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The fields for a reward; of a generated problem prompt and answer. They are not to be changed."""
+        return self.row or {"prompt": self.prompt, "answer": self.answer}
+
     def whole_row(self) -> dict[str, Any]:
-        """Return the fields for a reward; of a generated problem prompt and answer."""
-        return dict(self.row) or {"prompt": self.prompt, "answer": self.answer}
+        """Return a copy of the fields. Users' functions may change it, nested values too: others' rows stay."""
+        return copy.deepcopy(dict(self.fields))
 
 
 def load_problems(
@@ -78,10 +87,17 @@ def load_problems(
             faults.append(f"{row.place}: {error}")
     if faults:
         more = f"; and {len(faults) - 10} more {'rows' if is_parquet(path) else 'lines'}" if len(faults) > 10 else ""
-        raise ValueError("; ".join(faults[:10]) + more)
+        has_none = answer_field and any(_missing(answer_field) in fault for fault in faults)
+        raise ValueError(
+            "; ".join(faults[:10]) + more + '; answer_field="" is for rows without answers' * bool(has_none)
+        )
     if not problems:
         raise ValueError(f"{path}: holds no problems (the file is empty)")
     return problems
+
+
+def _missing(field: str) -> str:
+    return f"field {field!r} is missing"
 
 
 def _problem_of(row: Row, prompt_field: str, answer_field: str, *, has_nulls: bool) -> Problem:
@@ -89,11 +105,7 @@ def _problem_of(row: Row, prompt_field: str, answer_field: str, *, has_nulls: bo
     record = row.read()
     if not isinstance(record, dict):
         raise ValueError(f"a JSON object is needed, not {_json_kind(record)}")
-    faults = [
-        f"field {field!r} is missing"
-        for field in (prompt_field, answer_field)
-        if field and not has_field(record, field)
-    ]
+    faults = [_missing(field) for field in (prompt_field, answer_field) if field and not has_field(record, field)]
     prompt = field_of(record, prompt_field, " ")
     answer = field_of(record, answer_field, "") if answer_field else ""
     if isinstance(prompt, list):
@@ -166,7 +178,7 @@ def _json_kind(value: object) -> str:
         int: "a number",
         float: "a number",
     }
-    return names.get(type(value), "null")
+    return "null" if value is None else names.get(type(value), f"a value of type {type(value).__name__}")
 
 
 def draw_problems(
@@ -203,7 +215,9 @@ def draw_from(
     return [problems[index] for index in drawn]
 
 
-def _shuffled(count: int, stream: str) -> list[int]:
+@functools.lru_cache(_KEPT_ORDERS)
+def _shuffled(count: int, stream: str) -> Sequence[int]:
+    """Return the numbers below `count` in the random order of a stream: a second for a million, so that it is kept."""
     order = list(range(count))
     random.Random(stream).shuffle(order)
-    return order
+    return array("I", order)

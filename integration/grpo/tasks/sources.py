@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
 from .problems import Problem, draw_from
+
+_BETWEEN_COUNTS = 1024  # places of an order between two at which counts are kept
 
 
 @dataclass(frozen=True)
@@ -34,8 +37,9 @@ class SourceOrder:
         shares = [one / sum(exact) for one in exact]
         self._period = math.lcm(*(share.denominator for share in shares))  # prompts after which the order is repeated
         self._parts = [int(share * self._period) for share in shares]
-        self._order: list[int] = []  # of the first prompts, at most of one period
+        self._order = array("I")  # of the first prompts, at most of one period
         self._counts = [0] * len(shares)  # of that order
+        self._counts_at = [list(self._counts)]  # before each place that _BETWEEN_COUNTS divides
 
     def between(self, first: int, end: int) -> list[int]:
         """Return the numbers of the sources of the prompts from `first` to `end`. Remembers the order up to there."""
@@ -46,8 +50,10 @@ class SourceOrder:
         """Return how many prompts of each source come before a place."""
         rounds, rest = divmod(place, self._period)
         self._extend(rest)
-        begun = self._order[:rest]
-        return [rounds * part + begun.count(source) for source, part in enumerate(self._parts)]
+        known = rest // _BETWEEN_COUNTS
+        begun = self._order[known * _BETWEEN_COUNTS : rest]
+        counts = self._counts_at[known]
+        return [rounds * part + counts[source] + begun.count(source) for source, part in enumerate(self._parts)]
 
     def _extend(self, num: int) -> None:
         parts, counts, period = self._parts, self._counts, self._period
@@ -56,6 +62,8 @@ class SourceOrder:
             chosen = min(may_come, key=lambda source: -(-(counts[source] + 1) * period // parts[source]))
             counts[chosen] += 1
             self._order.append(chosen)
+            if (place + 1) % _BETWEEN_COUNTS == 0:
+                self._counts_at.append(list(counts))
 
 
 class Mixture:

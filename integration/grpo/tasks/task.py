@@ -11,7 +11,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from ..settings.config import JobConfig
-from .arithmetic import ArithmeticSpec, arithmetic_problems
+from .arithmetic import ArithmeticSpec, arithmetic_problems, keyed
 from .chat import ChatPrompts
 from .gym import gym_problems
 from .picture_reader import PictureReader
@@ -69,11 +69,17 @@ def build_task(config: JobConfig, tokenizer: PreTrainedTokenizerBase, max_model_
     return replace(task, all_known=all_known, num_dropped=fitting.num_dropped, evaluations=evaluations)
 
 
+def sums_spec(config: JobConfig) -> ArithmeticSpec:
+    """Return the range of generated sums. Raises ValueError, naming the settings."""
+    data = config.data
+    with keyed("data"):
+        return ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout)
+
+
 def _sums(config: JobConfig) -> Task:
     """Return the task of generated sums."""
-    data = config.data
-    sums = arithmetic_problems(ArithmeticSpec(config.run.seed, data.min_digits, data.max_digits, data.num_heldout))
-    longest = Problem(f"What is {'9' * data.max_digits} + {'9' * data.max_digits}?\n", "")
+    sums, largest = arithmetic_problems(sums_spec(config)), "9" * config.data.max_digits
+    longest = Problem(f"What is {largest} + {largest}?\n", str(2 * int(largest)))
     return Task(sums.train_problems, sums.heldout, (longest,))
 
 
@@ -178,15 +184,17 @@ def check_lengths(
     with pictures those with the largest ones are read."""
     room = _room(max_new_tokens, max_model_len)
     too_long = [
-        f"{problem.place}: the prompt has {num_tokens} tokens"
+        (problem, f"{problem.place}: the prompt has {num_tokens} tokens")
         for problem in [*(one for one in problems if not one.pictures), *_largest(problems)]
         if (num_tokens := _num_tokens(problem, tokenizer)) > room
     ]
     if too_long:
         more = f"; and {len(too_long) - 3} more" if len(too_long) > 3 else ""
+        are_rows = any(problem.source for problem, _ in too_long)  # not generated sums
+        advice = '; data.too_long="drop" leaves such rows out' if are_rows else ""
         raise ValueError(
-            f"{'; '.join(too_long[:3])}{more}; a context of {max_model_len} tokens with rollout.max_new_tokens="
-            f'{max_new_tokens} takes prompts of {room}; data.too_long="drop" leaves such rows out'
+            f"{'; '.join(fault for _, fault in too_long[:3])}{more}; a context of {max_model_len} tokens with "
+            f"rollout.max_new_tokens={max_new_tokens} takes prompts of {room}{advice}"
         )
 
 

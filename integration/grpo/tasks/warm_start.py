@@ -26,7 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ....weight_sync.disk.atomic_folder import flush_folder, partial_folder
+from ....weight_sync.disk.atomic_folder import complete_folder, partial_folder
 from ....weight_sync.disk.claims import remove_leftovers
 from ...failures import files_of
 from .arithmetic import CONTEXT_TOKENS, ArithmeticSpec, arithmetic_problems, build_tokenizer, worked_solution
@@ -278,7 +278,7 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, spec: Warm
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         (partial / "warm_start.json").write_text(json.dumps(asdict(spec), indent=2) + "\n")
-        flush_folder(partial)
+        complete_folder(partial)
         try:
             os.rename(partial, folder)
         except OSError:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from lockstep.integration.grpo.engines.answers import lag_of
+from lockstep.integration.grpo.planning.checks import check_job
 from lockstep.integration.grpo.planning.description import describe_plan
 from lockstep.integration.grpo.settings.config import load_config
 from lockstep.rollout.completion import WeightSpan
@@ -213,3 +216,20 @@ def test_the_plan_says_what_overlaps(overrides, said):
 @pytest.mark.parametrize(("version", "lag"), [("7", 0), ("5", 2), ("default", 0), ("mine", 0), ("9" * 5000, 0)])
 def test_a_label_that_an_administrator_gave_the_present_weights_is_no_lag(version, lag):
     assert lag_of(WeightSpan(version, None, 0, 3), 7) == lag
+
+
+@pytest.mark.parametrize(("num_done", "version"), [(0, None), (2, "1"), (3, None)])
+def test_a_replay_goes_on_only_where_no_older_weights_are_needed(tmp_path, num_done, version):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib")
+    versions = {1: [["0", 4]], 2: [["0", 1], ["1", 3]], 3: [["1", 2], ["2", 2]], 4: [["3", 4]]}
+    lines = [json.dumps({"step": step, "spans": [[spans]]}) for step, spans in versions.items()]
+    (tmp_path / "schedule.jsonl").write_text("\n".join(lines))
+    if num_done:
+        (tmp_path / "mine" / "checkpoints" / f"step-{num_done:06}").mkdir(parents=True)
+    overrides = [f"run.dir={tmp_path}", "run.name=mine", f"run.replay_schedule={tmp_path}/schedule.jsonl",
+                 "rollout.on_commit=keep", "rollout.ahead=1"]  # fmt: skip
+    message = f"step 3 of .* has tokens of the weights after step {version}, and --resume goes on with those after"
+    with pytest.raises(ValueError, match=message) if version else nullcontext():
+        check_job(load_config(CONFIG, overrides), num_ranks=1, resume=True)
+    check_job(load_config(CONFIG, overrides), num_ranks=1)

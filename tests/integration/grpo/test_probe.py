@@ -65,6 +65,14 @@ def test_a_probe_runs_one_rank_whose_engine_has_the_trainers_module():
     assert probed.train == config.train and probed.model == config.model
 
 
+def test_a_probe_runs_what_the_job_runs_also_with_kept_kv_and_more_micro_batches_than_it_has_samples():
+    separate = ["engines=separate", "sync=tensor", "rollout.ahead=1", "rollout.on_commit=keep", "rollout.keep_kv=true"]
+    config = load_config(CONFIG, [*separate, "train.gradient_accumulation_steps=200"])
+    probed = probed_config(config, 5, 3)
+    assert not probed.rollout.keep_kv
+    assert probed.train.gradient_accumulation_steps == 15
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -135,7 +135,14 @@ def test_components_of_several_rewards_have_weights_and_say_what_is_a_success(us
     assert [score.total for score in Scorer([f"{name}:long"])(PROBLEMS, ANSWERS)] == [2.0, 3.0, 4.0]
 
 
-@pytest.mark.parametrize("result", ["float('nan')", "float('inf')", "-float('inf')", "None", "'1.0'", "[1.0]"])
+@pytest.mark.parametrize(
+    "result",
+    [
+        "float('nan')", "float('inf')", "-float('inf')", "None", "'1.0'", "[1.0]", "10**400",
+        "__import__('numpy').array([.5, .5])", "__import__('decimal').Decimal('sNaN')",
+        "type('Tensor', (), {'__float__': lambda self: (_ for _ in ()).throw(RuntimeError('many'))})()",
+    ],
+)  # fmt: skip
 def test_results_that_are_not_finite_numbers_are_refused_by_name_and_row(user_module, result):
     name = user_module(
         f"def score(p, c, a):\n    return {result}\ndef parts(row, completion):\n    return {{'part': {result}}}\n"
@@ -237,6 +244,23 @@ def test_ready_rewards():
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("form", ["row, completion", "rows, completions"])
+def test_a_reward_that_changes_nested_values_of_its_row_changes_no_other_sample(user_module, form):
+    body = """
+def changed(row, completion):
+    row["prompt"].append({"role": "assistant", "content": completion})
+    row["more"]["seen"].append(completion)
+    return len(row["prompt"]) + len(row["more"]["seen"])
+"""
+    many = "def many(rows, completions):\n    return [*map(changed, rows, completions)]\n"
+    name = user_module(body + many)
+    row = {"prompt": [{"role": "user", "content": "p"}], "answer": "1", "more": {"seen": []}}
+    problem = Problem("p", "1", "rows.jsonl:1", row, row["prompt"])
+    scorer = Scorer([f"{name}:{'changed' if form.startswith('row,') else 'many'}"])
+    assert [score.total for score in scorer([problem] * 3, ANSWERS)] == [3.0, 3.0, 3.0]
+    assert problem.messages == [{"role": "user", "content": "p"}] and row["more"] == {"seen": []}
+
+
 @pytest.mark.parametrize(
     ("reward", "fault"),
     [
@@ -257,6 +281,37 @@ def test_rows_that_lack_what_a_ready_reward_reads_are_known_before_the_start(rew
         Scorer([reward], options={reward: {"pattern": "b"}}).check_rows(rows)
         Scorer([reward], options={reward: {"field": "question"}}).check_rows(rows[2:])
     Scorer(["exact_answer", "short_enough"], options={"short_enough": {"target": 3}}).check_rows(rows)
+
+
+def test_rows_with_a_wrong_schema_are_known_before_the_start():
+    pytest.importorskip("jsonschema")
+    schemas = [{"type": "array"}, {"type": "objekt"}, {"type": "array"}, "[1]", '{"type"']
+    rows = [Problem("p", "1", f"rows.jsonl:{n}", {"schema": schema}) for n, schema in enumerate(schemas, 1)]
+    wrong = "reward 'follows_schema': the schema is wrong: "
+    with pytest.raises(ValueError) as error:
+        Scorer(["follows_schema"]).check_rows(rows)
+    assert [f"rows.jsonl:{n}: {wrong}" in str(error.value) for n in range(1, 6)] == [False, True, False, True, True]
+    assert "'objekt' is not valid" in str(error.value) and "an object is needed, not a list" in str(error.value)
+    with pytest.raises(ValueError, match=f"^rows.jsonl:1: {wrong}.*; and 2 more$"):
+        Scorer(["follows_schema"], options={"follows_schema": {"schema": '{"type": 1}'}}).check_rows(rows)
+    Scorer(["follows_schema"]).check_rows(rows[:1])
+
+
+@pytest.mark.parametrize("reward", ["exact_answer", "math_verify"])
+def test_rows_without_an_answer_are_known_before_the_start_where_the_reward_compares_with_it(reward):
+    if reward == "math_verify":
+        pytest.importorskip(reward)
+    rows = [Problem("p", answer, f"rows.jsonl:{n}", {"prompt": "p"}) for n, answer in enumerate(("1", "", " \n"), 1)]
+    Scorer([reward]).check_rows(rows[:1])
+    with pytest.raises(ValueError, match=rf"^rows.jsonl:2: reward '{reward}': the answer is blank.*rows.jsonl:3: "):
+        Scorer([reward]).check_rows(rows)
+    Scorer(["short_enough"]).check_rows(rows)
+    Scorer([f"{__name__}:short_texts"]).check_rows(rows)
+
+
+def short_texts(prompt, completion, answer):
+    """Reward short completions, whatever the answer is."""
+    return -float(len(completion))
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ SPANS = (WeightSpan("3", None, 0, 2),)
 ANSWER = Completion(
     "id", 1, (5, 6), (7, 8), TEXT, (-0.5, -0.25), FinishReason("length", length=2), 0, 0, "3", None, SPANS
 )
-ROW = sample_row(Problem("2+2?", "4", "rows:7"), ANSWER, Score(0.5, {"short": 1.0}, False), -1.0)
+SCORE = Score(0.5, {"short": 1.0}, False)
+ROW = sample_row(Problem("2+2?", "4", "rows:7"), ANSWER, SCORE, -1.0, temperature=0.7)
 
 
 def test_a_step_of_samples_is_read_as_it_was_written(tmp_path):
@@ -43,7 +44,8 @@ def test_a_step_of_samples_is_read_as_it_was_written(tmp_path):
     assert row == same == {
         "source": "rows:7", "prompt": "2+2?", "answer": "4", "sample": 1, "text": TEXT, "reward": 0.5,
         "components": {"short": 1.0}, "is_success": False, "advantage": -1.0, "finish_reason": "length",
-        "prompt_ids": [5, 6], "token_ids": [7, 8], "logprobs": [-0.5, -0.25], "weight_versions": [["3", 0, 2]],
+        "prompt_ids": [5, 6], "token_ids": [7, 8], "logprobs": [-0.5, -0.25], "temperature": 0.7,
+        "weight_versions": [["3", 0, 2]],
     }  # fmt: skip
     with pytest.raises(ValueError, match="has no samples of step 41: it has steps 40 to 40"):
         read_samples(tmp_path, 41)

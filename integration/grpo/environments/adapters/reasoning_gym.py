@@ -13,7 +13,7 @@ from typing import Any
 
 from ...rewards import ready
 from ..episode import Episode
-from ..session import Session
+from ..session import NoRoom, Session
 from .packages import refuse_without
 
 ASK = "Give the answer at the end, between <answer> and </answer>."
@@ -24,7 +24,7 @@ async def solve(
     row: Mapping[str, Any], session: Session, *, attempts: int = 2, decay: float = 0.5, ask: str = ASK,
     again: str = AGAIN, limit_s: float = 5.0,
 ) -> Episode:  # fmt: skip
-    """Ask the row's question, and ask again after an answer that is not wholly right.
+    """Ask the row's question, and ask again after an answer that is not wholly right, while the context has room.
 
     attempts: number of answers at most. The reward is the largest of the dataset's own scores, of which the second
     answer's is multiplied by `decay`, the third's by its square, and so on. A success is a score of 1 in any attempt.
@@ -40,7 +40,12 @@ async def solve(
     score = partial(ready.reasoning_gym, limit_s=limit_s)
     best = last = 0.0
     for attempt in range(attempts):
-        turn = await session.turn(f"{row['question']}\n{ask}" if attempt == 0 else again)
+        try:
+            turn = await session.turn(f"{row['question']}\n{ask}" if attempt == 0 else again)
+        except NoRoom:
+            if not session.turns:
+                raise
+            break
         last = await asyncio.to_thread(score, row, turn.text)  # others' turns go on meanwhile
         best = max(best, last * decay**attempt)
         if last >= 1.0:

@@ -31,9 +31,11 @@ from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.model.hosted_model import HostedModel
 from lockstep.rollout.sampling_params import SamplingParams
+from lockstep.tests.families.compare import random_model
 from lockstep.tests.support import prepared_python
 from lockstep.tests.support.forked_ranks import free_port
 from lockstep.weight_sync.digests.model_digest import model_digest
+from lockstep.weight_sync.manifest import NamedTensors
 
 NUM_RANKS = 2
 NUM_STEPS = 3
@@ -47,6 +49,10 @@ TORCH_KINDS = ("ddp", "fsdp2", "ddp plain", "fsdp2 plain", "ddp bf16", "fsdp2 bf
                "fsdp2 idle")  # fmt: skip
 ZERO_KINDS = ("ddp", "zero0", "zero1", "zero2", "zero3", "zero3 checkpointed", "zero3 bf16", "ddp idle", "zero1 idle",
               "zero2 idle", "zero3 idle")  # fmt: skip
+# "mixed": a model in bfloat16 that keeps sinks and routers in float32.
+MIXED_KINDS = ("ddp mixed", "fsdp2 mixed", "ddp mixed stochastic", "fsdp2 mixed stochastic", "fsdp2 mixed idle")
+# "unused": a model with encoders, of which text needs none.
+UNUSED_KINDS = ("ddp unused", "fsdp2 unused", "ddp unused bf16")
 ZERO_BF16_KINDS = ("zero0 bf16", "zero1 bf16", "zero2 bf16", "zero3 bf16")
 
 
@@ -67,6 +73,13 @@ def tiny_qwen3(dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
+def model_of(kind: str) -> PreTrainedModel:
+    if "mixed" in kind:
+        return random_model("text", "flint", torch.bfloat16)
+    dtype = torch.bfloat16 if "bf16" in kind else torch.float32
+    return random_model("text", "phi4_multimodal", dtype) if "unused" in kind else tiny_qwen3(dtype)
+
+
 def job_config(kind: str, settings: TrainSettings = SETTINGS) -> JobConfig:
     trainer, stage = ("deepspeed", int(kind[4])) if kind.startswith("zero") else (kind.split()[0], 2)
     return JobConfig(RunSettings("x"), trainer=trainer, train=settings, deepspeed=DeepSpeedSettings(zero_stage=stage))
@@ -85,7 +98,7 @@ class Trained:
             gradient_checkpointing="checkpointed" in kind,
         )
         self.backend = make_backend(job_config(kind, settings), ranks)
-        self.model = tiny_qwen3(torch.bfloat16 if "bf16" in kind else torch.float32)
+        self.model = model_of(kind)
         hosted_here = self.model if self.backend.shares_storage else copy.deepcopy(self.model)
         self.engine = Engine(hosted_here, EngineConfig(kv_cache="64 blocks", max_num_seqs=8))
         hosted = self.engine.model
@@ -96,7 +109,7 @@ class Trained:
 
     def commit(self, version: str) -> None:
         resident = dict(self.engine.weights.resident_tensors())
-        for name, tensor in self.backend.named_tensors():
+        for name, tensor in self.parameters():
             if self.backend.shares_storage:
                 assert resident[name].data_ptr() == tensor.data_ptr(), name
             else:
@@ -133,7 +146,12 @@ class Trained:
         }  # fmt: skip
 
     def digest(self) -> str:
-        return model_digest([(name, tensor.clone()) for name, tensor in self.backend.named_tensors()])
+        return model_digest([(name, tensor.clone()) for name, tensor in self.parameters()])
+
+    def parameters(self) -> NamedTensors:
+        """Gather the parameters; buffers of some families come with them, which no step changes."""
+        names = {name for name, _ in self.engine.weights.resident_tensors()}
+        return ((name, tensor) for name, tensor in self.backend.named_tensors() if name in names)
 
 
 def one_kind(kind: str, ranks: Ranks, folder: Path) -> dict[str, object]:
@@ -260,7 +278,7 @@ def check(job: Job) -> None:
 
 def difference(job: Job, kind: str, other: str) -> float:
     """Measure the distance between the final weights of two kinds, relative to their change by training."""
-    start = dict(tiny_qwen3(torch.float32).named_parameters())
+    start = dict(model_of(kind.replace("bf16", "")).named_parameters())
     tensors, others = job.tensors(kind), job.tensors(other)
     apart = sum((tensors[name] - others[name]).double().abs().sum().item() for name in start)
     return apart / sum((others[name] - start[name].detach()).double().abs().sum().item() for name in start)
@@ -284,6 +302,45 @@ def test_ddp_and_fsdp2_train_alike(tmp_path):
             layouts = [{name: (t.shape, t.dtype) for name, t in state.items()} for state in (ddp, fsdp2)]
             assert layouts[0] == layouts[1]
             assert any(name.startswith("master/") for name in ddp) == (part == "optimizer" and bool(dtype))
+
+
+def check_family(job: Job) -> None:
+    """Check the requirements on kinds of trainers of a family's tiny model."""
+    first, second = job.ranks
+    for kind, told in first.items():
+        steps = told["steps"]
+        assert second[kind]["steps"] == steps, kind
+        assert [step["gap"] for step in steps] == [0.0] * NUM_STEPS, kind
+        assert all(step["engine_digest"] == step["digest"] for step in steps), kind
+        assert told["resumed"] == steps[-1], kind
+
+
+@pytest.mark.slow
+def test_fsdp2_trains_float32_parameters_of_a_model_in_bfloat16(tmp_path):
+    job = launch(tmp_path, *MIXED_KINDS)
+    check_family(job)
+    start = dict(model_of("mixed").named_parameters())
+    kept = [name for name, one in start.items() if one.dtype == torch.float32]
+    for kind in MIXED_KINDS:
+        tensors = job.tensors(kind)
+        assert {name: tensor.dtype for name, tensor in tensors.items()} == {n: one.dtype for n, one in start.items()}
+        assert kept and not any(torch.equal(tensors[name], start[name]) for name in kept), kind
+    norms = [[step["norm"] for step in job.steps(kind)] for kind in ("fsdp2 mixed", "ddp mixed")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-2)
+    assert difference(job, "fsdp2 mixed", "ddp mixed") < 0.05  # as of other models in bfloat16
+    for part in ("model", "optimizer"):
+        ddp, fsdp2 = (load_file(job.path(kind) / part) for kind in ("ddp mixed", "fsdp2 mixed"))
+        assert {n: (t.shape, t.dtype) for n, t in ddp.items()} == {n: (t.shape, t.dtype) for n, t in fsdp2.items()}
+
+
+@pytest.mark.slow
+def test_ranks_train_a_model_with_parameters_that_text_does_not_use(tmp_path):
+    job = launch(tmp_path, *UNUSED_KINDS)
+    check_family(job)
+    start, tensors = dict(model_of("unused").named_parameters()), job.tensors("ddp unused")
+    is_same = {name: torch.equal(tensors[name], start[name]) for name in start}
+    assert any(is_same.values()) and not all(is_same.values())
+    assert difference(job, "fsdp2 unused", "ddp unused") < 1e-3
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import reasoning_gym
 
 from lockstep.integration.grpo.environments.chat import EpisodeChat
 from lockstep.integration.grpo.environments.player import load_environment
-from lockstep.integration.grpo.environments.session import Session
+from lockstep.integration.grpo.environments.session import NoRoom, Session
 from lockstep.integration.grpo.settings.sections import DataSettings
 from lockstep.rollout.completion import Completion, FinishReason, WeightSpan
 from lockstep.rollout.sampling_params import SamplingParams
@@ -144,6 +144,16 @@ def test_a_task_is_asked_again_after_a_wrong_answer():
     assert episode.value["score"] == pytest.approx(0.01) and len(prompts) == 3
     episode, _ = played("reasoning_gym", row, ["no", "no"])
     assert episode.value["success"] == 0.0 and episode.value["score"] < 0.5
+
+
+def test_a_long_wrong_answer_that_leaves_no_room_ends_the_task_and_keeps_its_turn():
+    row = entry()
+    whole, _ = played("reasoning_gym", row, ["wrong " * 50], attempts=1)
+    num = len(whole.prompt_ids) + len(whole.token_ids)
+    cut, _ = played("reasoning_gym", row, ["wrong " * 50], num + 5, attempts=3)
+    assert cut.token_ids == whole.token_ids and cut.value == whole.value and cut.num_turns == 1
+    with pytest.raises(NoRoom):
+        played("reasoning_gym", row, ["wrong"], 10)
 
 
 def test_answers_are_scored_with_a_limit_beside_other_episodes(monkeypatch):

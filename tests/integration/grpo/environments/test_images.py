@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from lockstep.integration.grpo.engines.answers import Answer
 from lockstep.integration.grpo.environments.chat import EpisodeChat
 from lockstep.integration.grpo.environments.session import Session, with_images
 from lockstep.integration.grpo.environments.turns import Turns
+from lockstep.integration.grpo.results.samples import sample_row
 from lockstep.integration.grpo.rewards.score import Score
 from lockstep.integration.grpo.settings.sections import DataSettings
 from lockstep.integration.grpo.tasks.picture_reader import PictureReader
+from lockstep.integration.grpo.tasks.problems import Problem
 from lockstep.integration.grpo.training.packing import Sample, pack
 from lockstep.integration.image_inputs import banned_tokens
+from lockstep.integration.replay.beside import others_beside
 from lockstep.integration.service import RolloutService
 from lockstep.kernels.sampling.logprobs import selected_logprobs
 from lockstep.rollout.config import EngineConfig
@@ -131,6 +135,8 @@ def test_receipts_of_turns_are_proven_with_the_images_of_each(tmp_path):
     prompts = [{name: torch.cat([one[name] for one in its.inputs]) for name in its.inputs[0]} for its in episode.images]
     report = talk.service.replay(list(episode.receipts), prompts=prompts)
     assert [verdict.status for verdict in report.verdicts] == ["equal"] * 3, report.lines()
+    row = sample_row(Problem("a", "b"), episode.as_completion(0), Score(1.0), 0.0, episode)
+    assert others_beside([json.loads(json.dumps(row))]) == {}
 
 
 def given(processor: ProcessorMixin, text: str, *pictures: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.integration.grpo.results.weights_kept import WeightsKept
-from lockstep.integration.replay.digest_index import read_index
+from lockstep.integration.replay.digest_index import FILE, read_index
 
 
 def indexed(folder: Path) -> list[tuple[str, str | None, str]]:
@@ -46,3 +46,16 @@ def test_weights_without_a_digest_are_in_no_index(tmp_path):
     follow(kept, [1, 2], None)
     kept.add(tmp_path / "model", "2", None)
     assert indexed(tmp_path) == []
+
+
+def test_an_index_that_holds_something_else_is_named_and_the_run_goes_on(tmp_path, caplog):
+    (tmp_path / FILE).write_text("{}")
+    kept = WeightsKept(tmp_path, "float32")
+    follow(kept, [1, 2], "a")
+    kept.add(tmp_path / "model", "2", "a")
+    assert (
+        f"{tmp_path / FILE} is no index of digests" in caplog.text and "of version 2 by their receipts" in caplog.text
+    )
+    (tmp_path / FILE).unlink()
+    kept.add(tmp_path / "model", "2", "a")
+    assert ("model", "2", "a") in indexed(tmp_path)

@@ -153,6 +153,23 @@ def test_ctrl_c_ends_a_reward_that_waits(calls):
         signal.signal(signal.SIGINT, before)
 
 
+async def cancelled_inside(row, completion):
+    task = asyncio.ensure_future(asyncio.Event().wait())
+    task.cancel()
+    await task
+
+
+async def all_cancelled_inside(rows, completions):
+    await cancelled_inside(rows[0], completions[0])
+
+
+@pytest.mark.parametrize("name", ["cancelled_inside", "all_cancelled_inside"])
+def test_a_cancelled_task_inside_a_reward_is_an_error_with_names(calls, name):
+    with pytest.raises(ValueError, match=f"reward '{HERE}:{name}' waits for a task that was cancelled") as caught:
+        Scorer([f"{HERE}:{name}"], calls=calls)(PROBLEMS[:1], ANSWERS[:1])
+    assert "sample 0 of rows.jsonl:1" in "".join(caught.value.__notes__)
+
+
 def test_tasks_that_a_reward_left_end_with_the_calls(calls):
     ended = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import date
+from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
@@ -70,8 +71,17 @@ def test_every_wrong_row_is_named_by_file_row_and_field(tmp_path):
     assert str(error.value) == (
         f"{path}:1: field 'meta.answer' must be a string or an integer, not a number; "
         f"{path}:2: field 'prompt' is blank, field 'meta.answer' must be a string or an integer, not a number; "
-        f"{path}:3: field 'meta.answer' is missing"
+        f"{path}:3: field 'meta.answer' is missing; answer_field=\"\" is for rows without answers"
     )
+
+
+def test_values_that_json_has_not_are_named_by_their_type(tmp_path):
+    path = write(tmp_path, {"prompt": b"p", "answer": Decimal("1.5")}, {"prompt": b"q", "answer": None})
+    with pytest.raises(ValueError) as error:
+        load_problems(path)
+    message = "field 'prompt' must be a string or a list of messages, not a value of type bytes"
+    wrong = f"{message}, field 'answer' must be a string or an integer, not"
+    assert str(error.value) == f"{path}:1: {wrong} a value of type Decimal; {path}:2: {wrong} null"
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path):

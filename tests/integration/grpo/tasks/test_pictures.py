@@ -97,11 +97,13 @@ def test_pictures_are_upright_as_the_server_sees_them(is_file: bool, tmp_path: P
 
 
 def test_a_run_has_no_gap_keeps_its_images_and_its_samples_are_proven(run, tmp_path, capsys):
-    lines = run("kept", "run.num_steps=3", "run.checkpoint_every=1", "checkpoints.keep=0", "run.rollouts_keep=2")
+    settings = ("run.checkpoint_every=1", "checkpoints.keep=0", "run.rollouts_keep=2", "rollout.temperature=0.8")
+    lines = run("kept", "run.num_steps=3", *settings)
     assert [line["logprob_gap"] for line in lines] == [0.0] * 3 and len({line["weight_digest"] for line in lines}) == 3
     folder = tmp_path / "kept"
     assert not images_path(sample_path(folder, 1)).exists() and not sample_path(folder, 1).exists()
     rows = read_samples(folder, 3)
+    assert {row["temperature"] for row in rows} == {0.8}
     kept = {images_digest(one) for one in read_images(images_path(sample_path(folder, 3)))}
     assert {digest for row in rows for digest in row["images"]} == kept and len(kept) == 4
     assert replay.run([str(folder), "--step", "3", "--quiet"]) == 0

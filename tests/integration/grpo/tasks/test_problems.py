@@ -1,5 +1,6 @@
 import pytest
 
+from lockstep.integration.grpo.tasks import problems as problems_module
 from lockstep.integration.grpo.tasks.problems import Problem, draw_problems, load_problems
 
 
@@ -56,7 +57,10 @@ def test_every_offender_is_named_at_once(tmp_path):
         load_problems(path)
     message = str(error.value)
     assert message.startswith(f"{path}:1: field 'prompt' is missing, field 'answer' is missing; {path}:2: ")
-    assert message.endswith("and 2 more lines")
+    assert message.endswith('and 2 more lines; answer_field="" is for rows without answers')
+    path = write(tmp_path, '{"answer": "a"}\n')
+    with pytest.raises(ValueError, match=r"field 'prompt' is missing$"):
+        load_problems(path)
 
 
 def test_files_without_problems_are_named(tmp_path):
@@ -103,3 +107,14 @@ def test_drawing_from_nothing_or_with_impossible_counts_is_refused():
         draw_problems([], 0, 0, 1)
     with pytest.raises(ValueError, match="not -1 and 0"):
         draw_problems([Problem("p", "a")], 0, -1, 0)
+
+
+def test_the_order_of_a_pass_is_shuffled_once_for_many_draws():
+    count = 12_347  # of no other test
+    numbered = [Problem(str(number), "") for number in range(count)]
+    before = problems_module._shuffled.cache_info().misses
+    drawn = [draw_problems(numbered, 5, step, 8) for step in (0, 1, 1, 2)]
+    assert problems_module._shuffled.cache_info().misses == before + 1
+    redrawn = [draw_problems(numbered, 5, 2, 8, attempt) for attempt in (1, 2)]
+    assert problems_module._shuffled.cache_info().misses == before + 2
+    assert drawn[1] == drawn[2] and len({one.prompt for its in (drawn[0], drawn[1], *redrawn) for one in its}) == 32

@@ -61,6 +61,14 @@ def test_places_are_the_same_whatever_was_asked_before():
     assert late.counts_before(250) == [whole[:250].count(source) for source in range(3)]
 
 
+def test_counts_late_in_a_run_are_kept_and_not_counted_anew():
+    weights = (0.70001, 0.2, 0.09999)
+    chosen, order = SourceOrder(weights).between(0, 5000), SourceOrder(weights)
+    for place in (4999, 0, 1023, 1024, 1025, 2048, 4096, 3000):
+        assert order.counts_before(place) == [chosen[:place].count(source) for source in range(3)]
+    assert order.counts_before(100_000 + 2000) == [70001 + 1400, 20000 + 400, 9999 + 200]  # a period, and more
+
+
 def test_a_step_is_a_function_of_seed_and_step_and_each_source_is_gone_through():
     one = mixture(math=2.0, code=1.0)
     steps = [one(step, 6) for step in range(11)]
