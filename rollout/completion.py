@@ -25,6 +25,7 @@ class FinishReason:
     matched: int | str | None = None  # the stop token id, or the stop string, that ended it
     length: int | None = None  # for "length": number of tokens at which it ended
     message: str | None = None  # for "abort" and "ignored", and a "length" that the pool forced
+    by_engine: bool | None = None  # for "abort": True where no caller asked for it
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class Completion:
     drawn_with: DrawnWith | None = None
     receipt: dict[str, Any] | None = None  # if asked for, see receipt.py
     kv_starts: tuple[KVStart, ...] = ()  # of tokens drawn over KV of earlier weights; empty: there are none
+    epoch: int | None = field(default=None, compare=False)  # `Engine.epoch` at the first token that was drawn here
 
     @property
     def num_prompt_tokens(self) -> int:

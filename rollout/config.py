@@ -85,8 +85,8 @@ class EngineConfig:
     max_num_seqs: int = 256  # sequences that may hold blocks at a time
     max_num_batched_tokens: int = 2048  # rows of one step, prefill and decode together
     chunked_prefill_size: int | None = None  # rows of one prompt per step; None: as many as fit in the step
-    max_model_len: int | None = None  # prompt + output tokens of a sequence; None: the model's own limit, or,
-    # for a model that tells none (without attention), 32,768
+    max_model_len: int | None = None  # prompt + output tokens of a sequence, at most the model's own limit;
+    # None: that limit, or, for a model that tells none (without attention), 32,768
     prefix_cache: bool = True  # reuse the KV of equal prefixes
     state_snapshots: int | None = None  # recurrent states that are kept for prefix hits, if the model has recurrent
     # layers; None: as many as sequences may run; 0: none, and no prefix hits for such models
@@ -197,7 +197,7 @@ class EngineConfig:
     @classmethod
     def from_dict(cls, values: dict[str, object]) -> EngineConfig:
         """Build from a mapping, as read from a file. Raises ValueError listing every unknown key."""
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise ValueError(f"unknown engine setting: {', '.join(unknown)}")
+        known = [field.name for field in fields(cls)]
+        if unknown := sorted(set(values).difference(known)):
+            raise ValueError(f"unknown engine setting: {', '.join(unknown)}; known: {', '.join(known)}")
         return cls(**values)  # type: ignore[arg-type]

@@ -286,6 +286,11 @@ class Engine(CacheCommands, OfOneProcess):
         return self.parts.max_model_len
 
     @property
+    def max_prompt_len(self) -> int:
+        """The most tokens of a prompt: those of the context, or those for which the KV pool has room."""
+        return min(self.max_model_len, self.parts.kv_plan.num_blocks * self.config.block_size)
+
+    @property
     def kv_bytes(self) -> int:
         """The size of the KV pool; 0 while it is released."""
         return self.parts.kv_cache.num_bytes

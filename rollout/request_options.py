@@ -6,6 +6,7 @@ from collections import abc
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from ..kernels.sampling.definition import GREEDY_BELOW
 from .kept_kv import KVStart
 from .sampling_params import MOST_TEMPERATURE
 
@@ -103,7 +104,7 @@ class RequestOptions:
     return_receipt: bool | str | None = None
     base_id: str = ""  # of the request that this is a sample of, where each sample is a request of its own
     max_kept_ids: int = 0  # report the tokens that the filters kept at each draw, at most so many in all; 0: none
-    # divides the logits of the prompt's log-probabilities; None: that of the draws does, as in a trainer's loss
+    # divides the logits of the prompt's log-probabilities, from 1e-6 on; None: that of the draws does, as in a loss
     prompt_temperature: float | None = None
 
     def __post_init__(self) -> None:
@@ -114,10 +115,11 @@ class RequestOptions:
             if type(value := getattr(self, name)) is not int or value < least:
                 wrong.append(f"{name} must be a whole number from {least} on, not {value!r:.100}")
         if (divisor := self.prompt_temperature) is not None and not (
-            type(divisor) in (int, float) and 0 < divisor <= MOST_TEMPERATURE
+            type(divisor) in (int, float) and GREEDY_BELOW <= divisor <= MOST_TEMPERATURE
         ):
             wrong.append(
-                f"prompt_temperature must be a positive number up to {MOST_TEMPERATURE:g}, not {divisor!r:.100}"
+                f"prompt_temperature must be a positive number from {GREEDY_BELOW:g} to {MOST_TEMPERATURE:g}, "
+                f"not {divisor!r:.100}"
             )
         for name in ("extra_key", "base_id"):
             if not isinstance(value := getattr(self, name), str):

@@ -8,6 +8,7 @@ import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import regex
@@ -29,6 +30,9 @@ GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _SHORT = reprlib.Repr()  # the repr of a long value takes seconds
 _SHORT.maxstring = _SHORT.maxother = 200
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = 20
+
+
+_OURS = {"max_tokens": " (here max_new_tokens)", "seed": " (here sampling_seed)"}  # keys of OpenAI's requests
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class SamplingParams:
     stream_interval: int | None = None  # tokens between two streamed pieces
     logit_bias: Mapping[int, float] | None = None  # added to the logits; minus infinity bans a token
     sampling_seed: int | None = None  # int64; None: the engine draws one
-    custom_params: Mapping[str, Any] | None = None  # not read by the engine
+    custom_params: Mapping[str, Any] | None = None  # not read by the engine; of answers, on the first rank alone
     json_schema: str | None = None  # the output is JSON that follows this schema; "$$ANY$$": any JSON
     regex: str | None = None  # the output matches this pattern from its first character to its last
     ebnf: str | None = None  # the output matches the rule `root` of this grammar (GBNF)
@@ -103,7 +107,11 @@ class SamplingParams:
         """
         given = {name: value for name, value in mapping.items() if value is not None}
         known = {field.name for field in fields(cls)}
-        problems = [f"unknown key {name!r}" for name in mapping if name not in known and name not in NOT_SUPPORTED]
+        problems = [
+            f"unknown key {name!r}{_OURS.get(name, '')}"
+            for name in mapping
+            if name not in known and name not in NOT_SUPPORTED
+        ]
         problems += [f"{name} is not supported yet" for name in NOT_SUPPORTED if name in given]
         try:
             params = cls(**{name: value for name, value in given.items() if name in known})
@@ -143,6 +151,11 @@ class SamplingParams:
     def needs_text(self) -> bool:
         """Whether the end of the request depends on text, so that a tokenizer is needed."""
         return bool(self.stop or self.stop_regex)
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens of `stop_token_ids`, in which a token is found at once however many they are."""
+        return frozenset(self.stop_token_ids)
 
     @property
     def stop_patterns(self) -> tuple[Pattern, ...]:

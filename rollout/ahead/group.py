@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 
 from ...kernels.sampling.draws import derive_seed
 from ..completion import Completion, StreamChunk
-from ..control.desk.intake import CheckedPrompt
+from ..control.desk.intake import CheckedPrompt, Settings
 from ..control.desk.waiting import renewal_of
 from ..engine import Engine
 from ..errors import EngineStopped
+from ..grammars.matcher import CompiledGrammar
 from ..request_options import Begun, RequestOptions
 from ..sampling_params import SamplingParams
 
@@ -29,18 +30,26 @@ class Group:
     engine: Engine
     prompt: CheckedPrompt
     params: SamplingParams
+    grammar: CompiledGrammar | None  # of the parameters: kept, so that it need not be compiled under the lock
     options: RequestOptions
-    on_answer: Callable[[], None]
+    on_answer: Callable[[Group], None]
     on_error: Callable[[Exception], None]
     begun_in: int | None = None  # epoch of its submission; None: not submitted yet
     answers: dict[int, Completion] = field(default_factory=dict)  # by index of the sample
-    epochs: dict[int, int] = field(default_factory=dict)  # in which they ended
+    epochs: dict[int, int | None] = field(default_factory=dict)  # that drew them; None: not one alone
     is_taken: bool = False
+    num_counted: int = 0  # of the places that samples have ahead, those of this group
 
     @property
     def num_open(self) -> int:
         """Number of samples that were submitted and have not ended."""
         return 0 if self.begun_in is None else self.params.n - len(self.answers)
+
+    @property
+    def num_old(self) -> int:
+        """Number of answers that are not wholly of the present epoch."""
+        now = self.engine.epoch
+        return sum(epoch != now for epoch in self.epochs.values())
 
     @property
     def awaits(self) -> str | None:
@@ -76,7 +85,7 @@ class Group:
         """Take an answer; see `Listener`."""
         assert chunk.completion is not None  # nothing is streamed
         self._keep(chunk.completion)
-        self.on_answer()
+        self.on_answer(self)
 
     def on_failure(self, error: EngineStopped) -> None:
         """Take the error that ended the loop; see `Listener`."""
@@ -84,7 +93,10 @@ class Group:
 
     def _keep(self, answer: Completion) -> None:
         index = self._number_of(answer)
-        self.answers[index], self.epochs[index] = answer, self.engine.epoch
+        self.answers[index] = answer
+        # One that began under other weights keeps their tokens, or KV of theirs, at a commit that does not verify.
+        epoch = self.engine.epoch if answer.epoch is None else answer.epoch
+        self.epochs[index] = None if answer.kv_starts else epoch
 
     def _number_of(self, answer: Completion) -> int:
         """Return the place of an answer among the group's. A renewed or begun one has the index that it had before."""
@@ -93,7 +105,8 @@ class Group:
     def _queue(
         self, prompts: Sequence[CheckedPrompt], params: Sequence[SamplingParams], options: Sequence[RequestOptions]
     ) -> None:
-        self.engine.requests.submit(prompts, params, self, options=options, streamed=False)
+        settings = [Settings(one, self.grammar) for one in params]
+        self.engine.requests.submit(prompts, settings, self, options=options, streamed=False)
 
 
 @dataclass(eq=False)
@@ -157,7 +170,7 @@ class ReplayedGroup(Group):
             why = f"after version {answer.weight_version}, and {end} in the schedule: that is of another run"
             self.on_error(ReplayDiverged(f"{found} {why}"))
         elif end == sum(num for _, num in spans):
-            super()._keep(answer)
+            self.answers[index], self.epochs[index] = answer, self.engine.epoch
         else:
             self.parts[index] = answer
             self.advance()

@@ -11,6 +11,7 @@ The other policies are those of asynchronous training elsewhere: "keep" returns 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from itertools import takewhile
@@ -64,7 +65,10 @@ class RolloutsAhead:
             raise ValueError(f'max_lag goes with on_commit="drop", not {on_commit!r} and max_lag={max_lag}')
         self._engine = engine
         self._on_commit, self._max_lag = on_commit, max_lag
-        self._batches: dict[int, list[Group]] = {}  # guarded by the engine's lock
+        # All of these are guarded by the engine's lock.
+        self._batches: dict[int, list[Group]] = {}
+        self._coming: deque[Group] = deque()  # groups that may not have been submitted, in their order
+        self._num_places, self._counted_in = 0, -1  # places that samples have, and the epoch in which all were counted
         self._width = 0  # number of sequences of the largest batch so far
         self._failure: Exception | None = None
         self._num_dropped_tokens = 0
@@ -122,11 +126,14 @@ class RolloutsAhead:
             if key in self._batches:
                 raise ValueError(f"batch {key} has been begun already")
             self._batches[key] = groups
+            self._coming.extend(groups)
             self._width = max(self._width, sum(group.params.n for group in groups))
             try:
                 self._feed()
             except BaseException:
                 del self._batches[key]
+                engine.requests.withdraw({group for group in groups if group.begun_in is not None})
+                self._look_again()
                 raise
 
     def finish(self, key: int) -> list[Completion]:
@@ -167,19 +174,24 @@ class RolloutsAhead:
         with self._engine.driver.lock:
             groups = [group for batch in self._batches.values() for group in batch]
             self._batches.clear()
+            self._coming.clear()
         self._engine.requests.withdraw(set(groups))
+        with self._engine.driver.lock:
+            self._look_again()
 
     # -- helpers; the caller holds the engine's lock, but for the first two -------------------------------------------
 
     def _group(self, prompt: Prompt, params: Params, options: RequestOptions, spans: Sequence[Spans] | None) -> Group:
         engine, checked = self._engine, as_params(params)
-        read = engine.requests.check(prompt, checked, options)  # later it is submitted by a thread that must not fail
+        # Later it is submitted by a thread that must not fail.
+        read, (checked, grammar) = engine.requests.check(prompt, checked, options)
+        given = (engine, read, checked, grammar, options, self._answered, self._fail)
         if spans is None:
-            return Group(engine, read, checked, options, self._feed, self._fail)
+            return Group(*given)
         if checked.sampling_seed is None or len(spans) != checked.n:
             raise ValueError(f"a schedule is of samples with a seed: {len(spans)} for n={checked.n}, "
                              f"sampling_seed={checked.sampling_seed}")  # fmt: skip
-        return ReplayedGroup(engine, read, checked, options, self._feed, self._fail, spans=spans)
+        return ReplayedGroup(*given, spans=spans)
 
     def _take(self, key: int, first: int, end: int, *, and_ready: bool = False) -> list[Completion]:
         """Wait for the prompts `first` to `end` - 1 of a batch. and_ready: take those behind them too that need no
@@ -195,6 +207,7 @@ class RolloutsAhead:
                 for group in batch:
                     if group.begun_in is None:
                         group.submit()
+                        self._count(group)
                 self._renew_old(batch[first:])  # also those whose turn comes next
             while True:
                 engine.driver.wait_until(lambda: self._is_over(wanted))
@@ -215,6 +228,7 @@ class RolloutsAhead:
         """Return the answers of some prompts, and let others take their places."""
         for group in wanted:
             group.is_taken = True
+            self._count(group)
         if all(group.is_taken for group in self._batches[key]):
             del self._batches[key]
         self._feed()
@@ -223,24 +237,42 @@ class RolloutsAhead:
     def _feed(self) -> None:
         """Submit the next groups, as far as there are places. An answer that is to be drawn again will need one.
 
-        Called at each answer of the newest batches: it must cost nothing where all of them have begun.
+        Called at each answer: it must cost the same however many groups there are.
         """
-        if not self._batches or next(reversed(self._batches.values()))[-1].begun_in is not None:
-            return
-        num_open, now = 0, self._engine.epoch
-        for batch in self._batches.values():
-            for group in batch:
-                if group.begun_in is None:
-                    if num_open and num_open + group.params.n > self._width and not isinstance(group, ReplayedGroup):
-                        return
-                    try:
-                        group.submit()
-                    except EngineStopped as error:  # it is being closed, which ends the answers that call this
-                        self._fail(error)
-                        return
-                num_open += group.num_open
-                if self.verifies and not group.is_taken and group.begun_in != now:
-                    num_open += sum(epoch != now for epoch in group.epochs.values())
+        if self._coming and self._counted_in != self._engine.epoch:  # answers have grown old
+            self._counted_in = self._engine.epoch
+            self._count(*(group for batch in self._batches.values() for group in batch))
+        while self._coming:
+            group = self._coming[0]
+            if group.begun_in is None:
+                others = self._num_places
+                if others and others + group.params.n > self._width and not isinstance(group, ReplayedGroup):
+                    return
+                try:
+                    group.submit()
+                except EngineStopped as error:  # it is being closed, which ends the answers that call this
+                    self._fail(error)
+                    return
+                self._count(group)
+            self._coming.popleft()
+
+    def _answered(self, group: Group) -> None:
+        self._count(group)
+        self._feed()
+
+    def _count(self, *groups: Group) -> None:
+        """Count the places of some groups anew: of their open samples, and of answers that are to be drawn again."""
+        for group in groups:
+            num = group.num_open + (group.num_old if self.verifies and not group.is_taken else 0)
+            self._num_places += num - group.num_counted
+            group.num_counted = num
+
+    def _look_again(self) -> None:
+        """Take all groups of the batches that there are, and their places, as they are now."""
+        groups = [group for batch in self._batches.values() for group in batch]
+        self._coming = deque(group for group in groups if group.begun_in is None)
+        self._num_places = sum(group.num_counted for group in groups)
+        self._count(*groups)
 
     def _advance(self) -> None:
         for batch in self._batches.values():
@@ -269,8 +301,9 @@ class RolloutsAhead:
 
     def _renew_old(self, groups: Sequence[Group]) -> bool:
         """Draw answers of older weights again; returns whether there are some."""
-        renewed = [group.renew_old() for group in groups if self.verifies]
-        return any(renewed)
+        renewed = [group for group in groups if self.verifies and group.renew_old()]
+        self._count(*renewed)
+        return bool(renewed)
 
     def _drop_old(self) -> None:
         """Begin groups anew that are too old."""
@@ -290,6 +323,7 @@ class RolloutsAhead:
         self._engine.requests.withdraw(set(old))
         for group in old:
             group.forget()
+        self._look_again()
 
     def _fail(self, error: Exception) -> None:
         self._failure = error

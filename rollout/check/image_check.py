@@ -57,7 +57,9 @@ def checking_reader(model: HostedModel, ranks: RankChannel, command: Command, mo
         refuse_gap(model, max(gaps), len(ids))
 
     def count(inputs: Mapping[str, Tensor]) -> int:
-        with model.rollout_phase(admits=False), refused_if_it_fails(model.module, "images"):
+        sizes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in inputs.items())
+        says = f"this image's tensors are refused ({sizes}): the encoder of {type(model.module).__name__} fails on them"
+        with model.rollout_phase(admits=False), refused_if_it_fails(model.module, says=says):
             return encoder.count(inputs)
 
     def types(ids: Tensor, given: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[tuple[int, int]]]:

@@ -18,7 +18,7 @@ from ..sampling_params import SamplingParams
 from .library import make_compiler
 from .matcher import CompiledGrammar
 from .schemas.check import check_schema, parse_json
-from .schemas.patterns import anchor_fault, escape_fault
+from .schemas.patterns import anchor_fault, escape_fault, with_plain_patterns
 from .schemas.references import with_plain_references
 from .shortest_text import ENDLESS, ForcedBound, Rules
 from .token_text import WRONG_SECOND_BYTES, can_be_text
@@ -30,6 +30,7 @@ _RAW_BYTES = 0  # the library's number of a vocabulary that is given as bytes
 _NO_TEXT = b"\xff"  # a byte that is in no UTF-8
 _MAX_TRIALS = 1_000_000  # about 0.3 s for one mask; JSON of any depth with a vocabulary of 65,000 has 83,000
 _TRIAL_RULES = 50  # a trial costs as much as following so many rules that recur
+_TOO_DEEP = "Nest layer exceeded the maximum limit"
 _CODE_PLACE = re.compile(r"^\[[^\]]*\] \S+?:\d+: (Check failed: \(.*?\) is false: )?", re.DOTALL)
 
 
@@ -147,7 +148,7 @@ class GrammarCompiler:
         else:
             schema = parse_json(text, kind)
             check_schema(schema)
-            if (plain := with_plain_references(schema)) is not schema:
+            if (plain := _plain(schema)) is not schema:
                 text = json.dumps(plain)
         # No indent and the usual separators, nothing but the named properties, in their order.
         return compiler.compile_json_schema(text, self._any_whitespace, None, None, True, None, False)
@@ -178,11 +179,16 @@ def _check_tag(tag: object) -> None:
             raise ValueError(f"structural_tag: the pattern {pattern[:100]!r} {fault}")
 
 
+def _plain(schema: Any) -> Any:
+    """Return a checked schema with references and patterns that the library reads; itself if it has no others."""
+    return with_plain_patterns(with_plain_references(schema))
+
+
 def _with_plain_schemas(tag: object, text: str) -> str:
-    """Return the text of a structural tag whose schemas have references that the library reads. Changes the tag."""
+    """Return the text of a structural tag whose schemas have a form that the library reads. Changes the tag."""
     is_changed = False
     for part in _parts_of(tag):
-        if "json_schema" in part and (plain := with_plain_references(part["json_schema"])) is not part["json_schema"]:
+        if "json_schema" in part and (plain := _plain(part["json_schema"])) is not part["json_schema"]:
             part["json_schema"], is_changed = plain, True
     return json.dumps(tag) if is_changed else text
 
@@ -201,4 +207,6 @@ def named_tokens(constraint: Constraint) -> frozenset[int]:
 
 def _refuse(kind: Kind, error: RuntimeError) -> NoReturn:
     message = _CODE_PLACE.sub("", str(error)).strip()
+    if _TOO_DEEP in message:  # at a place of the rules that the library makes of a pattern
+        message = "nested too deeply"
     raise ValueError(f"{kind}: {message or 'the library refuses it without a reason'}") from error

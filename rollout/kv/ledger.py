@@ -115,7 +115,7 @@ class KVLedger:
         These are the end of its cached blocks, where another request went on differently, and the end of its last full
         block before the last token, where equal requests and continuations begin.
         """
-        if not self.prefix_cache:
+        if not self.prefix_cache or self.states is None or not self.states.max_snapshots:
             return ()
         ends = {len(self.paths.cached(request)), (request.sequence.num_tokens - 1) // self.block_size}
         return tuple(sorted(end * self.block_size for end in ends if end > num_matched))

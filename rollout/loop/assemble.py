@@ -107,10 +107,13 @@ def _assemble(
     eos_token_ids = find_eos_token_ids(hosted.module, tokenizer)
     hosted.phase.before_begin = partial(refuse_other_eos, hosted.module, tokenizer, eos_token_ids)
     max_model_len = context_length(hosted.config, config.max_model_len)
+    if max_model_len < (config.max_model_len or 0):
+        logger.warning("max_model_len=%d is above the model's own limit: a sequence has at most %d tokens",
+                       config.max_model_len, max_model_len)  # fmt: skip
     plan, state_plan = _plan_pools(hosted, config, max_model_len, ranks)
     kv_cache = KVCache(plan, hosted.kv_shapes, config.block_size, hosted.device)
     state_pool = StatePool(state_plan, hosted.state_shapes, hosted.device)
-    reports = Reports(Trace(config.trace))
+    reports = Reports(_open_trace(config.trace))
     runner_parts = RunnerParts(config, ranks, hosted, kv_cache, state_pool, eos_token_ids, max_model_len, reports)
     runner = make_runner(runner_parts)
     states = SlotLedger(state_plan.num_sequences, state_plan.num_snapshots) if state_plan.num_slots else None
@@ -148,6 +151,14 @@ def _mesh(config: EngineConfig, mesh: Mesh | None) -> Mesh:
         raise ValueError(f"the mesh has tp={mesh.tp} and pp={mesh.pp}, but the configuration tp={config.tp} and "
                          f"pp={config.pp}")  # fmt: skip
     return mesh
+
+
+def _open_trace(path: str | None) -> Trace:
+    """Open the trace of the settings. Raises ValueError naming the setting where the file cannot be created."""
+    try:
+        return Trace(path)
+    except OSError as error:
+        raise ValueError(f"trace: the file cannot be created: {error}") from error
 
 
 def _plan_pools(

@@ -16,7 +16,7 @@ from ..model.adapters.folder import AdapterFolder, AdapterLayers
 from ..replica.controller import ReplicaRunner
 from ..sequences.request import Request
 from ..sequences.sequence import State
-from .code_watch import score_prompts_again
+from .code_watch import score_prompts_again, start_epoch
 from .commands import (
     AbortReport,
     CommitReport,
@@ -206,7 +206,7 @@ class BetweenSteps:
         self._metrics.num_weight_commits += 1
         self._gate.adapters.committed(digest)
         self._gate.weights.committed()
-        report = CommitReport(*self._ledger.start_epoch(), lifted, num_verified)
+        report = CommitReport(*start_epoch(self._parts), lifted, num_verified)
         self._scheduler.forget_under_way()
         return report
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from ..model.module_code import FUNCTIONS
 from ..sequences.sequence import State
 from .loop import Loop
 from .parts import Parts
@@ -29,12 +30,19 @@ class CodeWatch:
         self._seen = now
         if before in (None, now):
             return
+        name, changed = type(self._parts.model.module).__name__, self._parts.model.phase.changed_code
         if self._parts.ledger.usage.num_cached or self._parts.scheduler.num_running:
             logger.warning(
                 "settings, forwards or hooks of %s are others than in the rollout phase before (%s): cached KV is "
                 "dropped",
-                type(self._parts.model.module).__name__, ", ".join(self._parts.model.phase.changed_code),
+                name, ", ".join(changed),
             )  # fmt: skip
+        if FUNCTIONS in changed:
+            logger.warning(
+                "%s was checked when its engine was made, with other forwards or hooks: that its log-probabilities are "
+                "the trainer's is not proven for these (a new engine checks them)",
+                name,
+            )
         drop_kv(self._parts, self._loop)
 
 
@@ -45,8 +53,15 @@ def drop_kv(parts: Parts, loop: Loop) -> None:
     for request in reversed(parts.scheduler.running()):
         loop.retract(request)
     score_prompts_again(parts, loop)
-    parts.ledger.start_epoch()
+    start_epoch(parts)
     parts.scheduler.forget_under_way()
+
+
+def start_epoch(parts: Parts) -> tuple[int, int]:
+    """Start a KV epoch, also for the tokens to come; returns as the ledger does."""
+    report = parts.ledger.start_epoch()
+    parts.sequences.epoch = parts.ledger.epoch
+    return report
 
 
 def score_prompts_again(parts: Parts, loop: Loop) -> None:

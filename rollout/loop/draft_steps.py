@@ -56,7 +56,8 @@ class DraftSteps:
         """Return the scheduled step with its drafts. Changes the ledger; the managers learn of it from the schedule."""
         speculation, self.num_without = self._speculation, 1
         if self._verified:
-            verified = {item.id for item in output.scheduled} & {request.id for request in self._verified}
+            scheduled = {item.id for item in output.scheduled}  # not all that verify: thousands may wait
+            verified = {id for id in scheduled if self._managers.engine.request(id) in self._verified}
             if (verifying := self._verify(output)).has_drafts:  # no rows are left for guesses
                 self._note_share(verifying, verified)
                 return verifying

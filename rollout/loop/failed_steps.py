@@ -65,7 +65,7 @@ class FailedSteps:
         if ids:
             logger.error("%s: they are aborted", error)
         for id in filter(self._engine.__contains__, ids):
-            self._abort(self._engine.request(id), FinishReason("abort", message=str(error)))
+            self._abort(self._engine.request(id), FinishReason("abort", message=str(error), by_engine=True))
 
     def _go_on_without_memory(self, output: ScheduleOutput, error: RuntimeError | MemoryError) -> None:
         """Make later steps smaller after one that did not find its memory, so that no other request is lost.
@@ -80,7 +80,7 @@ class FailedSteps:
             self._limit.halve(2 * _FEW_ROWS)
         elif (id := output.scheduled[0].id) in self._engine:
             why = f"out of memory: a step of {output.num_rows} rows of this request alone found none ({text})"
-            self._abort(self._engine.request(id), FinishReason("abort", message=why))
+            self._abort(self._engine.request(id), FinishReason("abort", message=why, by_engine=True))
         logger.error(
             "memory ran out in a step of %d rows of %d sequences; steps have at most %d rows for now%s: %s",
             output.num_rows, len(output.scheduled), self._limit.now,

@@ -142,7 +142,7 @@ class GrammarSteps:
                 continue
             if num_long > (0 if grammar.nests else 1) or grammar.is_lost:
                 why = f"its grammar is too ambiguous: a token took {seconds:.2f} s of processor time"
-                self._managers.finish(id, FinishReason("abort", message=why))
+                self._managers.finish(id, FinishReason("abort", message=why, by_engine=True))
 
     def _constrain(self, item: ScheduledSequence, request: Request, draft: _Draft) -> ScheduledSequence | None:
         """Return this sequence's share of the step: with its jump, if one begins here, and with the mask of the next
@@ -247,4 +247,5 @@ def _num_known(request: Request, jump: Jump) -> int:
 def _why_over(state: GrammarState) -> FinishReason:
     if state.is_complete:
         return FinishReason("stop")
-    return FinishReason("abort", message="no token of this vocabulary goes on as the grammar wants it")
+    why = "no token of this vocabulary goes on as the grammar wants it"
+    return FinishReason("abort", message=why, by_engine=True)

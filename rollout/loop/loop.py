@@ -174,7 +174,7 @@ class Loop:
         try:
             again = request.begin_again()  # before anything of it is freed
         except ValueError as error:
-            self.abort(request, FinishReason("abort", message=str(error)))
+            self.abort(request, FinishReason("abort", message=str(error), by_engine=True))
             return False
         self._drafts.on_end(request)
         self._scheduler.remove(request)

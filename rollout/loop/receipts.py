@@ -48,7 +48,7 @@ class Receipts:
         except _FAULTS as error:
             logger.exception("the receipt of %s cannot be made", completion.id)
             why = f"its receipt cannot be made: {type(error).__name__}: {error}"
-            return replace(completion, finish_reason=FinishReason("abort", message=why))
+            return replace(completion, finish_reason=FinishReason("abort", message=why, by_engine=True))
         self._number, self._previous = self._number + 1, receipt["sha256"]
         self._metrics.receipt_seconds += time.thread_time() - started
         self._metrics.num_receipts += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -50,6 +51,8 @@ class ImageReader:
         self._encode: Callable[..., Any] = self._model.get_image_features  # type: ignore[assignment]
         self._token = image_token(module) or 0
         self._names = encoder_names(module)
+        vision = getattr(module.config, "vision_config", None)
+        self._merge = getattr(vision, "spatial_merge_size", 1)  # patches of a feature, along rows and along columns
 
     def read(
         self, prompt: Mapping[str, object], computing: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -74,7 +77,7 @@ class ImageReader:
             return ids, None
         if "pixel_values" not in tensors:
             raise ValueError(f"the prompt has {', '.join(sorted(tensors))}, but no pixel_values")
-        inputs = _of_each_image(tensors)
+        inputs = _of_each_image(tensors, self._merge)
         counts = [self._count_of(one, computing) for one in inputs]
         if sum(counts) != len(tokens):
             raise ValueError(
@@ -188,13 +191,28 @@ def _as_tensor(name: str, value: object) -> Tensor:
         raise ValueError(f"{name} must be a tensor, or numbers that make one: {error}") from error
 
 
-def _of_each_image(tensors: Mapping[str, Tensor]) -> list[dict[str, Tensor]]:
+def _num_patches(grid: Tensor, pixels: Tensor, merge: int) -> list[int]:
+    """Return the number of patches of each image. Raises ValueError for a grid [n, 3] that is not of whole numbers from
+    1, of which `merge` divides rows and columns, or that has other patches than the pixels. The numbers are a
+    request's: their products may be larger than an int64."""
+    what, most = f"{_GRID} {grid.tolist()!s:.200}", len(pixels)
+    if grid.is_floating_point() or grid.is_complex() or grid.dtype == torch.bool:
+        raise ValueError(f"{what} has to be of whole numbers, not {grid.dtype}")
+    sizes = grid.tolist() if grid.dim() == 2 and grid.shape[1] == 3 else []
+    if any(not 1 <= one <= most for size in sizes for one in size) or sum(map(math.prod, sizes)) != most or not sizes:
+        raise ValueError(f"{what} does not fit pixel_values {list(pixels.shape)}")
+    if any(rows % merge or columns % merge for _, rows, columns in sizes):
+        raise ValueError(f"{what}: rows and columns of an image have to be multiples of {merge}")
+    return [math.prod(size) for size in sizes]
+
+
+def _of_each_image(tensors: Mapping[str, Tensor], merge: int) -> list[dict[str, Tensor]]:
     """Cut tensors of several images into those of each. Raises ValueError where their numbers differ."""
     grid, pixels = tensors.get(_GRID), tensors["pixel_values"]
+    if not pixels.dim():
+        raise ValueError("pixel_values has no image")
     if grid is not None:
-        if grid.dim() != 2 or grid.shape[1] != 3 or int(grid.prod(-1).sum()) != len(pixels):
-            raise ValueError(f"{_GRID} {grid.tolist()} does not fit pixel_values {list(pixels.shape)}")
-        cut = {"pixel_values": pixels.split(grid.prod(-1).tolist())}
+        cut = {"pixel_values": pixels.split(_num_patches(grid, pixels, merge))}
     else:
         cut = {"pixel_values": pixels.split(1)}
     num = len(cut["pixel_values"])

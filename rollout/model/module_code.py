@@ -27,6 +27,7 @@ import torch.nn.modules.module as nn_module
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+FUNCTIONS = "forwards or hooks"  # among the names of what has changed
 _PLAIN = (bool, int, float, complex, str, Enum, np.generic)  # and kinds of these, as NumPy's numbers
 _CONSTANT = (*_PLAIN, bytes, torch.dtype, torch.device)
 _LIBRARIES = {"builtins", "logging", "math", "torch", "typing"}  # what is theirs has no state that changes a number
@@ -73,7 +74,7 @@ class ModuleCode:
         functions += self._marks_of_global_hooks()
         changed = self._changed(settings) if settings != self._settings else []  # the first look finds functions
         if functions != self._functions:
-            changed.append("forwards or hooks")
+            changed.append(FUNCTIONS)
         if changed:
             self.version, self.changed = self.version + 1, tuple(changed)
         self._settings, self._functions = settings, functions

@@ -85,6 +85,8 @@ def refuse_unsupported(module: PreTrainedModel, config: PretrainedConfig, invari
     wrong = []
     if (dtype := first_weight(module.parameters()).dtype) not in DTYPES.values():
         wrong.append(f"dtype {dtype}, and not one of {' and '.join(DTYPES)}")
+    if config.num_hidden_layers < 1:
+        wrong.append(f"num_hidden_layers {config.num_hidden_layers}: it has no layers")
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if invariant and parameters.get("rope_type") in _BATCH_DEPENDENT_ROPE:
@@ -166,9 +168,9 @@ def refuse_other_outputs(name: str, out: Tensor, hidden_size: int, vocab_size: i
 
 
 @contextmanager
-def refused_if_it_fails(module: nn.Module, what: str = "text") -> Iterator[None]:
+def refused_if_it_fails(module: nn.Module, what: str = "text", says: str | None = None) -> Iterator[None]:
     """Turn an error of a module's own code into a ValueError that names it. Our refusals and errors of memory stay.
-    what: its forward is run on."""
+    what: its forward is run on. says: the refusal; None: that of the module."""
     try:
         yield
     except (torch.OutOfMemoryError, LockstepError):
@@ -177,10 +179,9 @@ def refused_if_it_fails(module: nn.Module, what: str = "text") -> Iterator[None]
         if isinstance(error, ValueError) and _is_refusal(error):
             raise
         text = str(error).strip().partition("\n")[0]
-        raise ValueError(
-            f"{type(module).__name__} cannot be hosted: its forward fails on {what} with the engine's attention: "
-            f"{type(error).__name__}: {text}"
-        ) from error
+        of_module = f"cannot be hosted: its forward fails on {what} with the engine's attention"
+        said = says or f"{type(module).__name__} {of_module}"
+        raise ValueError(f"{said}: {type(error).__name__}: {text}") from error
 
 
 def _is_refusal(error: ValueError) -> bool:

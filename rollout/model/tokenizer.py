@@ -19,7 +19,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     if not has_one:
         return None
     with named_by_folder(folder):
-        return AutoTokenizer.from_pretrained(folder)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 def tokenizer_content(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -119,7 +119,8 @@ def _plain(completion: Completion, images: dict[Images, int]) -> dict[str, Any]:
         if drawn.options.begun is not None:
             options["begun"] = asdict(drawn.options.begun)
         number = None if drawn.images is None else images.setdefault(drawn.images, len(images))
-        values["drawn_with"] = [changed(drawn.params), options, drawn.seed, number]
+        params = changed(replace(drawn.params, custom_params=None))  # of any type, and not the engine's
+        values["drawn_with"] = [params, options, drawn.seed, number]
     return values
 
 

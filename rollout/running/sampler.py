@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -76,12 +77,34 @@ class _Plan:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class _Changes:
+    """The changes of logits that settings name, as tensors. A list of the whole vocabulary takes longer to convert than
+    a step takes, so each is converted once."""
+
+    params: SamplingParams
+    biased: Tensor  # int64: the tokens of logit_bias
+    bias: Tensor  # float32: of each of them
+    stops: Tensor  # int64: tokens that end the output, which are banned until it has min_new_tokens
+
+    @classmethod
+    def of(cls, params: SamplingParams, eos_token_ids: frozenset[int], logits: Tensor) -> _Changes:
+        device, bias = logits.device, params.logit_bias or {}
+        stops = eos_token_ids | params.stop_ids if params.min_new_tokens > 0 else ()
+        banned = [id for id in stops if id < logits.shape[-1]]  # a tokenizer may know more ids than the model has rows
+        values = torch.tensor(list(bias.values()), dtype=torch.float64, device=device)
+        return cls(params, _on(device, list(bias)), values.clamp(-_FAR, _FAR).float(), _on(device, banned))
+
+
 class Sampler:
-    """A sampler of batches. It keeps token counts for requests with penalties."""
+    """A sampler of batches. It keeps token counts for requests with penalties, and tensors of their settings."""
 
     def __init__(self, eos_token_ids: frozenset[int]) -> None:
         self._eos_token_ids = eos_token_ids
         self._counts: dict[Request, _Counts] = {}
+        self._changes: dict[Request, _Changes] = {}
+        # By the id of their settings, which they keep: the samples of a prompt have the same.
+        self._shared: WeakValueDictionary[int, _Changes] = WeakValueDictionary()
         self._plan: _Plan | None = None  # of the newest batch
         self._host_plan: _Plan | None = None  # of the newest batch that is drawn without the host
 
@@ -113,6 +136,7 @@ class Sampler:
     def forget(self, request: Request) -> None:
         """Drop the state of an answered request."""
         self._counts.pop(request, None)
+        self._changes.pop(request, None)
         plan, host_plan = self._plan, self._host_plan
         if plan is not None and request in plan.requests:
             self._plan = None
@@ -160,14 +184,21 @@ class Sampler:
             counts.catch_up(request)
             logits = counts.penalise(logits, params, row.drafted)
         if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), device=logits.device)
-            bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64, device=logits.device)
-            logits = logits.index_add(0, ids, bias.clamp(-_FAR, _FAR).float())
+            changes = self._changes_of(request, logits)
+            logits = logits.index_add(0, changes.biased, changes.bias)
         if _is_too_short(row):
-            stops = self._eos_token_ids | set(params.stop_token_ids)
-            banned = [id for id in stops if id < len(logits)]  # a tokenizer may know more ids than the model has rows
-            logits = logits.index_fill(0, torch.tensor(banned, dtype=torch.int64, device=logits.device), -2 * _FAR)
+            logits = logits.index_fill(0, self._changes_of(request, logits).stops, -2 * _FAR)
         return logits
+
+    def _changes_of(self, request: Request, logits: Tensor) -> _Changes:
+        """Return the changes that a request's settings make to a row [V] of logits. Makes them once."""
+        if (changes := self._changes.get(request)) is not None:
+            return changes
+        params = request.params
+        if (changes := self._shared.get(id(params))) is None:
+            changes = self._shared[id(params)] = _Changes.of(params, self._eos_token_ids, logits)
+        self._changes[request] = changes
+        return changes
 
 
 class _Counts:

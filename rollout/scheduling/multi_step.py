@@ -41,7 +41,7 @@ class MultiStep:
         if output.has_drafts or output.num_rows != len(output.scheduled):
             return output
         requests = self._sequences.requests_of(output.scheduled)
-        stop_ids: set[int] = set()
+        stop_ids: dict[int, frozenset[int]] = {}  # by their own ids: samples of a prompt have the same
         for item in output.scheduled:
             most = min(most, self._most(item, requests[item.id], stop_ids))
             if most < 2:
@@ -58,22 +58,21 @@ class MultiStep:
             new_blocks = self._ledger.grow(request, start + most)
             assert new_blocks is not None, request
             items.append(item._replace(new_blocks=(*item.new_blocks, *new_blocks)) if new_blocks else item)
-        return replace(output, scheduled=tuple(items), num_steps=most, stop_ids=frozenset(stop_ids))
+        return replace(output, scheduled=tuple(items), num_steps=most, stop_ids=frozenset().union(*stop_ids.values()))
 
     def _num_missing(self, ends: list[tuple[Request, int]], most: int) -> int:
         """Count the blocks that so many steps need beyond those of the first one. ends: requests, and the positions of
         their rows in the first step."""
         return sum(max(self._ledger.num_missing(request, start + most), 0) for request, start in ends)
 
-    def _most(self, item: ScheduledSequence, request: Request, stop_ids: set[int]) -> int:
+    def _most(self, item: ScheduledSequence, request: Request, stop_ids: dict[int, frozenset[int]]) -> int:
         """Return how many steps the sequence may have one after another, and add its stop tokens to `stop_ids`."""
         sequence, params = request.sequence, request.params
         num_known = len(sequence.token_ids)
         is_decode = item.start + 1 == num_known > sequence.num_prompt_tokens
         if not is_decode or item.states is not None or not request.draws_alone or self._wants_tokens(request):
             return 1
-        stop_ids.update(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids.update(self._sequences.eos_token_ids)
+        for ids in (params.stop_ids, *(() if params.ignore_eos else (self._sequences.eos_token_ids,))):
+            stop_ids[id(ids)] = ids
         left = params.max_new_tokens - (num_known - sequence.num_prompt_tokens)
         return min(left, self._limits.max_model_len - num_known)

@@ -90,11 +90,13 @@ class BlockTables:
     def gather_ahead(self, growing: Sequence[tuple[str, Sequence[int]]]) -> np.ndarray:
         """Return `gather` of the tables with these blocks appended. Changes nothing."""
         rows = [self._own[id].row for id, _ in growing]
-        lengths = self._lengths[rows]
-        tables = np.zeros((len(rows), int(lengths.max()) + max(len(blocks) for _, blocks in growing)), np.int32)
-        num_known = min(tables.shape[1], self._table.shape[1])
+        lengths = self._lengths[rows].tolist()
+        # The longest with its own new blocks: recorded buffers have room for no more than one sequence may hold.
+        width = max(length + len(blocks) for length, (_, blocks) in zip(lengths, growing, strict=True))
+        tables = np.zeros((len(rows), width), np.int32)
+        num_known = min(width, self._table.shape[1])
         tables[:, :num_known] = self._table[rows, :num_known]
-        for table, start, (_, blocks) in zip(tables, lengths.tolist(), growing, strict=True):
+        for table, start, (_, blocks) in zip(tables, lengths, growing, strict=True):
             if blocks:
                 table[start : start + len(blocks)] = blocks
         return tables

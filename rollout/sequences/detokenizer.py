@@ -22,7 +22,7 @@ import regex
 from ..errors import LockstepError
 from ..grammars.processor_time import thread_time
 from ..sampling_params import SamplingParams
-from .search_time import SearchTime
+from .search_time import SearchTime, SequenceSearchTime
 from .stop_prefixes import StopPrefixes
 
 NUM_CONTEXT_TOKENS = 5  # of the prompt, so that the first word keeps its leading space; a few more inside characters
@@ -103,7 +103,7 @@ class IncrementalDetokenizer:
         self._params = params
         self._has_stops = params.needs_text
         self._patterns = params.stop_patterns
-        self._search_time = search_time or SearchTime()
+        self._search_time = SequenceSearchTime(search_time or SearchTime())
         self._num_tokens = 0
         self._is_skipped: dict[int, bool] = dict.fromkeys(params.kept_special_tokens, False)  # filled token by token
         self._window, self._num_known = self._context(prompt_ids)
@@ -123,7 +123,7 @@ class IncrementalDetokenizer:
     def begin_again(self) -> IncrementalDetokenizer:
         """Return a decoder of the same sequence without its generated tokens."""
         prompt_ids = self._ids[: self._num_context]
-        return IncrementalDetokenizer(self._tokenizer, prompt_ids, self._params, self._search_time)
+        return IncrementalDetokenizer(self._tokenizer, prompt_ids, self._params, self._search_time.shared)
 
     @property
     def text(self) -> str:
@@ -217,13 +217,17 @@ class IncrementalDetokenizer:
                 return ""
         if self._backend is not None:
             return self._backend.decode(token_ids, skip_special_tokens=skips)
+        return self._by_tokenizer(
+            token_ids,
+            skip_special_tokens=skips,
+            spaces_between_special_tokens=self._params.spaces_between_special_tokens,
+            clean_up_tokenization_spaces=False,  # it would rewrite text that has been streamed
+        )
+
+    def _by_tokenizer(self, token_ids: list[int], **settings: bool) -> str:
+        assert self._tokenizer is not None
         try:
-            text = self._tokenizer.decode(
-                token_ids,
-                skip_special_tokens=skips,
-                spaces_between_special_tokens=self._params.spaces_between_special_tokens,
-                clean_up_tokenization_spaces=False,  # it would rewrite text that has been streamed
-            )
+            text = self._tokenizer.decode(token_ids, **settings)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             raise Undecodable(f"the tokenizer cannot decode the tokens up to {token_ids[-1]}: {why}") from error
@@ -234,8 +238,7 @@ class IncrementalDetokenizer:
         """Return whether a token is special and not kept."""
         found = self._is_skipped.get(token_id)
         if found is None:
-            assert self._tokenizer is not None
-            texts = [self._tokenizer.decode([token_id], skip_special_tokens=skips) for skips in (True, False)]
+            texts = [self._by_tokenizer([token_id], skip_special_tokens=skips) for skips in (True, False)]
             found = self._is_skipped[token_id] = texts[0] == "" != texts[1]
         return found
 
@@ -315,7 +318,7 @@ class IncrementalDetokenizer:
             return []
         # A start position, not a slice: ^ and \b depend on the text before it.
         position = max(num_seen - REGEX_WINDOW + 1, self._patterns_from - (self._num_chars - len(text)), 0)
-        began, allowed = thread_time(), self._search_time.allowance()
+        began, allowed = thread_time(), self._search_time.allowance(self._num_tokens)
         try:
             return [
                 (pattern.pattern, self._matches_of(pattern, text, num_seen, position, began + allowed, partial))

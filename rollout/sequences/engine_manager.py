@@ -10,10 +10,10 @@ from ..completion import UNNAMED_VERSION, FinishReason, NextToken
 from ..grammars.jump import Jump
 from .detokenizer import StopRegexTimeout, Undecodable
 from .manager import TAKES_NO_RESULT, SequenceManager
-from .output_record import RecordedJump, ScoredToken
+from .output_record import OutputRecord, RecordedJump, ScoredToken
 from .request import Request
 from .sequence import Sequence, State
-from .step import ScheduledSequence, SequenceResult
+from .step import NewToken, ScheduledSequence, SequenceResult
 
 
 class EngineSequenceManager(SequenceManager):
@@ -25,8 +25,9 @@ class EngineSequenceManager(SequenceManager):
         self.max_model_len = max_model_len
         self.weight_version = UNNAMED_VERSION
         self.weight_digest: str | None = None
+        self.epoch = 0  # the ledger's
         self._requests: dict[str, Request] = {}
-        # Ids of live samples by the id of the request that they are samples of, where that is another one.
+        # Ids of live samples by the ids of the request and the prompt that they are samples of, where those are others.
         self._samples: dict[str, dict[str, None]] = {}
         self.num_constrained = 0  # live requests that follow a grammar
 
@@ -34,8 +35,8 @@ class EngineSequenceManager(SequenceManager):
         """Register a new request. Raises ValueError if a live request has its id."""
         self._register(request.sequence, request.num_retractions)
         self._requests[request.id] = request
-        if (base_id := request.base_id) and base_id != request.id:
-            self._samples.setdefault(base_id, {})[request.id] = None
+        for name in _other_names(request):
+            self._samples.setdefault(name, {})[request.id] = None
         self.num_constrained += request.grammar is not None
 
     def request(self, id: str) -> Request:
@@ -94,10 +95,10 @@ class EngineSequenceManager(SequenceManager):
     def free(self, id: str) -> None:
         super().free(id)
         request = self._requests.pop(id)
-        if (samples := self._samples.get(request.base_id)) is not None:
-            samples.pop(id, None)
-            if not samples:
-                del self._samples[request.base_id]
+        for name in _other_names(request):
+            self._samples[name].pop(id, None)
+            if not self._samples[name]:
+                del self._samples[name]
         self.num_constrained -= request.grammar is not None
 
     def _ignore(self, id: str, why: str) -> None:
@@ -125,7 +126,7 @@ class EngineSequenceManager(SequenceManager):
         record = request.record
         if not jump.token_ids and not result.accepted:
             record.add_sampled(result)
-            record.tag_token(self.weight_version, self.weight_digest)
+            record.tag_token(self.weight_version, self.weight_digest, self.epoch, record.kept_kv)
             reason = self._why_finished(request, result.token_id)
             if reason is not None:
                 self.finish(sequence.id, reason)
@@ -136,10 +137,10 @@ class EngineSequenceManager(SequenceManager):
                 at = len(record.logprobs) - jump.num_rolled_back
                 record.jumps.append(RecordedJump(at, sequence.newest_replaced, jump.token_ids))
         drawn = (*result.accepted, result.sampled())
-        scored = [ScoredToken(token, self.weight_version, self.weight_digest) for token in drawn]
-        for token, version, digest in (*record.begin_tokens(jump), *scored):
+        scored = [self._scored(record, token) for token in drawn]
+        for token, version, digest, epoch, kept_kv in (*record.begin_tokens(jump), *scored):
             record.add(token)
-            record.tag_token(version, digest)
+            record.tag_token(version, digest, epoch, kept_kv)
             reason = self._why_finished(request, token.token_id)
             if reason is not None:
                 request.cut_output(len(record.logprobs))  # the step's further tokens are dropped
@@ -151,10 +152,10 @@ class EngineSequenceManager(SequenceManager):
         """Note the scores of a jump's next tokens. jump_ids: all of its tokens."""
         record = request.record
         record.num_jump_steps += 1
-        record.scored += [
-            ScoredToken(token, self.weight_version, self.weight_digest)
-            for token in result.jumped(jump_ids[len(record.scored) :])
-        ]
+        record.scored += [self._scored(record, token) for token in result.jumped(jump_ids[len(record.scored) :])]
+
+    def _scored(self, record: OutputRecord, token: NewToken) -> ScoredToken:
+        return ScoredToken(token, self.weight_version, self.weight_digest, self.epoch, record.kept_kv)
 
     def _why_finished(self, request: Request, token_id: int) -> FinishReason | None:
         """Check the stop conditions that need no text at the newest recorded token; returns the reason or None.
@@ -163,8 +164,9 @@ class EngineSequenceManager(SequenceManager):
         """
         num_output, params = len(request.record.logprobs), request.params
         if len(request.record.kept_ids) > (limit := request.options.max_kept_ids):
-            return FinishReason("abort", message=f"the filters kept more than {limit} tokens to report (max_kept_ids)")
-        if token_id in params.stop_token_ids or (token_id in self.eos_token_ids and not params.ignore_eos):
+            why = f"the filters kept more than {limit} tokens to report (max_kept_ids)"
+            return FinishReason("abort", message=why, by_engine=True)
+        if token_id in params.stop_ids or (token_id in self.eos_token_ids and not params.ignore_eos):
             return FinishReason("stop", matched=token_id)
         num_tokens = request.sequence.num_prompt_tokens + num_output
         if num_output >= params.max_new_tokens or num_tokens >= self.max_model_len:
@@ -174,7 +176,7 @@ class EngineSequenceManager(SequenceManager):
     def is_stop(self, request: Request, token_id: int) -> bool:
         """Return whether the token ends the request's output."""
         params = request.params
-        return token_id in params.stop_token_ids or (not params.ignore_eos and token_id in self.eos_token_ids)
+        return token_id in params.stop_ids or (not params.ignore_eos and token_id in self.eos_token_ids)
 
     def deliver(self, request: Request) -> bool:
         """Decode the newest step's tokens to text; returns whether the sequence is finished.
@@ -198,9 +200,14 @@ class EngineSequenceManager(SequenceManager):
                     reason = FinishReason("stop", matched=matched.stop)
                     request.cut_output(matched.num_tokens)
             except (StopRegexTimeout, Undecodable) as error:  # only the request of this pattern or token ends
-                reason = FinishReason("abort", message=str(error))
+                reason = FinishReason("abort", message=str(error), by_engine=True)
             if reason is not None and request.finish_reason is None:
                 self.finish(request.id, reason)
             elif reason is not None:  # a stop string in the last allowed token is a stop, not a length
                 request.finish_reason = reason
         return request.finish_reason is not None
+
+
+def _other_names(request: Request) -> set[str]:
+    """Return the ids of the request and of the prompt that this is a sample of, without its own id."""
+    return {request.base_id, request.prompt_id} - {request.id, ""}

@@ -29,11 +29,13 @@ class RecordedJump(NamedTuple):
 
 
 class ScoredToken(NamedTuple):
-    """A token of a jump whose rows have run in part, and the weights that scored it."""
+    """A token of a jump whose rows have run in part, and the weights that scored it, with their KV."""
 
     token: NewToken
     version: str
     digest: str | None
+    epoch: int
+    kept_kv: tuple[KeptKV, ...]  # when it was scored
 
 
 @dataclass(eq=False, slots=True)
@@ -51,6 +53,7 @@ class OutputRecord:
     kept_ids: array[int] = field(default_factory=lambda: array("i"))  # that the filters kept, of one draw after another
     kept_ends: array[int] = field(default_factory=lambda: array("i"))  # by token: where its own end in `kept_ids`
     span_starts: list[SpanStart] = field(default_factory=list)  # of the weights' versions over the output
+    first_epoch: int | None = None  # the KV epoch of the first output token
     # These three are never cut: each is of the weights that ran its row first.
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_logprobs: list[TopLogprobs | None] = field(default_factory=list)
@@ -146,15 +149,18 @@ class OutputRecord:
         num_drafted, num_accepted = so_far.num_drafted_tokens + num_drafted, so_far.num_accepted_tokens + num_accepted
         self.drafts[source] = DraftCounts(source, so_far.num_steps + 1, num_drafted, num_accepted)
 
-    def tag_token(self, version: str, digest: str | None) -> None:
-        """Record that the newest output token was sampled from this version of the weights."""
+    def tag_token(self, version: str, digest: str | None, epoch: int, kept_kv: tuple[KeptKV, ...]) -> None:
+        """Record that the newest output token was sampled from this version of the weights, in this KV epoch, over this
+        KV of earlier weights."""
+        if len(self.logprobs) == 1:
+            self.first_epoch = epoch
         last = self.span_starts[-1] if self.span_starts else None
         if last is None or last.version != version or last.digest != digest:
             self.span_starts.append(SpanStart(version, digest, len(self.logprobs) - 1))
-        if self.kept_kv or self.kv_starts:
+        if kept_kv or self.kv_starts:
             newest = self.kv_starts[-1].kept if self.kv_starts else ()
-            if newest != self.kept_kv:
-                self.kv_starts.append(KVStart(len(self.logprobs) - 1, self.kept_kv))
+            if newest != kept_kv:
+                self.kv_starts.append(KVStart(len(self.logprobs) - 1, kept_kv))
 
     def keep_kv(self, version: str, digest: str | None, num_rows: int) -> None:
         """Note that the KV of the first `num_rows` rows, computed so far, stays at a commit. version, digest: before

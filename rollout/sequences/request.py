@@ -42,6 +42,7 @@ class Request:
     detokenizer: IncrementalDetokenizer | None
     grammar: GrammarState | None = None  # the grammar that its output follows
     base_id: str = ""  # the id of the request that this is a sample of
+    prompt_id: str = ""  # the id of its prompt, of which the request may have several
     earlier: tuple[int, ...] = ()  # an answer of other weights, whose tokens are drawn again, as many as stay in a step
     record: OutputRecord = field(init=False)
     rotary_offset: int = field(init=False)  # of the module's rotary positions to those of the tokens behind the prompt
@@ -239,4 +240,5 @@ class Request:
             num_kept_tokens=self.num_kept_tokens,
             drawn_with=DrawnWith(self.params, self.options, self.seed, self.images),
             kv_starts=tuple(record.kv_starts),
+            epoch=record.first_epoch,
         )

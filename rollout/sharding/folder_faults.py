@@ -23,7 +23,16 @@ _MAX_HEADER = 100_000_000  # bytes, safetensors' own limit
 
 def folder_faults(folder: Path) -> list[str]:
     """Return what is wrong with the files of a model folder, each with its file's name."""
-    return [fault for name in _OBJECTS if (fault := json_fault(folder / name))] + weight_faults(folder)
+    faults = [fault for name in _OBJECTS if (fault := json_fault(folder / name))] + weight_faults(folder)
+    return faults or _index_faults(folder)
+
+
+def _index_faults(folder: Path) -> list[str]:
+    """Return what only transformers misses in a readable index, where it reads one."""
+    if (folder / SINGLE_FILE).exists() or not (folder / INDEX_FILE).exists():
+        return []
+    has_metadata = "metadata" in _json_object(folder / INDEX_FILE)[0]
+    return [] if has_metadata else [f'{INDEX_FILE} has no table metadata: write "metadata": {{}} into it']
 
 
 def json_fault(path: Path) -> str:

@@ -6,7 +6,7 @@ It is filled from a folder of safetensors files, of which only its slices are re
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -23,6 +23,7 @@ from .division import Division, divide
 from .pp_cut import PassedLayer, cut_stage, stage_layers, stage_problems
 from .shards import Shard
 from .skeleton import skeleton_of
+from .tied_parameters import apart_in, stored_ties, untie
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,16 @@ def load_part(
     path: str | Path, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, mesh: Mesh, k_blocks: int
 ) -> Part:
     """Load this rank's part of a model folder. Raises ValueError listing indivisible and missing tensors."""
-    part = build_part(config, dtype, mesh, k_blocks)
-    with CheckpointSlices(path, skeleton_of(config, dtype)) as slices:
-        slices.require(name for name, _ in part.module.named_parameters())
-        _materialise(part, device, slices.read)
+    skeleton = skeleton_of(config, dtype)
+    with CheckpointSlices(path, skeleton) as slices:
+        ties = stored_ties(skeleton, slices)
+        part = build_part(config, dtype, mesh, k_blocks, apart=ties.apart)
+
+        def read(name: str, shard: Shard) -> Tensor:
+            return slices.read(ties.stored_as.get(name, name), shard)
+
+        slices.require(ties.stored_as.get(name, name) for name, _ in part.module.named_parameters())
+        _materialise(part, device, read)
         _compute_buffers(part.module, device, slices)
     if (Path(path) / GENERATION_CONFIG_NAME).is_file():
         part.module.generation_config = GenerationConfig.from_pretrained(path)
@@ -92,13 +99,16 @@ def build_part(
     mesh: Mesh,
     k_blocks: int,
     like: Mapping[str, Tensor] | None = None,
+    apart: Collection[str] = (),
 ) -> Part:
     """Build the part without memory: every tensor on the meta device, whole. Raises ValueError for an indivisible
     model.
 
-    like: parameters whose dtypes it takes, where they are not all the same.
+    like: parameters whose dtypes it takes, where they are not all the same, and of which different ones are not tied.
+    apart: without like, the names of parameters that are not tied although the configuration says so.
     """
     module = skeleton_of(config, dtype)
+    untie(module, apart_in(like, module) if like else apart)
     if like:
         for name, parameter in module.named_parameters():
             parameter.data = parameter.data.to(like[name].dtype)

@@ -22,7 +22,8 @@ def skeleton_of(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     """Make the whole module on the meta device: it has no memory. Its types are those of `from_pretrained`, which keeps
     some tensors of some classes in float32."""
     with torch.device("meta"):
-        module: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype).requires_grad_(False)
+        module: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
+        module.requires_grad_(False)
     wide = [re.compile(part.replace("*", ".*")) for part in module._keep_in_fp32_modules_strict or ()]
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_floating_point() and any(part.search(name) for part in wide):

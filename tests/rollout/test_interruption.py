@@ -119,7 +119,7 @@ class ByHand:
             assert self.num_steps < limit, self.engine.state()
 
     def is_answered(self, id: str) -> bool:
-        return self.engine.mailboxes.all_done([id])
+        return self.engine.mailboxes.when_done([id])()
 
     def answer(self, id: str) -> Completion:
         [completion] = self.engine.mailboxes.completions([id])

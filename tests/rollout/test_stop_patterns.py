@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.rollout.sampling_params import SamplingParams
-from lockstep.rollout.sequences.search_time import LEAST_S, MAX_S, SearchTime
+from lockstep.rollout.sequences.search_time import LEAST_S, MAX_S, TOKEN_S, SearchTime, SequenceSearchTime
 from lockstep.rollout.stop_patterns import MAX_PATTERN_SIZE, pattern_size
 
 
@@ -53,6 +53,27 @@ def test_searches_share_their_time():
         allowed = shared.allowance()
         shared.spend(allowed)
         spent += allowed
-    assert spent < 0.52 and shared.allowance() == LEAST_S
+    assert spent < 0.27 and shared.allowance() == LEAST_S
     now += 10
     assert shared.allowance() == MAX_S
+
+
+def test_a_sequence_has_time_of_its_own_that_its_tokens_bring():
+    now = 0.0
+    shared = SearchTime(lambda: now)
+    own = SequenceSearchTime(shared)
+    spent = 0.0
+    for num_tokens in range(1, 51):
+        now += 60  # others leave all of the shared time
+        allowed = own.allowance(num_tokens)
+        own.spend(allowed)
+        spent += allowed
+    assert spent == pytest.approx(MAX_S + 49 * TOKEN_S)
+    assert own.allowance(50) == LEAST_S and SequenceSearchTime(shared).allowance(1) == MAX_S
+
+
+def test_a_sequence_has_no_more_than_what_is_left_of_the_shared_time():
+    shared = SearchTime(lambda: 0.0)
+    own = SequenceSearchTime(shared)
+    shared.spend(1.0)
+    assert own.allowance(1) == LEAST_S

@@ -44,7 +44,13 @@ class CheckedPrompt(NamedTuple):
 # that an engine of the same model has checked.
 Prompt = str | Sequence[int] | Mapping[str, object] | CheckedPrompt
 Params = SamplingParams | Mapping[str, object] | None
-Settings = tuple[SamplingParams, CompiledGrammar | None]  # parameters and the grammar that they ask for
+
+
+class Settings(NamedTuple):
+    """Checked parameters and the grammar that they ask for."""
+
+    params: SamplingParams
+    grammar: CompiledGrammar | None
 
 
 class Intake:
@@ -74,13 +80,16 @@ class Intake:
         self._search_time = SearchTime()
         self._num_made = 0
 
-    def settings(self, params: Iterable[Params]) -> list[Settings]:
-        """Return checked parameters with their compiled grammars. Waits for the grammars: do not hold a lock.
+    def settings(self, params: Iterable[Params | Settings]) -> list[Settings]:
+        """Return checked parameters with their compiled grammars, or settings as they are. Waits for the grammars: do
+        not hold a lock.
 
         Raises ValueError naming every fault of the first wrong parameters, or of all grammars.
         """
-        checked = [as_params(one) for one in params]
-        return list(zip(checked, self._grammars.compiled(checked), strict=True))
+        given = list(params)
+        unread = [as_params(one) for one in given if not isinstance(one, Settings)]
+        read = map(Settings, unread, self._grammars.compiled(unread))
+        return [one if isinstance(one, Settings) else next(read) for one in given]
 
     def checked(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> CheckedPrompt:
         """Return a prompt that can run with these settings. Raises ValueError."""
@@ -159,7 +168,7 @@ class Intake:
             raise ValueError(f"logit_bias names tokens {bad[:5]}, but the vocabulary ends at {self._vocab_size - 1}")
         banned, why = {id for id, value in bias.items() if value <= LEAST_BIAS}, ""
         if banned and params.min_new_tokens > 0:
-            stops = self._eos_token_ids.union(params.stop_token_ids)
+            stops = self._eos_token_ids | params.stop_ids
             banned.update(id for id in stops if id < self._vocab_size)
             why = ", and min_new_tokens those that end the output"
         if len(banned) == self._vocab_size:
@@ -188,7 +197,7 @@ class Intake:
             faults.append(f"has a log-probability for each of its {len(begun.token_ids)} tokens")
         if bad := [id for id in begun.token_ids if type(id) is not int or not 0 <= id < self._vocab_size]:
             faults.append(f"names tokens below {self._vocab_size}, not {bad[:5]!r}")
-        stops = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos_token_ids)}
+        stops = params.stop_ids | (frozenset() if params.ignore_eos else self._eos_token_ids)
         if not bad and (ended := sorted(stops.intersection(begun.token_ids))):
             faults.append(f"has not ended, as its tokens {ended} say")
         if faults:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -124,12 +124,22 @@ class Mailboxes:
     def has_news(self, ids: Sequence[str]) -> bool:
         return any(self._boxes[id].chunks for id in ids)
 
-    def all_done(self, ids: Sequence[str]) -> bool:
-        """Return whether all answers are there, or an error that `completions` raises."""
-        if self._broken and not self._broken.keys().isdisjoint(ids):
-            return True
-        boxes = (self._boxes[id].chunks for id in ids)  # which ends at the first that is not
-        return all(chunks and chunks[-1].completion is not None for chunks in boxes)
+    def when_done(self, ids: Sequence[str]) -> Callable[[], bool]:
+        """Return a function that says whether all answers are there, or an error that `completions` raises. It looks at
+        each answer that is there once, however often it is asked."""
+        first = 0  # that may not be there
+
+        def are_done() -> bool:
+            nonlocal first
+            if self._broken and not self._broken.keys().isdisjoint(ids):
+                return True
+            at = first  # the call's own thread and the one that runs the steps may ask at once: each counts for itself
+            while at < len(ids) and (chunks := self._boxes[ids[at]].chunks) and chunks[-1].completion is not None:
+                at += 1
+            first = at
+            return at == len(ids)
+
+        return are_done
 
     def completions(self, ids: Sequence[str]) -> list[Completion]:
         """Return the answers. Call it when all are done. Raises BrokenLogits of these requests."""

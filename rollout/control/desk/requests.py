@@ -12,6 +12,7 @@ from ...check.image_check import checking_reader
 from ...completion import FinishReason
 from ...errors import EngineStopped
 from ...grammars.cache import Promise
+from ...held_signals import Uninterrupted
 from ...loop.between_steps import ABORTED_IN_QUEUE, BetweenSteps
 from ...loop.parts import Parts
 from ...model.loading import media_tokens
@@ -25,6 +26,7 @@ from .mailboxes import Listener, Mailbox, Mailboxes
 
 NOT_ABORTED: Mapping[str, FinishReason | None] = {}
 T = TypeVar("T")
+_AS_A_WHOLE = Uninterrupted()
 
 
 class RequestDesk:
@@ -81,7 +83,7 @@ class RequestDesk:
     def submit(
         self,
         prompts: Sequence[Prompt],
-        sampling_params: Sequence[Params],
+        sampling_params: Sequence[Params | Settings],
         listener: Listener,
         *,
         rids: Sequence[str] | None = None,
@@ -113,13 +115,13 @@ class RequestDesk:
 
         return self.post(prompts, settings, options, rids, connect, aborted)
 
-    def check(self, prompt: Prompt, params: Params, options: RequestOptions) -> CheckedPrompt:
-        """Return a prompt as `submit` reads it, which may be submitted in its place. Raises the ValueError that
-        `submit` would raise for it. Compiles its grammar: a later `submit` of it does not wait."""
+    def check(self, prompt: Prompt, params: Params, options: RequestOptions) -> tuple[CheckedPrompt, Settings]:
+        """Return a prompt and settings as `submit` reads them, which may be submitted in their place: a later `submit`
+        of them waits for no grammar. Raises the ValueError that `submit` would raise."""
         [settings] = self.intake.settings([params])
         checked = self.intake.checked(prompt, settings[0], options)
         self.intake.requests(checked, settings, options, ["checked"], 0)  # a grammar, or begun tokens, may not fit
-        return checked
+        return checked, settings
 
     def ask_grammars(self, params: Iterable[SamplingParams]) -> list[Promise]:
         """Start to compile the grammars of these parameters; returns the unfinished ones at once.
@@ -158,7 +160,7 @@ class RequestDesk:
 
         Thousands take long to make: the inbox's lock, which a step needs to begin, is held only before, to claim their
         ids and numbers, and after. connect: called with all ids under the lock, before they are posted. aborted: as of
-        `submit`.
+        `submit`. Where an interrupt ends this, nothing is queued.
         """
         self._parts.ranks.check_controller("requests")
         asked = list(zip(prompts, settings, options, rids, strict=True))
@@ -173,33 +175,44 @@ class RequestDesk:
             for name, setting in zip(names, settings, strict=True)
         ]
         ids = [id for group in groups for id in group]
-        with self._inbox.lock:
-            # A request that ends is kept before it is no sequence any more.
-            is_kept = self._mailboxes.keeps_id
-            taken = {id for id in ids if id in self._inbox or id in self._parts.sequences or is_kept(id)}
-            taken |= {id for id, num in Counter(ids).items() if num > 1}
-            if taken:
-                raise ValueError(f"duplicate request ID detected: {', '.join(sorted(taken))}")
-            self._inbox.claim(ids)
-            number = self.intake.numbers(len(ids))
+        claimed: list[str] = []
+        is_posted = False
         try:
+            with _AS_A_WHOLE, self._inbox.lock:
+                self._check_free(ids)
+                self._inbox.claim(ids)
+                claimed = ids
+                number = self.intake.numbers(len(ids))
             requests: list[Request] = []
             for prompt, (_, setting, option, _), name, group in zip(checked, asked, names, groups, strict=True):
                 made = self.intake.requests(prompt, setting, option, group, number + len(requests))
                 for request in made:
-                    request.base_id = option.base_id or name
+                    request.base_id, request.prompt_id = option.base_id or name, name
                     if name in aborted:
                         request.aborted = aborted[name] or ABORTED_IN_QUEUE
                 requests += made
-            with self._inbox.lock:
+            with _AS_A_WHOLE, self._inbox.lock:
                 self._driver.check_open()  # again: the engine may have been closed while the requests were made
                 connect(ids)
                 self._inbox.post(requests)
-        finally:
-            with self._inbox.lock:
-                self._inbox.disclaim(ids)
-        self._driver.kick()
+                self._inbox.disclaim(claimed)
+                is_posted = True
+            self._driver.kick()
+        except BaseException:
+            if is_posted:  # an interrupt: the caller will not know of them
+                self.let_go(ids)
+            with _AS_A_WHOLE, self._inbox.lock:
+                self._inbox.disclaim(claimed)
+            raise
         return groups
+
+    def _check_free(self, ids: Sequence[str]) -> None:
+        """Raise ValueError for ids that others have, or that come twice. The caller holds the inbox's lock."""
+        is_kept = self._mailboxes.keeps_id  # a request that ends is kept before it is no sequence any more
+        taken = {id for id in ids if id in self._inbox or id in self._parts.sequences or is_kept(id)}
+        taken |= {id for id, num in Counter(ids).items() if num > 1}
+        if taken:
+            raise ValueError(f"duplicate request ID detected: {', '.join(sorted(taken))}")
 
     def let_go(self, ids: Sequence[str], boxes: Mapping[str, Mailbox] | None = None) -> None:
         """Abort the requests that still run, and remove all mailboxes: no call waits for them any more.

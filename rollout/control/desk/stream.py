@@ -67,6 +67,7 @@ class Stream(Iterator[StreamChunk]):
             self._abandoned.leave(ids, may_wait=self._thread == threading.get_ident())
 
     def _take_ids(self) -> list[str]:
-        ids = self._ids[:]
-        self._ids.clear()
-        return ids
+        ids: list[str] = getattr(self, "_ids", [])  # without them where an interrupt came first
+        taken = ids[:]
+        ids.clear()
+        return taken

@@ -51,13 +51,15 @@ class WaitingCalls:
     def _generate(self, prompts: Prompts | None, params: ManyParams, options: ManyOptions) -> list[Completion]:
         if prompts is None:
             raise ValueError("prompts may be None on ranks that follow, and this one is the controller")
-        ids = self._add_all(prompts, params, options)
+        ids: list[str] = []
         try:
+            self._add_all(ids, prompts, params, options)
             with self._parts.model.rollout_phase():
-                self._driver.wait_until(lambda: self._mailboxes.all_done(ids))
+                self._driver.wait_until(self._mailboxes.when_done(ids))
             return self._mailboxes.completions(ids)
         finally:
-            self._desk.let_go(ids)
+            if ids:
+                self._desk.let_go(ids)
 
     def renew(self, completions: Completion | Sequence[Completion]) -> list[Completion]:
         """Return the answers that the present weights give to the same requests, in the order of the given ones.
@@ -93,8 +95,9 @@ class WaitingCalls:
         ids = await self._add_all_async(prompts, params, options)
         end = self._driver.kept_phase.until(partial(self._desk.let_go, ids))
         try:
-            while not self._mailboxes.all_done(ids):
-                await self._driver.progress(lambda: self._mailboxes.all_done(ids))
+            are_done = self._mailboxes.when_done(ids)
+            while not are_done():
+                await self._driver.progress(are_done)
             return self._mailboxes.completions(ids)
         finally:
             await _to_its_end(end)
@@ -107,7 +110,7 @@ class WaitingCalls:
     def _chunks(
         self, ids: list[str], prompt: Prompt, params: Params, options: RequestOptions | None
     ) -> Generator[StreamChunk]:
-        ids += self._add_all([prompt], params, options, streamed=True)
+        self._add_all(ids, [prompt], params, options, streamed=True)
         num_open = len(ids)
         while num_open:
             self._driver.wait_until(lambda: self._mailboxes.has_news(ids))
@@ -132,8 +135,16 @@ class WaitingCalls:
             await _to_its_end(partial(self._desk.let_go, ids))
 
     def _add_all(
-        self, prompts: Prompts, params: ManyParams, options: ManyOptions, *, streamed: bool = False
-    ) -> list[str]:
+        self,
+        added: list[str],
+        prompts: Prompts,
+        params: ManyParams,
+        options: ManyOptions,
+        *,
+        streamed: bool = False,
+    ) -> None:
+        """Queue prompts. added: takes their ids as they are queued, so that an interrupt behind that leaves none
+        unknown."""
         self._driver.check_open()
         prompts = as_prompts(prompts)
         many = isinstance(params, Sequence) and not isinstance(params, str)
@@ -145,10 +156,12 @@ class WaitingCalls:
         if len(options_list) != count:
             raise ValueError(f"{count} prompts, but {len(options_list)} options")
         settings = self._desk.intake.settings(params_list)
-        groups = self._desk.post(
-            prompts, settings, options_list, [None] * count, lambda ids: self._mailboxes.open(ids, streamed=streamed)
-        )
-        return [id for group in groups for id in group]
+
+        def connect(ids: list[str]) -> None:
+            self._mailboxes.open(ids, streamed=streamed)
+            added.extend(ids)
+
+        self._desk.post(prompts, settings, options_list, [None] * count, connect)
 
     async def _add_all_async(
         self, prompts: Prompts, params: ManyParams, options: ManyOptions, *, streamed: bool = False
@@ -158,7 +171,7 @@ class WaitingCalls:
 
         def add() -> None:
             try:
-                added.extend(self._add_all(prompts, params, options, streamed=streamed))
+                self._add_all(added, prompts, params, options, streamed=streamed)
             finally:
                 done.set()
 

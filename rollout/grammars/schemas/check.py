@@ -14,14 +14,16 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 from .kinds import TYPES, has_type, kind_of, listed, types_of
-from .patterns import pattern_faults
+from .patterns import pattern_faults, plain_pattern
 from .references import resolved, target
 from .unions import overlapping
 
 _MOST_STEP = 1024  # the library ignores a larger `multipleOf`
+_NUM_DECIMALS = 6  # of the numbers that the library writes within bounds
 MAX_NESTING = 64  # the time to compile grows with its cube
 
 _IGNORED = (
@@ -87,6 +89,7 @@ def _faults(schema: object, at: str, walk: _Walk) -> Iterator[str]:
         yield from malformed
         return
     yield from _not_enforced(schema, at)
+    yield from _narrow_bounds(schema, at)
     yield from _shadowed(schema, at, walk.root)
     yield from _wrong_references(schema, at, walk)
     for name in ("properties", "patternProperties", "$defs", "definitions"):
@@ -181,6 +184,8 @@ def _not_enforced(schema: dict, at: str) -> Iterator[str]:
         yield from (f"{at}/pattern {pattern!r} {why}" for why in pattern_faults(pattern))
     if isinstance(named := schema.get("patternProperties"), dict):
         yield from (f"{at}/patternProperties {key!r} {why}" for key in named for why in pattern_faults(key))
+        if len(set(map(plain_pattern, named))) < len(named):
+            yield f"{at}/patternProperties has one pattern twice, written in two ways"
     is_open = any(schema.get(name) not in (None, False) for name in ("additionalProperties", "unevaluatedProperties"))
     is_open = is_open or "patternProperties" in schema
     if schema.get("minProperties", 0) > 1 and (is_open or "propertyNames" in schema):
@@ -201,6 +206,27 @@ def _not_enforced(schema: dict, at: str) -> Iterator[str]:
     others = ("properties", "additionalProperties", "minProperties", "maxProperties")
     if patterned and (mixed := [name for name in others if schema.get(name) not in (None, False)]):
         yield f"{at}/{patterned[0]} cannot stand beside {', '.join(mixed)}"
+
+
+def _narrow_bounds(schema: dict, at: str) -> Iterator[str]:
+    """Yield bounds of numbers between which the library writes the empty text, or numbers that are read as the bound
+    itself where it is exclusive."""
+    names = [name for name in _BY_TYPE["number"][:4] if name in schema] if "number" in types_of(schema) else []
+    scaled = {name: Fraction(repr(schema[name])) * 10**_NUM_DECIMALS for name in names}
+    ends = {  # the first and last numbers of so many decimals that each bound allows, in units of the last decimal
+        "minimum": math.ceil, "maximum": math.floor,
+        "exclusiveMinimum": lambda bound: math.floor(bound) + 1,
+        "exclusiveMaximum": lambda bound: math.ceil(bound) - 1,
+    }  # fmt: skip
+    found = {name: ends[name](bound) for name, bound in scaled.items()}
+    lows, highs = ([found[name] for name in names if name.lower().endswith(side)] for side in ("minimum", "maximum"))
+    if lows and highs and max(lows) > min(highs):
+        yield f"{at}/{' and '.join(names)} leave no number of at most {_NUM_DECIMALS} decimals, the only ones written"
+        return
+    for name in names:
+        bound, other, nearest = schema[name], name[9:].lower(), float(Fraction(found[name], 10**_NUM_DECIMALS))
+        if nearest == bound and name.startswith("exclusive"):
+            yield f"{at}/{name} {_short(bound)} is too large: float64 has no number next to it: use {other}"
 
 
 def _shadowed(schema: dict, at: str, root: object) -> Iterator[str]:

@@ -45,25 +45,31 @@ def _is_index(key: str) -> bool:
     return key.isascii() and key.isdecimal() and len(key) <= _MOST_DIGITS and (key == "0" or not key.startswith("0"))
 
 
-def replaced(schema: Any, name: Callable[[str], str]) -> Any:
-    """Return a copy of a schema in which every reference is the one that `name` returns for it."""
-    return _replaced(schema, name, is_schema=True)
+def copied(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """Return a copy of a schema in which `change` has changed it, and then every schema inside."""
+    return _copied(schema, change, is_schema=True)
 
 
-def _replaced(part: Any, name: Callable[[str], str], *, is_schema: bool) -> Any:
+def _copied(part: Any, change: Callable[[dict[str, Any]], dict[str, Any]], *, is_schema: bool) -> Any:
     if isinstance(part, list):
-        return [_replaced(member, name, is_schema=is_schema) for member in part]
+        return [_copied(member, change, is_schema=is_schema) for member in part]
     if not isinstance(part, dict):
         return part
     copy: dict[str, Any] = {}
-    for key, value in part.items():
-        if is_schema and key == "$ref" and isinstance(value, str):
-            copy[key] = name(value)
-        elif is_schema and key in _VALUES:
-            copy[key] = value
-        else:
-            copy[key] = _replaced(value, name, is_schema=not (is_schema and key in _BY_NAME))
+    for key, value in (change(part) if is_schema else part).items():
+        is_value = is_schema and key in _VALUES
+        copy[key] = value if is_value else _copied(value, change, is_schema=not (is_schema and key in _BY_NAME))
     return copy
+
+
+def replaced(schema: Any, name: Callable[[str], str]) -> Any:
+    """Return a copy of a schema in which every reference is the one that `name` returns for it."""
+
+    def renamed(part: dict[str, Any]) -> dict[str, Any]:
+        reference = part.get("$ref")
+        return {**part, "$ref": name(reference)} if isinstance(reference, str) else part
+
+    return copied(schema, renamed)
 
 
 def with_plain_references(schema: Any) -> Any:
@@ -94,7 +100,7 @@ def _is_plain(reference: str, root: Any) -> bool:
     marker, *parts = reference.split("/")
     found = root
     for part in parts:
-        if not part or "~" in part or "%" in part or not isinstance(found, dict):
-            return False
+        if not part or "~" in part or "%" in part or part == "patternProperties" or not isinstance(found, dict):
+            return False  # the names of patternProperties change later (`with_plain_patterns`)
         found = found.get(part)
     return marker == "#"

@@ -11,7 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, NoReturn
 
 import torch
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from ....kernels.layers.activation import celu, elu, gelu, gelu_tanh, glu, mish, rsqrt, selu, sigmoid, silu, softplus
 from ....kernels.layers.embedding import embedding
-from ....kernels.layers.powers import atan2, exp2, logaddexp, power, reduction, sinh
+from ....kernels.layers.powers import atan2, atanh, cosh, exp2, logaddexp, power, reduction, sinh
 from ..encoders.vision import attention_of_each, patch_convolution
 from . import deferred
 from .indexer import Recorded
@@ -42,10 +42,23 @@ _RANDOM = (
     *(torch._standard_gamma, torch._sample_dirichlet),  # which torch.distributions draw with
 )
 _SOFTMAXES = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
+_OF_ONE = ("exp2", "sinh", "cosh", "atanh")
+_WITH_IN_PLACE = (
+    *("sigmoid", "rsqrt", "pow", *_OF_ONE, "arctanh", "atan2", "arctan2", "elu", "celu", "selu"),
+    *("addmm", "addmv", "baddbmm"),
+)
 _SETTERS = ("__setitem__", "__set__")
 _OPERANDS: Mapping[object, tuple[str, ...]] = {  # names of operands in their order, where not "input" and "other"
     F.linear: ("input", "weight", "bias"),
     F.embedding: ("input", "weight"),
+    **dict.fromkeys((torch.mv, Tensor.mv), ("input", "vec")),
+    **dict.fromkeys((torch.addmv, Tensor.addmv, torch.addmv_, Tensor.addmv_), ("input", "mat", "vec")),
+    **dict.fromkeys((Tensor.addmm_,), ("input", "mat1", "mat2")),
+    **dict.fromkeys((Tensor.baddbmm_,), ("input", "batch1", "batch2")),
+    torch.tensordot: ("a", "b"),
+    torch.cdist: ("x1", "x2"),
+    torch.linalg.multi_dot: (),
+    F.bilinear: ("input1", "input2", "weight"),
     **dict.fromkeys((torch.mm, torch.bmm, Tensor.mm, Tensor.bmm), ("input", "mat2")),
     **dict.fromkeys((torch.addmm, Tensor.addmm), ("input", "mat1", "mat2")),
     **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), ("input", "batch1", "batch2")),
@@ -138,40 +151,40 @@ def invariant_functions(
     the norm that may follow (`deferred.py`), as on a GPU, where gradients of embeddings are added in order too.
     is_training: whether a part of the module is in train mode, so that eval() may end the draws.
     """
-    return ReplacedFunctions(
-        {
-            **replaced_products(linear),
-            **dict.fromkeys((F.sigmoid, torch.sigmoid, torch.special.expit, Tensor.sigmoid), sigmoid),
-            **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), rsqrt),
-            **(dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), deferred.add) if defers else {}),
-            **({F.embedding: embedding} if defers else {}),
-            F.scaled_dot_product_attention: shared_query_attention(linear),
-            F.multi_head_attention_forward: attention_of_each(F.multi_head_attention_forward),
-            F.conv2d: patch_convolution(linear, F.conv2d),
-            F.conv3d: patch_convolution(linear, F.conv3d),
-            **_by_place((torch.pow, Tensor.pow, Tensor.__pow__), power),
-            Tensor.__rpow__: lambda x, other: power(other, x),
-            **_by_place((torch.exp2, torch.special.exp2, Tensor.exp2), exp2),
-            **_by_place((torch.sinh, Tensor.sinh), sinh),
-            **_by_place((torch.atan2, torch.arctan2, Tensor.atan2, Tensor.arctan2), atan2),
-            **_by_place((torch.logaddexp, Tensor.logaddexp), logaddexp),
-            **{function: reduction(function) for function in (torch.sum, torch.mean, Tensor.sum, Tensor.mean)},
-            F.silu: lambda x, inplace=False: silu(x),
-            F.gelu: lambda x, approximate="none": gelu_tanh(x) if approximate == "tanh" else gelu(x),
-            F.mish: lambda x, inplace=False: mish(x),
-            F.elu: lambda x, alpha=1.0, inplace=False: elu(x, alpha),
-            **dict.fromkeys((F.celu, torch.celu), lambda x, alpha=1.0, inplace=False: celu(x, alpha)),
-            **dict.fromkeys((F.selu, torch.selu), lambda x, inplace=False: selu(x)),
-            F.glu: glu,
-            **{softmax: _along_last(softmax) for softmax in _SOFTMAXES},
-            F.softplus: softplus,
-            # Rotations, by which queries are multiplied: complex products of strided numbers have other bits.
-            torch.polar: lambda size, angle: torch.polar(size, angle).contiguous(),
-            **{function: _refusing(function, is_training) for function in _RANDOM},
-            **{function: _unless_off(function, is_training) for function in _DROPOUTS},
-        },
-        defers=defers,
-    )
+    table: dict[Callable[..., object], Callable[..., Any]] = {
+        **replaced_products(linear),
+        **dict.fromkeys((F.sigmoid, torch.sigmoid, torch.special.expit, Tensor.sigmoid), sigmoid),
+        **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), rsqrt),
+        **(dict.fromkeys((torch.add, Tensor.add, Tensor.__add__), deferred.add) if defers else {}),
+        **({F.embedding: embedding} if defers else {}),
+        F.scaled_dot_product_attention: shared_query_attention(linear),
+        F.multi_head_attention_forward: attention_of_each(F.multi_head_attention_forward),
+        F.conv2d: patch_convolution(linear, F.conv2d),
+        F.conv3d: patch_convolution(linear, F.conv3d),
+        **_by_place((torch.pow, Tensor.pow, Tensor.__pow__), power),
+        Tensor.__rpow__: lambda x, other: power(other, x),
+        **_by_place((torch.exp2, torch.special.exp2, Tensor.exp2), exp2),
+        **_by_place((torch.sinh, Tensor.sinh), sinh),
+        **_by_place((torch.cosh, Tensor.cosh), cosh),
+        **_by_place((torch.atanh, torch.arctanh, Tensor.atanh, Tensor.arctanh), atanh),
+        **_by_place((torch.atan2, torch.arctan2, Tensor.atan2, Tensor.arctan2), atan2),
+        **_by_place((torch.logaddexp, Tensor.logaddexp), logaddexp),
+        **{function: reduction(function) for function in (torch.sum, torch.mean, Tensor.sum, Tensor.mean)},
+        F.silu: lambda x, inplace=False: _written(silu, inplace, x),
+        F.gelu: lambda x, approximate="none": gelu_tanh(x) if approximate == "tanh" else gelu(x),
+        F.mish: lambda x, inplace=False: _written(mish, inplace, x),
+        F.elu: lambda x, alpha=1.0, inplace=False: _written(elu, inplace, x, alpha),
+        **dict.fromkeys((F.celu, torch.celu), lambda x, alpha=1.0, inplace=False: _written(celu, inplace, x, alpha)),
+        **dict.fromkeys((F.selu, torch.selu), lambda x, inplace=False: _written(selu, inplace, x)),
+        F.glu: glu,
+        **{softmax: _along_last(softmax) for softmax in _SOFTMAXES},
+        F.softplus: softplus,
+        # Rotations, by which queries are multiplied: complex products of strided numbers have other bits.
+        torch.polar: lambda size, angle: torch.polar(size, angle).contiguous(),
+        **{function: _refusing(function, is_training) for function in _RANDOM},
+        **{function: _unless_off(function, is_training) for function in _DROPOUTS},
+    }
+    return ReplacedFunctions({**table, **_operators(table), **_in_place(table)}, defers=defers)
 
 
 def outside_modes(function: Callable[..., Any], *, takes_deferred: bool = False) -> Callable[..., Any]:
@@ -222,6 +235,38 @@ def _by_place(functions: Sequence[Callable[..., Any]], ours: Callable[..., Tenso
         return run
 
     return {function: replaced(function) for function in functions}
+
+
+def _operators(table: Table) -> Table:
+    """Return a table of the operators of one operand that a module calls by torch.ops.aten."""
+    found: dict[Callable[..., object], Callable[..., object]] = {}
+    for function in (F.silu, F.mish, *(getattr(torch, name) for name in ("sigmoid", "rsqrt", *_OF_ONE))):
+        packet = getattr(torch.ops.aten, _name(function))
+        found |= dict.fromkeys((packet, packet.default), table[function])
+    return found
+
+
+def _in_place(table: Table) -> Table:
+    """Return a table of functions that write to their first operand, such as Tensor.pow_, which is also **=. The result
+    is that of the function of the same name without the underscore."""
+    found: dict[Callable[..., object], Callable[..., object]] = {}
+    for name in _WITH_IN_PLACE:
+        owners = [owner for owner in (Tensor, torch, F) if hasattr(owner, name)]
+        ours = next(table[getattr(owner, name)] for owner in owners if getattr(owner, name) in table)
+        own = [getattr(owner, f"{name}_") for owner in (Tensor, torch, F) if hasattr(owner, f"{name}_")]
+        found |= dict.fromkeys(own, partial(_written, ours, True))
+    return found
+
+
+def _written(ours: Callable[..., Any], inplace: bool, x: Tensor, *args: Any, **named: Any) -> Tensor:
+    """Compute a function of ours; inplace: into its operand x."""
+    if not inplace:
+        return ours(x, *args, **named)
+    if deferred.is_any_waiting():
+        deferred.compute_all()  # sums that read the operand
+    operand = x.clone() if torch.is_grad_enabled() and x.requires_grad else x  # a gradient may need what it held
+    x.copy_(ours(operand, *args, **named))
+    return x
 
 
 def _along_last(softmax: Callable[..., Tensor]) -> Callable[..., Tensor]:

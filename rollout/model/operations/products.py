@@ -6,11 +6,15 @@ Letters: M rows of the left operand, K contracted, N columns of the right operan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from ....kernels.layers.powers import reduction
 
 Linear = Callable[..., Tensor]  # x [...,K], weight [N,K], bias [N] or None -> [...,N]
 
@@ -52,13 +56,73 @@ def replaced_products(linear: Linear) -> dict[Callable[..., object], Callable[..
         return _einsum(*parts, *operands, linear)
 
     products = (torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__)
+    others = (torch.linalg.matmul, torch.mv, Tensor.mv)
     return {
         F.linear: linear,
-        **dict.fromkeys(products, matmul),
+        **dict.fromkeys((*products, *others), matmul),
         **dict.fromkeys((torch.addmm, Tensor.addmm), addmm),
         **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), baddbmm),
         torch.einsum: einsum,
+        Tensor.__rmatmul__: lambda right, left: matmul(left, right),
+        **_rare_products(linear),
     }
+
+
+def _rare_products(linear: Linear) -> dict[Callable[..., object], Callable[..., object]]:
+    """Return the part of the table with functions that few modules call."""
+
+    def product(left: Tensor, right: Tensor) -> Tensor:
+        return invariant_matmul(left, right, linear) if _serves(left, right) else torch.matmul(left, right)
+
+    def addmv(
+        bias: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1, out: Tensor | None = None
+    ) -> Tensor:
+        if not _serves(left, right) or beta != 1 or alpha != 1 or out is not None:
+            return torch.addmv(bias, left, right, beta=beta, alpha=alpha, out=out)
+        return invariant_matmul(left, right, linear) + bias
+
+    def inner(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+        if out is not None or not left.dim() or not right.dim() or not _serves(left, right):
+            return torch.inner(left, right, out=out)
+        found = invariant_matmul(left, right.reshape(-1, right.shape[-1]).t(), linear)
+        return found.reshape(*left.shape[:-1], *right.shape[:-1])
+
+    def tensordot(left: Tensor, right: Tensor, dims: Any = 2, out: Tensor | None = None) -> Tensor:
+        if out is not None or isinstance(dims, Tensor) or not left.numel() or not right.numel():
+            return torch.tensordot(left, right, dims, out=out)
+        if isinstance(dims, int):
+            dims = range(left.dim() - dims, left.dim()), range(dims)
+        ours, theirs = ([dim % x.dim() for dim in its] for x, its in zip((left, right), dims, strict=True))
+        rows, columns = ([x.shape[dim] for dim in range(x.dim()) if dim not in its] for x, its in
+                         ((left, ours), (right, theirs)))  # fmt: skip
+        x = left.movedim(ours, list(range(-len(ours), 0))).reshape(math.prod(rows), -1)
+        y = right.movedim(theirs, list(range(len(theirs)))).reshape(-1, math.prod(columns))
+        return product(x, y).reshape([*rows, *columns])
+
+    def bilinear(left: Tensor, right: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not _serves(left, weight):
+            return F.bilinear(left, right, weight, bias)
+        columns = weight.transpose(0, 1).flatten(1)  # [K of left, N * K of right]
+        halves = invariant_matmul(left, columns, linear).unflatten(-1, (len(weight), -1))
+        total = reduction(torch.sum)(halves * right.unsqueeze(-2), -1)
+        return total if bias is None else total + bias
+
+    def multi_dot(tensors: Sequence[Tensor], *, out: Tensor | None = None) -> Tensor:
+        return reduce(product, tensors) if out is None else torch.linalg.multi_dot(tensors, out=out)
+
+    return {
+        **dict.fromkeys((torch.addmv, Tensor.addmv), addmv),
+        **dict.fromkeys((torch.inner, Tensor.inner), inner),
+        torch.tensordot: tensordot,
+        torch.linalg.multi_dot: multi_dot,
+        F.bilinear: bilinear,
+        torch.cdist: cdist,
+    }
+
+
+def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
+    """Compute the distances of all pairs, as torch.cdist does, but none by a matrix product."""
+    return torch.cdist(x1, x2, p, "donot_use_mm_for_euclid_dist")
 
 
 def invariant_matmul(left: Tensor, right: Tensor, linear: Linear) -> Tensor:

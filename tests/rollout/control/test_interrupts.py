@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -332,4 +333,51 @@ def test_interrupts_at_any_moment_lose_no_lock_and_change_no_answer(make_model, 
     state = engine.state()
     assert state["num_running"] == state["num_waiting"] == 0 and is_free(engine.driver.lock)
     assert not engine.driver.inbox.is_interrupted(0)
+    engine.close()
+
+
+class InterruptedAt:
+    """A trace function that interrupts at one call of the desk's functions, counted from 0, until the requests have
+    ended: the desk lets go of them then."""
+
+    def __init__(self, number: int) -> None:
+        self.num_left = number
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and f"control{os.sep}desk" in frame.f_code.co_filename:
+            if frame.f_code.co_name == "let_go":
+                sys.settrace(None)
+                return
+            self.num_left -= 1
+            if self.num_left == -1:
+                sys.settrace(None)
+                interrupt()
+
+
+@pytest.mark.parametrize("what", ["generate", "stream", "add"])
+def test_an_interrupt_while_requests_are_queued_leaves_none_of_them(make_model, what):
+    engine = Engine(make_model("qwen3"), EngineConfig(kv_cache="64 blocks", max_num_seqs=4))
+    prompts, params = [[1, 2, 3], [4, 5, 6, 7]], SamplingParams(max_new_tokens=2, sampling_seed=5)
+    calls = {
+        "generate": lambda: engine.generate(prompts, params),
+        "stream": lambda: list(engine.stream(prompts[0], params)),
+        "add": lambda: engine.add(prompts[0], params, rid="r"),
+    }
+    calls["generate"]()
+    for number in range(400):
+        trace = InterruptedAt(number)
+        try:
+            sys.settrace(trace)
+            calls[what]()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        if trace.num_left >= 0:
+            break
+        assert not engine.requests._inbox._claimed, number
+        if what != "add":
+            assert len(engine.mailboxes) == 0 and not engine.has_work, number
+        engine.abort_request(abort_all=True)  # `add` may have queued its own before the interrupt was raised
+    assert 10 < number < 400, "all calls were interrupted"
     engine.close()

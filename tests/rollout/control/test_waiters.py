@@ -6,12 +6,14 @@ import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.control import long_waits
+from lockstep.rollout.control.desk.mailboxes import Mailboxes
 from lockstep.rollout.control.fair_lock import FairLock
 from lockstep.rollout.control.waiters import Waiters
 from lockstep.rollout.engine import Engine
@@ -200,3 +202,41 @@ def test_requests_that_wait_for_long_say_why(make_model, restore_threads, monkey
             engine.between_steps("end", lambda: engine.gate.lift(["update"]))
         wait_until(lambda: not engine.has_work)
         engine.close()
+
+
+def test_a_call_of_many_prompts_looks_at_each_answer_once_however_many_steps_it_waits(engine, monkeypatch):
+    class Counting(dict):
+        num_reads = 0
+
+        def __getitem__(self, id: str) -> object:
+            Counting.num_reads += 1
+            return super().__getitem__(id)
+
+    monkeypatch.setattr(engine.mailboxes, "_boxes", Counting())
+    prompts = [[1, 2, 3 + n % 60] for n in range(150)]
+    before = engine.metrics.num_steps
+    engine.generate(prompts, [params(1 + n % 5) for n in range(len(prompts))])
+    num_steps = engine.metrics.num_steps - before
+    assert num_steps > 20 and Counting.num_reads <= 4 * (len(prompts) + num_steps)
+
+
+def test_two_threads_that_ask_at_once_whether_all_is_done_hear_the_same():
+    looks, may_go_on = threading.Event(), threading.Event()
+
+    class Slow(dict):
+        def __getitem__(self, id: str) -> object:
+            if threading.current_thread() is not threading.main_thread():
+                looks.set()
+                assert may_go_on.wait(PATIENCE)
+            return super().__getitem__(id)
+
+    mailboxes, ids = Mailboxes(threading.RLock()), ["a", "b", "c"]
+    mailboxes._boxes = Slow(mailboxes.open(ids, streamed=False))
+    for id in ids:
+        mailboxes._boxes[id].chunks.append(SimpleNamespace(completion="done"))
+    are_done = mailboxes.when_done(ids)
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(are_done)
+        assert looks.wait(PATIENCE) and are_done()
+        may_go_on.set()
+        assert other.result(PATIENCE) and are_done()

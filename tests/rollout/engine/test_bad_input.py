@@ -154,5 +154,8 @@ def test_duplicate_live_id_is_refused_and_free_again_afterwards(make_engine):
     assert engine.add([2], sampled(), rid="same") == ["same"]
 
 
-def test_context_longer_than_the_models_is_cut_to_it(make_engine):
+def test_context_longer_than_the_models_is_cut_to_it_with_a_warning(make_engine, caplog):
+    assert make_engine(max_model_len=512).max_model_len == 512
+    assert "max_model_len" not in caplog.text
     assert make_engine(max_model_len=10_000).max_model_len == 512
+    assert "max_model_len=10000 is above the model's own limit: a sequence has at most 512 tokens" in caplog.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 
@@ -200,10 +201,140 @@ def test_ends_of_the_text_at_the_ends_of_a_pattern_are_taken(compiler, text, pat
     assert allows_whole(compiler, text, Constraint("regex", pattern), string)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "why"),
+    [
+        (r"[\p{L}]+", r"has \\p in a class, which"), (r"a[^\P{L}]", r"has \\P in a class"),
+        (r"[\k<a>]", r"has \\k in a class"), (r"[a\B]", r"has \\B in a class"),
+        ("[]a]", r"has \[\],"), (r"x[\1]", r"has \\1 in a class"), (r"[\x{41}]", r"has \\x in a class"),
+        (r"[\\\u12]", r"has \\u in a class"), ("[^]a]", r"has \[\^\]"), ("a[^]", r"has \[\^\]"),
+        (r"\u{110000}", r"has \\u\{110000\}, which is no character"), (r"[a-\u{00110000}]", r"has \\u\{00110000\}"),
+    ],
+)  # fmt: skip
+def test_classes_that_languages_read_differently_are_refused(compiler, pattern, why):
+    """The library takes such an escape for its letter."""
+    with pytest.raises(ValueError, match=f"regex: {why}"):
+        compiler.compile(Constraint("regex", pattern))
+    with pytest.raises(ValueError, match=why):
+        compiler.compile(Constraint("json_schema", json.dumps({"type": "string", "pattern": pattern})))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "string"),
+    [
+        (r"[\d\]\-\[^p{L}]{5}", "]-^pL"), (r"[\x41\u0042\u{43}\cD\t\é]+", "ABC\x04\té"), (r"\[\^]\\p", "[^]\\p"),
+        (r"[\\]p[\^]k", "\\p^k"), (r"[^\\\]]k", "ak"), (r"\u{10ffff}", "\U0010ffff"),
+    ],
+)  # fmt: skip
+def test_classes_that_languages_read_alike_are_taken(compiler, text, pattern, string):
+    assert allows_whole(compiler, text, Constraint("regex", pattern), string)
+
+
 @pytest.mark.parametrize("pattern", ["\ud800", r"\ud800", r"[\uD800-\uDFFF]", r"\u{dc00}", r"a\\\ud83d\ude00"])
 def test_half_a_character_in_a_pattern_is_refused(compiler, pattern):
     with pytest.raises(ValueError, match=r"regex: has .* half of a surrogate pair"):
         compiler.compile(Constraint("regex", pattern))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "string"),
+    [
+        ("^[^é]{1,3}$", "aè"), ("^[^“”]+$", "a'é"), ("^[^α-ω]$", "a"), (r"^[^\dé]$", "è"), ("^[^🙂]$", "🙃"),
+        ("^é.$", "éa"), (r"^é\D\W\S$", "éa-a"), ("^é[^a]$", "éé"), ("^[ -é]$", "a"), (r"^\é[\è]$", "éè"),
+        ("^[^a]]$", "b]"), ("^[^é]]$", "b]"), ("^日本[語国]{2}$", "日本語国"),
+    ],
+)  # fmt: skip
+def test_a_pattern_stays_inside_its_string_whatever_its_characters(compiler, text, pattern, string):
+    """The library has two readers of patterns, one of which knows no strings of JSON, and chooses by the pattern."""
+    compiled = compiler.compile(Constraint("json_schema", json.dumps({"type": "string", "pattern": pattern})))
+
+    def allows(string: str) -> bool:
+        matcher = compiled.matcher()
+        return all(matcher.accept(id) for id in text.encode(f'"{string}"'.encode())) and matcher.is_complete
+
+    assert allows(string)
+    for place, wrong in itertools.product(range(len(string)), ('"', "\\", "\n", "\x00")):
+        assert not allows(string[:place] + wrong + string[place + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "right", "wrong"),
+    [
+        (r"^a(\.[0-9]+)?$", ["a", "a.12"], ["a12", "a."]),
+        (r"^a(\.[0-9]+)??b$", ["ab", "a.1b"], ["a1b"]),
+        ("^(c|c{1,2})$", ["c", "cc"], ["", "ccc", "cccc"]),
+        ("^((a{2,}){0,1}){2,}$", ["", "aa", "aaaaa"], ["a"]),
+        ("^([ab]|((b|[ab])){1,2})$", ["a", "ba"], ["bab", ""]),
+        ("^a$|(^b|^c)d$|", ["", "a", "bd", "cd"], ["ad", "b"]),
+        (r"^[\w-]+[\W^][-\S]\s[^-\d]$", ["a-^, x", "-++\u00a0é"], ["a-^,x", "a-^, 5", "a-^, -"]),
+        (r"^\w\W\D[\D][!-\]]$", ["a,,,]", "0ééé!"], ["éaaa!", "a,,,^", 'a,,,"', "a,,,\\"]),
+    ],
+)
+def test_a_pattern_of_a_schema_means_what_it_means_elsewhere(compiler, text, pattern, right, wrong):
+    """One of the library's two readers takes (xd+)? for (x?d*)?, and c|c{1,2} for c+."""
+    compiled = compiler.compile(Constraint("json_schema", json.dumps({"type": "string", "pattern": pattern})))
+    for string in right + wrong:
+        matcher = compiled.matcher()
+        whole = f'"{string}"'.encode()
+        assert (all(map(matcher.accept, text.encode(whole))) and matcher.is_complete) == (string in right), string
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "patternProperties": {"^[^é]$": {"const": 1}}},
+        {"type": "object", "propertyNames": {"pattern": "^[^é]$"}},
+        {"$ref": "#/a/patternProperties/é", "a": {"patternProperties": {"é": {"patternProperties": {"^[^é]$": {}}}}}},
+    ],
+    ids=["properties", "names", "reference"],
+)
+def test_patterns_of_names_stay_inside_their_strings(compiler, text, schema):
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    for grammar in (Constraint("json_schema", json.dumps(schema)), Constraint("structural_tag", json.dumps(tag))):
+        assert allows_whole(compiler, text, grammar, '{"è": 1}')
+        assert not allows_whole(compiler, text, grammar, '{""": 1}')
+
+
+FORMATS = {  # texts between quotes that follow a format, and others that do not
+    "date": (
+        ["2024-02-29", "2000-02-29", "1999-12-31"],
+        ["2023-02-29", "1900-02-29", "2023-02-31", "2023-04-31", "2023-1-1"],
+    ),
+    "date-time": (
+        ["2024-02-29T23:59:60.5+01:00"],
+        ["2023-06-31T00:00:00Z", "2023-06-30T24:00:00Z", "2023-06-30T00:00:0012Z"],
+    ),
+    "email": (["a.b+c@x-y.org", "a@b"], [r"\"\q\"@a", r"\"a\"@b", 'a"@b', "a@", "a@-b", "a..b@c"]),
+    "ipv4": (["0.10.255.9", "192.168.1.100"], ["6.091.59.252", "256.1.1.1", "1.2.3", "1.2.3.4.5"]),
+    "ipv6": (
+        ["::", "::1", "1::", "1:2:3:4:5:6:7:8", "1:2::7:8", "::ffff:10.0.0.1", "1::2:1.2.3.4", "1:2:3:4:5:6:1.2.3.4"],
+        [
+            "::ffff:09.1.1.1",
+            "1:2:3:4:5:6:7",
+            "1::2::3",
+            "12345::",
+            "1:2:3:4:5:6:7:1.2.3.4",
+            ":1",
+            "1:2:3:4:5:6::1.2.3.4",
+        ],
+    ),
+    "json-pointer": (["", "/a/~0~1/é", "//0"], ["a", "/~2", '/"', "/\\", r"/\"", "/\n"]),
+    "relative-json-pointer": (["0", "12#", "1/a~1b"], ["01", "#", '0/"', "0/\\", "0#/a"]),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("in_tag", [False, True])
+def test_formats_of_strings_allow_what_they_mean_and_no_broken_json(compiler, text, name, in_tag):
+    schema = {"type": "array", "items": {"type": ["string", "null"], "format": name}, "minItems": 1, "maxItems": 1}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    kind, its_text = ("structural_tag", tag) if in_tag else ("json_schema", schema)
+    compiled = compiler.compile(Constraint(kind, json.dumps(its_text)))
+    right, wrong = FORMATS[name]
+    for string in right + wrong:
+        matcher = compiled.matcher()
+        whole = f'["{string}"]'.encode()
+        assert (all(map(matcher.accept, text.encode(whole))) and matcher.is_complete) == (string in right), string
 
 
 def test_a_structural_tag_leaves_the_rest_free(compiler, text):

@@ -55,15 +55,16 @@ def run(engine: Engine, num_steps: int = 200) -> dict[str, object]:
     return answers
 
 
+@pytest.mark.parametrize("kept", [(), (5,)], ids=["no special", "a special kept"])
 @pytest.mark.parametrize("started", [True, False])
-def test_a_token_that_the_tokenizer_cannot_decode_ends_its_own_request(make_model, started):
+def test_a_token_that_the_tokenizer_cannot_decode_ends_its_own_request(make_model, started, kept):
     engine = Engine(make_model("qwen3", vocab_size=1024), CONFIG, tokenizer=ByT5Tokenizer())
     if started:
         engine.start()
     bad, good = engine.generate(
         [[40, 41, 42], [40, 41, 43]],
         [
-            SamplingParams(max_new_tokens=6, ignore_eos=True, logit_bias={500: 90.0}),
+            SamplingParams(max_new_tokens=6, ignore_eos=True, logit_bias={500: 90.0}, kept_special_tokens=kept),
             SamplingParams(max_new_tokens=6, ignore_eos=True, logit_bias={70: 90.0}),
         ],
     )

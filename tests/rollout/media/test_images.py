@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
-from lockstep.rollout.media.reader import image_tensors, sizes_digest
+from lockstep.rollout.media.reader import ImageReader, image_tensors, sizes_digest
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.rollout.media.image_prompts import (
     IMAGE,
@@ -184,10 +184,37 @@ def test_prompts_that_do_not_fit_are_refused_by_name():
     refused(engine, "has padding: leave it out", attention_mask=torch.zeros_like(ids))
     refused(engine, r"must be \[P\] or \[1, P\], not \[2,", input_ids=torch.cat([ids, ids]))
     refused(engine, "pixel_values must be a tensor, or numbers", pixel_values="cat.png")
-    refused(engine, "its forward fails on images", pixel_values=pixels[:, :-1])
+    says = "this image's tensors are refused (.*): the encoder of Qwen3VLForConditionalGeneration fails on them: "
+    refused(engine, says, pixel_values=pixels[:, :-1])
     with pytest.raises(ValueError, match=r"placeholders of image input.*pass images as their processor gives them"):
         engine.generate([ids[0].tolist()], {"max_new_tokens": 1})
     assert engine.num_running == 0 and not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("grid", "says"),
+    [
+        ([[1, 4, 6], [1, 2**26, 2**38]], "does not fit pixel_values"),  # their products are 0 in an int64
+        ([[1, 4, 6], [2**40, 2**12, 2**12]], "does not fit pixel_values"),
+        ([[1, 4, 14], [1, -4, 0]], "does not fit pixel_values"),
+        ([[1, 4, 16], [1, -2, 4]], "does not fit pixel_values"),
+        ([[1, 4, 6], [1, 1, 32]], "multiples of 2"),
+        ([[1.0, 4.0, 6.0], [1.0, 4.0, 8.0]], "whole numbers, not torch.float32"),
+        ([[True, True, True]], "whole numbers, not torch.bool"),
+        ([], "whole numbers|does not fit"),
+    ],
+)
+def test_a_grid_that_is_none_of_the_pixels_is_refused_before_the_encoder_runs(grid, says):
+    """An encoder takes memory by the numbers of the grid, which a request of some bytes may set."""
+    model = make("qwen2_5_vl")
+    ran: list[object] = []
+    reader = ImageReader(model, lambda inputs: ran.append(inputs) or 6, None, lambda ids, images: None, 64)
+    prompt = ImagePrompts(model).prompt((4, 6), (4, 8))
+    with pytest.raises(ValueError, match=says):
+        reader.read({**prompt, "image_grid_thw": torch.tensor(grid)})
+    with pytest.raises(ValueError, match="pixel_values has no image"):
+        reader.read({**prompt, "pixel_values": torch.tensor(1.0)})
+    assert not ran
 
 
 def test_a_module_that_takes_images_otherwise_than_the_engine_sees_is_refused(monkeypatch):

@@ -13,8 +13,10 @@ from lockstep.integration.explain.runs import load_module
 from lockstep.integration.grpo.tasks.arithmetic import build_tokenizer
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
+from lockstep.rollout.model.loading import read_config
 from lockstep.rollout.sharding.checkpoint_slices import CheckpointSlices
 from lockstep.rollout.sharding.shards import Shard
+from lockstep.rollout.sharding.skeleton import skeleton_of
 
 Q = "model.layers.0.self_attn.q_proj.weight"
 SETTINGS = EngineConfig(kv_cache="4 blocks")
@@ -88,6 +90,48 @@ def test_quantised_weights_are_refused_by_the_name_of_their_kind(folder, method,
         load(folder)
 
 
+@pytest.mark.parametrize("load", [lambda folder: Engine(folder, SETTINGS), lambda folder: load_module(folder, "")])
+def test_a_folder_of_a_model_and_an_adapter_is_refused(folder, load):
+    """One rank would put the adapter in, and several ranks would not."""
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(folder)}
+    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(ValueError, match=r"holds an adapter beside the model \(adapter_config\.json\).*--lora"):
+        load(folder)
+
+
+def test_code_in_a_folder_is_refused_and_nobody_is_asked(folder, monkeypatch):
+    """transformers would ask on standard input, and run the code after a "y"."""
+    ran, asked = folder / "ran", list[str]()
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nfrom transformers import LlamaConfig as OwnConfig\n")
+    configure(folder, model_type="own", auto_map={"AutoConfig": "own.OwnConfig"})
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    with pytest.raises(
+        ValueError, match="the code in a folder is not run: load the model yourself and pass the module"
+    ):
+        Engine(folder, SETTINGS)
+    assert not asked and not ran.exists()
+
+
+@pytest.mark.parametrize("load", [lambda folder: Engine(folder, SETTINGS), lambda folder: load_module(folder, "")])
+def test_an_attention_that_a_configuration_names_needs_no_package(folder, load):
+    """The engine puts its own in the place of any."""
+    configure(folder, attn_implementation="flash_attention_2")
+    load(folder)
+    skeleton_of(read_config(folder), torch.float32)  # as ranks that share the model make it
+
+
+def test_a_rotary_that_is_not_known_is_named(folder):
+    configure(folder, rope_parameters={"rope_type": "spiral", "rope_theta": 10000.0})
+    with pytest.raises(ValueError, match="names the rope_type 'spiral', which is not known"):
+        Engine(folder, SETTINGS)
+
+
+def test_a_model_without_layers_is_refused(folder):
+    configure(folder, num_hidden_layers=0, layer_types=[])
+    with pytest.raises(ValueError, match="Qwen2ForCausalLM cannot be hosted: num_hidden_layers 0: it has no layers"):
+        Engine(folder, SETTINGS)
+
+
 def sharded(folder: Path) -> dict[str, str]:
     """Write the weights as two files with an index; return the table of the index."""
     tensors = load_file(folder / "model.safetensors")
@@ -119,6 +163,7 @@ INDEX = "model.safetensors.index.json"
         (INDEX, lambda data: b"", f"{INDEX} cannot be read as JSON: it is empty"),
         (INDEX, lambda data: b"[]", f"{INDEX} is no JSON object"),
         (INDEX, lambda data: b"{}", f"{INDEX} has no table weight_map"),
+        (INDEX, lambda data: data.replace(b'"metadata"', b'"other"'), f"{INDEX} has no table metadata"),
         (
             INDEX,
             lambda data: data.replace(SECOND.encode(), b"config.json"),

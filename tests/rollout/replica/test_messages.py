@@ -352,6 +352,16 @@ def test_completions_come_back_as_they_were() -> None:
     assert completions_from(completions_bytes([given, given])) == [given, given]
 
 
+def test_parameters_of_the_callers_own_need_be_no_json() -> None:
+    params = SamplingParams(custom_params={"tags": {"x"}, ("a", 1): object()})
+    given = Completion(
+        "a", 0, (1,), (2,), "", (-0.1,), FinishReason("length", length=1), 0, 0, "v", None,
+        (WeightSpan("v", None, 0, 1),), drawn_with=DrawnWith(params, RequestOptions(), 5),
+    )  # fmt: skip
+    [found] = completions_from(completions_bytes([given]))
+    assert found.drawn_with == DrawnWith(SamplingParams(), RequestOptions(), 5)
+
+
 def test_errors_come_back_as_their_kind_with_their_place() -> None:
     for error in (BrokenLogits("NaN"), MemoryError("full"), ValueError("bad")):
         there = error_from(error_bytes(error), "rank 3")

@@ -97,6 +97,11 @@ def test_no_trace_writes_nothing(tmp_path):
     assert not trace.is_on and list(tmp_path.iterdir()) == []
 
 
+def test_a_trace_in_a_folder_that_is_not_there_is_refused_by_the_name_of_its_setting(make_model, tmp_path):
+    with pytest.raises(ValueError, match=r"^trace: the file cannot be created: .*nowhere"):
+        Engine(make_model("qwen3"), EngineConfig(kv_cache="64 blocks", trace=str(tmp_path / "nowhere" / "t.json")))
+
+
 def test_a_full_disk_ends_the_trace_and_not_the_engine(make_model, caplog, tmp_path):
     settings = EngineConfig(kv_cache="64 blocks", max_num_seqs=8, trace="/dev/full")
     engine = Engine(make_model("qwen3"), settings)

@@ -98,6 +98,13 @@ def test_tables_are_as_wide_as_a_sequence_that_fills_the_pool_and_not_as_the_lon
     few.check_integrity()
 
 
+def test_a_sequence_gets_a_block_ahead_while_another_is_in_its_last_one(make_model):
+    model, prompts = make_model("qwen3"), [[1] * 50, [2] * 26]  # of 4 blocks and of 2, of the 4 that a context has
+    plain, ahead = (make_engine(model, *sizes, max_model_len=64, overlap=bool(sizes)) for sizes in ((), (1, 2)))
+    assert answers(ahead, prompts, max_new_tokens=30) == answers(plain, prompts, max_new_tokens=30)
+    assert ahead.parts.runner.num_begun > 10
+
+
 def test_the_ladder_is_what_was_asked_for_up_to_the_largest_batch_and_a_gpus_own_ends_with_it():
     assert decode_ladder((), 32, CPU) == ()
     assert decode_ladder(None, 11, CPU) == (*range(1, 9), 10, 11)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from lockstep.kernels.sampling.logprobs import scaled_logprobs, selected_logprobs
 from lockstep.rollout.errors import BrokenLogits
@@ -250,6 +251,50 @@ def test_banning_every_token_still_chooses_one():
     assert 0 <= choose(some_logits(), [request])[0] < VOCAB
 
 
+class ConvertedNumbers(TorchFunctionMode):
+    """A mode that counts the numbers of Python that torch.tensor converts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.num += result.numel() if func is torch.tensor else 0
+        return result
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"logit_bias": dict.fromkeys(range(500), 1.0)},
+        {"min_new_tokens": 100, "stop_token_ids": list(range(499))},
+    ],
+    ids=["bias", "stops"],
+)
+def test_long_settings_are_converted_once_for_all_steps_and_samples(settings):
+    first, sampler = a_request(**settings), Sampler(frozenset({EOS}))
+    requests = [first, *(replace(first) for _ in range(7))]
+
+    def num_converted() -> int:
+        with ConvertedNumbers() as converted:
+            sampler.sample(some_logits(len(requests), 500), rows(requests))
+        return converted.num
+
+    assert 499 <= num_converted() < 1200  # a bias has a number for each id
+    assert num_converted() < 200
+    sampler.forget(requests.pop(0))
+    assert num_converted() < 200
+
+
+def test_requests_that_follow_an_answered_one_have_their_own_bias():
+    sampler = Sampler(frozenset())
+    for token in range(VOCAB):  # the id of settings may come again once they are gone
+        request = a_request(logit_bias={token: 1e30})
+        assert sampler.sample(some_logits(), rows([request]))[0].token_id == token
+        sampler.forget(request)
+
+
 def test_bias_larger_than_a_float_can_hold_still_chooses_that_token():
     for temperature in (0.0, 1e-5, 1.0):
         request = a_request(temperature=temperature, logit_bias={3: 1e300, 4: -1e300})
@@ -376,7 +421,7 @@ def test_a_request_may_score_its_prompt_at_another_temperature_and_its_jumps_nev
     assert known_temperature(request, of_prompt=True) == known_temperature(request, of_prompt=False) == 0.7
     request.options = replace(request.options, prompt_temperature=1)
     assert known_temperature(request, of_prompt=True) == 1 and known_temperature(request, of_prompt=False) == 0.7
-    for wrong in (0, -1.0, float("inf"), float("nan"), True, "1", 1e39, 10**400):  # the last ones ended the loop
+    for wrong in (0, 9e-7, -1.0, float("inf"), float("nan"), True, "1", 1e39, 10**400):  # the last ones ended the loop
         with pytest.raises(ValueError, match="prompt_temperature must be a positive number"):
             RequestOptions(prompt_temperature=wrong)
 

@@ -327,6 +327,24 @@ def test_stop_token_stops_also_where_eos_is_ignored_and_also_at_the_last_allowed
     assert (reason.type, reason.matched) == ("stop", 42)
 
 
+class ComparedId(int):
+    """A token id that counts its comparisons."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        ComparedId.num_compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_a_token_is_not_compared_with_each_of_many_stop_tokens():
+    ComparedId.num_compared = 0
+    assert finish_of([7, 8, 9], max_new_tokens=3, stop_token_ids=[ComparedId(id) for id in range(100, 1100)])
+    assert ComparedId.num_compared < 10
+
+
 def test_context_length_ends_a_sequence():
     controller = EngineSequenceManager(frozenset(), max_model_len=4)
     controller.add(a_request())

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lockstep.kernels.attention.paged import PagedStep
 from lockstep.rollout.model.hosted_model import HostedModel
 from lockstep.rollout.model.steps.context import StepContext
 from lockstep.rollout.ranks.mesh import Mesh
+from lockstep.rollout.sharding.part import copy_part, load_part
 from lockstep.rollout.sharding.skeleton import skeleton_of
 
 BLOCK_SIZE, BLOCKS_EACH = 16, 4
@@ -217,8 +219,6 @@ def test_each_rank_reads_its_part_of_a_folder_and_together_they_have_the_model(m
 
 
 def test_a_folder_that_lacks_tensors_is_refused_by_name(make_model, run_world, tmp_path):
-    from safetensors.torch import load_file, save_file
-
     make_model("qwen3").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight"):
@@ -233,6 +233,39 @@ def test_a_folder_that_lacks_tensors_is_refused_by_name(make_model, run_world, t
 
     for text in run_world(2, on_rank):
         assert "lacks model.layers.1.mlp.up_proj.weight, model.norm.weight" in text
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("stored", ["both, different", "both, equal", "the head alone", "the embedding alone"])
+def test_a_part_ties_what_the_whole_module_ties(make_model, tmp_path, stored):
+    """transformers ties by the configuration only what the folder does not have apart."""
+    make_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert HEAD not in tensors
+    if stored != "the embedding alone":
+        embedding = tensors.pop(EMBEDDING) if stored == "the head alone" else tensors[EMBEDDING]
+        tensors[HEAD] = embedding * 2 if stored == "both, different" else embedding.clone()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    whole = HostedModel.load(tmp_path, **OPTIONS, invariant=True).module
+    config = AutoConfig.from_pretrained(tmp_path)
+    part = load_part(tmp_path, config, torch.float32, torch.device("cpu"), Mesh.single(), 1)
+    parameters = dict(part.module.named_parameters(remove_duplicate=False))
+    for name, parameter in whole.named_parameters(remove_duplicate=False):
+        assert torch.equal(parameters[name], parameter), name
+    is_tied = stored != "both, different"
+    assert (parameters[HEAD] is parameters[EMBEDDING]) == is_tied == (HEAD in part.division.tied_names)
+    assert (HEAD in part.division.full_specs) != is_tied
+    assert (whole.lm_head.weight is whole.model.embed_tokens.weight) == is_tied
+
+
+def test_a_copied_part_has_the_head_that_a_module_has_apart(make_model):
+    model = make_model("llama", tie_word_embeddings=True)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 2)
+    copied = copy_part(model, Mesh.single(), 1).module
+    assert torch.equal(copied.lm_head.weight, model.lm_head.weight)
+    assert torch.equal(copied.model.embed_tokens.weight, model.model.embed_tokens.weight)
 
 
 @pytest.mark.parametrize("has_memory", [True, False], ids=["memory", "gloo"])

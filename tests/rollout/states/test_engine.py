@@ -192,6 +192,17 @@ def test_samples_of_one_prompt_compute_it_once(make_model, make_engine):
     assert_trainers_bits(engine, answers)
 
 
+def test_samples_of_one_prompt_begin_at_once_where_no_snapshot_can_be_kept(make_model, make_engine):
+    engine = make_engine(make_model("qwen3_5"), state_snapshots=0, kv_cache="256 blocks", num_scheduler_steps=1)
+    ids, num_steps = engine.add(PROMPTS[-1], params(n=6, num_new=3)), 0
+    with engine.model.rollout_phase():
+        while engine.has_work:
+            engine.step()
+            num_steps += 1
+    assert len(ids) == 6 and num_steps <= 6  # not one more prefill after another
+    engine.close()
+
+
 def test_a_commit_voids_snapshots_and_released_memory_comes_back(make_model, make_engine):
     engine = make_engine(make_model("lfm2"))
     first = generate(engine)

@@ -207,17 +207,55 @@ def test_a_batch_without_prompts_is_refused_and_its_key_is_free(make_engine, wei
     engine.close()
 
 
-def test_an_answer_costs_nothing_more_where_all_batches_have_begun(make_engine, weights, monkeypatch):
+def test_an_answer_costs_the_same_however_many_groups_there_are(make_engine, weights, monkeypatch):
     """Thousands of answers come in a step, each under the lock that the next step needs."""
     engine = make_engine(weights())
-    ahead = RolloutsAhead(engine)
+    ahead, num_open, counted = RolloutsAhead(engine), Group.num_open, []
+
+    def counting(group: Group) -> int:
+        counted.append(group)
+        return num_open.fget(group)
+
     with engine.model.rollout_phase():
-        ahead.begin(0, *batch(0))
-        monkeypatch.setattr(Group, "num_open", property(lambda group: pytest.fail("all groups were counted")))
+        for step in range(3):  # most of the second and the third wait for places
+            ahead.begin(step, *batch(step))
+        monkeypatch.setattr(Group, "num_open", property(counting))
         while engine.has_work:
             engine.step()
         monkeypatch.undo()
-        ahead.finish(0)
+        assert all(step in ahead and ahead.finish(step) for step in range(3))
+    num_groups, num_answers = 3 * PROMPTS, 3 * PROMPTS * SAMPLES
+    assert num_answers <= len(counted) <= num_answers + 2 * num_groups  # of an answer its own group, of one that begins
+    engine.close()
+
+
+@pytest.mark.parametrize("in_flight", [None, "verify", "no commit"])
+def test_samples_that_run_through_a_change_of_weights_are_drawn_again_however_it_came(make_engine, weights, in_flight):
+    model = weights()
+    engine = make_engine(model)
+    ahead = RolloutsAhead(engine)
+    with engine.model.rollout_phase():
+        ahead.begin(0, *batch(0))
+        while sum(one.sequence.num_output_tokens > 4 for one in engine.parts.scheduler.running()) < SAMPLES:
+            engine.step()
+    train(model, 0)
+    if in_flight != "no commit":
+        engine.weights.commit_weights("1", None, in_flight=in_flight)
+    found = [record(one) for one in ahead.finish(0)]
+    assert found == [record(one) for one in engine.generate(*batch(0))]
+    engine.close()
+
+
+def test_a_grammar_is_not_compiled_again_for_a_group_that_begins_later(make_engine):
+    engine = make_engine(max_grammars=1, max_num_seqs=2)
+    ahead, cache = RolloutsAhead(engine), engine.parts.grammars.cache
+    prompts, params = [[3, 1, 4], [1, 5, 9]], [SamplingParams(max_new_tokens=3, regex=regex) for regex in ("a+", "b+")]
+    with engine.model.rollout_phase():
+        ahead.begin(0, prompts, params)
+        ahead.begin(1, prompts, params)
+        num = cache.num_compiled
+        assert len(ahead.finish(0)) == len(ahead.finish(1)) == 2
+        assert cache.num_compiled == num
     engine.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import nn
@@ -64,6 +66,29 @@ BY_ROW = {  # computed for each row of [9, 48] alone
     "sinh": lambda x: x[:, :5].sinh(),
     "atan2": lambda x: torch.atan2(x[:, :5], x[:, 5:10]),
     "logaddexp": lambda x: torch.logaddexp(x[:, :5], x[:, 5:10]),
+    "cosh": lambda x: torch.cosh(x[:, :5]),
+    "atanh": lambda x: torch.atanh(x[:, :5].tanh() * 0.9),
+    "mv": lambda x: torch.mv(x, WEIGHT[:, 0]),
+    "addmv": lambda x: torch.addmv(x[:, 0], x, WEIGHT[:, 0]),
+    "inner": lambda x: torch.inner(x, WEIGHT.t()),
+    "inner with a vector": lambda x: x.inner(WEIGHT[:, 0]),
+    "tensordot": lambda x: torch.tensordot(x, WEIGHT, 1),
+    "tensordot over named dimensions": lambda x: torch.tensordot(
+        x.view(-1, 6, 8), WEIGHT.view(8, 6, 40), dims=([1, 2], [1, 0])
+    ),
+    "bilinear": lambda x: F.bilinear(x, x, WEIGHT.t().reshape(40, 48, 1).repeat(1, 1, 48) / 48, BIAS),
+    "cdist": lambda x: torch.cdist(x, WEIGHT.t().contiguous()),
+    "multi_dot": lambda x: torch.linalg.multi_dot([x, WEIGHT, WEIGHT.t() / 40]),
+    "addmm in place": lambda x: x[:, :40].clone().addmm_(x, WEIGHT),
+    "sigmoid in place": lambda x: x[:, :5].clone().sigmoid_(),
+    "sigmoid of torch in place": lambda x: torch.sigmoid_(x[:, :5].clone()),
+    "power in place": lambda x: (1 + x[:, :5].square()).pow_(0.1),
+    "power assigned": lambda x: operator.ipow(1 + x[:, :5].square(), 0.1),
+    "exp2 in place": lambda x: x[:, :5].clone().exp2_(),
+    "elu in place": lambda x: F.elu_(x[:, :5].clone()),
+    "celu in place": lambda x: F.celu_(x[:, :5].clone(), 0.7),
+    "selu in place": lambda x: torch.selu_(x[:, :5].clone()),
+    "silu, operator": lambda x: torch.ops.aten.silu(x[:, :5].contiguous()),
     "sum": lambda x: x.repeat(1, 1000).sum(-1, keepdim=True) / 1000,
     "mean": lambda x: torch.mean(x.repeat(1, 1000), dim=-1),
 }
@@ -110,6 +135,22 @@ def test_a_row_has_its_own_bits_in_any_batch_and_torchs_numbers_and_gradients(fu
     torch.testing.assert_close(x.grad, x_plain.grad, atol=1e-4, rtol=1e-4)
 
 
+IN_PLACE = {
+    "silu": (F.silu, ()), "mish": (F.mish, ()), "selu": (F.selu, ()), "elu": (F.elu, (0.7,)), "celu": (F.celu, (0.7,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_activations_in_place_write_to_their_operand(functions, name):
+    function, arguments = IN_PLACE[name]
+    x = torch.randn(9, 5)
+    with functions:
+        expected = function(x, *arguments)
+        for write in (lambda x: function(x, *arguments, inplace=True), lambda x: function(x, *arguments, True)):
+            written = x.clone()
+            assert write(written) is written and torch.equal(written, expected)
+
+
 BY_SHAPE = {  # of operands that few modules have
     "powers into a tensor": lambda x: torch.pow(x.abs(), 1.5, out=torch.empty(9, 48)),
     "a number in exponents": lambda x: 2 ** x.long(),
@@ -119,6 +160,15 @@ BY_SHAPE = {  # of operands that few modules have
     "addmm, one number": lambda x: torch.addmm(BIAS[:1], x, WEIGHT),
     "addmm, one scalar": lambda x: torch.addmm(BIAS[0], x, WEIGHT),
     "addmm, one column": lambda x: torch.addmm(x[:, :1], x, WEIGHT),
+    "mv into a tensor": lambda x: torch.mv(x, WEIGHT[:, 0], out=torch.empty(9)),
+    "addmv, weighed": lambda x: torch.addmv(x[:, 0], x, WEIGHT[:, 0], beta=2, alpha=3),
+    "inner with matrices": lambda x: torch.inner(x.view(3, 3, 48), WEIGHT.view(48, 5, 8).permute(1, 2, 0)),
+    "inner of numbers": lambda x: torch.inner(x, torch.tensor(2.0)),
+    "tensordot over nothing": lambda x: torch.tensordot(x, WEIGHT, 0),
+    "tensordot over all": lambda x: torch.tensordot(x, x, 2),
+    "bilinear, no bias": lambda x: F.bilinear(x[None], x[None], WEIGHT.view(40, 48, 1).expand(40, 48, 48) / 48),
+    "cdist, other norm": lambda x: torch.cdist(x, x + 1, p=1.0),
+    "array at tensor": lambda x: torch.Tensor.__rmatmul__(WEIGHT, x),
     "addmm into a tensor": lambda x: torch.addmm(BIAS, x, WEIGHT, out=torch.empty(9, 40)),
     "baddbmm into a tensor": lambda x: torch.baddbmm(BIAS, x[None], WEIGHT[None], out=torch.empty(1, 9, 40)),
 }
