@@ -52,8 +52,9 @@ def field_comments(cls: type) -> dict[str, str]:
         elif line_start and depth == 1:
             name = token.string if token.type == tokenize.NAME and token.string in beside else None
         line_start = False
+    types = get_type_hints(cls)
     for before, after in itertools.pairwise(fields):
-        if not beside[after]:
+        if not beside[after] and not dataclasses.is_dataclass(types[after]):  # a section has its comments within it
             beside[after], below[before] = below[before], ""
     return {name: f"{beside[name]} {below[name]}".strip() for name in fields}
 
@@ -190,8 +191,10 @@ def cli_page() -> str:
     rows = [f"| `lockstep {name}` | {cell(what)} |" for name, what in commands().items()]
     parts = [
         "# Command line",
-        "`lockstep COMMAND`. A mistake is answered in one line, with exit code 2. `lockstep --version` prints the "
-        "version, `lockstep COMMAND --help` the help of a command.",
+        "`lockstep COMMAND`. A mistake is answered in one line, with exit code 2; too little memory, a file that "
+        "cannot be written and weights that give no numbers with 1, or with 71 where 1 is a verdict (`replay`, "
+        "`explain`, `doctor`, `bench`); standard output that cannot be written with 74. `lockstep --version` prints "
+        "the version, `lockstep COMMAND --help` the help of a command.",
         "\n".join(["| command | what it does |", "|---|---|", *rows]),
     ]
     for name in commands():

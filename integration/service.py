@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +17,7 @@ from ..weight_sync.errors import DigestMismatch, Poisoned, SessionError
 from ..weight_sync.group.registry import GroupRegistry
 from ..weight_sync.manifest import NamedTensors
 from ..weight_sync.same_host.shared_memory import TensorReceiver
+from ..weight_sync.transaction.call_lock import CallLock
 from ..weight_sync.transaction.in_place import checked_pairs, sync_in_place
 from ..weight_sync.transaction.peers import PeerFailed
 from ..weight_sync.transaction.shard_sync import ShardSync, plan_shard_sync
@@ -71,8 +71,9 @@ class RolloutService(MemoryVerbs, LoraVerbs, PauseVerbs, OfOneProcess):
         self.clients = Clients(self)
         self._receiver = TensorReceiver(self.config.shared_memory_folder)
         self._shared_memory = SharedMemory(self._receiver)
+        self.sessions.when_rolled_back(self._shared_memory.forget)
         self._checks = WeightChecks(engine, self.sessions, self.replica)
-        self._adapter_lock = threading.Lock()
+        self._adapter_lock = CallLock(self.config.weight_timeout_s)
         self._torn: str | None = None  # why the weights that the trainer writes must not be published
         self.replica.how_it_stands = self._how_it_stands
         serve_verbs(self)

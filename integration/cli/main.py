@@ -39,13 +39,14 @@ COMMANDS = {
 # millisecond. Its own 300,000 take milliseconds: where other processes share the cores, it keeps the very thread that
 # it waits for from running, and a product takes 2 to 3 times as long (BENCHMARKS.md).
 _SPINS = "30000"
-NO_OUTPUT = 74  # exit code, that of sysexits.h: others are verdicts of some commands
+NO_OUTPUT, NO_VERDICT = 74, 71  # exit codes of sysexits.h
+_WITH_VERDICTS = {"explain", "replay", "bench", "doctor"}  # commands whose exit code 1 is one
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 2, after one line on stderr, for a mistake of the user; 1 for a file that
-    cannot be written, for too little memory and for weights that give no numbers, and NO_OUTPUT for standard output. It
-    ends quietly once its output has lost its reader."""
+    """Run one command. Returns the exit code: 2, after one line on stderr, for a mistake of the user; 1, or NO_VERDICT
+    of commands whose 1 is a verdict, for a file that cannot be written, for too little memory and for weights that give
+    no numbers, and NO_OUTPUT for standard output. It ends quietly once its output has lost its reader."""
     stdout = sys.stdout
     if stdout is None:
         return _run(arguments)
@@ -116,6 +117,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     options = parser.parse_args(arguments)
     wait_briefly(os.environ)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    failed = NO_VERDICT if options.command in _WITH_VERDICTS else 1
     try:
         return importlib.import_module(f".{options.command}", __package__).run(options.arguments)
     except ValueError as error:
@@ -123,7 +125,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return 2
     except FileFailed as error:
         print(f"lockstep: error: {in_the_last_line(error)}", file=sys.stderr, flush=True)
-        return 1
+        return failed
     except OSError as error:
         if (line := of_path(error)) is None:
             raise
@@ -133,7 +135,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         if (line := _condition_of(error)) is None:
             raise
         print(f"lockstep: error: {line}", file=sys.stderr, flush=True)
-        return 1
+        return failed
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr, flush=True)
         return 130

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +23,35 @@ from .arguments.settings import named, read_settings
 Receipts = list[dict[str, Any]]
 # Settings of the engine that change the bits of the receipts' samples: name of the guarantee's value.
 _FROM_GUARANTEE = {"dtype": "dtype", "k_blocks": "k_blocks"}
+_LEAST_TOKENS = 1024  # of a pool
+_MOST_OF_A_BLOCK = 4096  # tokens: a receipt decides for no larger one
 
 
 def run(arguments: Sequence[str]) -> int:
     """Prove the samples, and print what was found. Returns the exit code."""
     options = _parse(arguments)
+    from ..replay.beside import others_beside
     from ..replay.reading import completed, read_lines  # heavy imports come after the parser
 
     source = Path(options.source)
     if options.step is not None and not source.is_dir():
         raise ValueError(f"--step is of the folder of a run, and {source} is none")
-    receipts, sources, base, images = _of_run(source, options) if source.is_dir() else _of_file(source)
+    given = _of_run(source, options) if source.is_dir() else _Given(read_lines(source))
+    receipts = given.receipts
     if options.samples:
         receipts = completed(receipts, read_lines(options.samples))
     if not receipts:
         raise ValueError(f"{source} holds no receipts: ask for them with return_receipt, or EngineConfig.receipts")
-    weights = options.weights or sources
+    weights = options.weights or given.weights
     if not weights:
         raise ValueError("--weights is needed: a model folder, the folder of a run, or a folder of checkpoints")
-    settings = read_settings("--engine", options.engine)
-    images += [Path(path) for path in options.images]
-    report = _proven(receipts, weights, options.model or base, settings, images, options)
+    settings = {
+        **({} if given.max_model_len is None else {"max_model_len": given.max_model_len}),
+        **read_settings("--engine", options.engine),
+    }
+    images = [*given.images, *map(Path, options.images)]
+    report = _proven(receipts, weights, options.model or given.model, settings, images, options)
+    report = report.with_samples(others_beside(given.values))
     if options.json:
         print(json.dumps(report.as_dict()))
     else:
@@ -50,18 +59,26 @@ def run(arguments: Sequence[str]) -> int:
     return report.exit_code
 
 
-def _of_file(path: Path) -> tuple[Receipts, list[str], str | None, list[Path]]:
-    """Return the receipts of a file; weights, a model and files of images are given by the caller."""
-    from ..replay.reading import read_lines, receipts_in
+@dataclass(frozen=True)
+class _Given:
+    """The content of the source of a replay."""
 
-    return receipts_in(read_lines(path)), [], None, []
+    values: Sequence[Any]  # JSON, with receipts anywhere
+    weights: tuple[str, ...] = ()  # folders
+    model: str | None = None  # the folder that they began with
+    images: tuple[Path, ...] = ()  # files
+    max_model_len: int | None = None  # of its engines, where a run says it
+
+    @property
+    def receipts(self) -> Receipts:
+        from ..replay.reading import receipts_in
+
+        return receipts_in(self.values)
 
 
-def _of_run(folder: Path, options: argparse.Namespace) -> tuple[Receipts, list[str], str | None, list[Path]]:
-    """Return the receipts of a step of a run, where its weights are, the model that it began with, and the file of its
+def _of_run(folder: Path, options: argparse.Namespace) -> _Given:
+    """Return the samples of a step of a run, where its weights are, the model that it began with, and the file of its
     images."""
-    from ..replay.reading import receipts_in
-
     steps, step = saved_steps(folder), options.step
     if not steps:
         raise ValueError(f"{folder} has no samples: give a file of receipts, or the folder of a run such as runs/NAME")
@@ -69,9 +86,14 @@ def _of_run(folder: Path, options: argparse.Namespace) -> tuple[Receipts, list[s
         step = _newest_with_weights(folder, steps, options.weights or [folder])
         print(f"{folder}: step {step}" + (", the newest whose weights it has" * (step != steps[-1])), file=sys.stderr)
     rows = read_samples(folder, step)
-    base = read_run_engine(folder).get("model") if (folder / RUN_ENGINE).is_file() else None
+    engine = read_run_engine(folder) if (folder / RUN_ENGINE).is_file() else {}
+    base, settings = engine.get("model"), engine.get("engine")
+    length = settings.get("max_model_len") if isinstance(settings, Mapping) else None
     images = images_path(sample_path(folder, step))
-    return receipts_in(rows), [str(folder)], None if base is None else str(base), [images] * images.is_file()
+    return _Given(
+        rows, (str(folder),), None if base is None else str(base), (images,) * images.is_file(),
+        length if type(length) is int else None,
+    )  # fmt: skip
 
 
 def _newest_with_weights(folder: Path, steps: Sequence[int], weights: Sequence[str | Path]) -> int:
@@ -121,7 +143,7 @@ def _proven(
         asked = given["max_model_len"] if type(given.get("max_model_len")) is int else None
         context = context_length(read_config(Path(folder)).get_text_config(decoder=True), asked)
         size = given.get("block_size", EngineConfig.block_size)
-        given["kv_cache"] = f"{_num_blocks(receipts, context, size)} blocks"
+        given["kv_cache"] = f"{num_blocks(receipts, context, size)} blocks"
     logging.getLogger(PACKAGE).setLevel(logging.WARNING)
     config = named("--engine", lambda: EngineConfig.from_dict(given))
     try:
@@ -132,7 +154,10 @@ def _proven(
     bar = tqdm(total=len(receipts), unit="sample", dynamic_ncols=True, file=sys.stderr, disable=options.quiet)
     try:
         with bar:
-            found = FolderWeights(service, weights, wanted, lambda path: bar.set_postfix_str(f"digest of {path.name}"))
+            found = FolderWeights(
+                service, weights, wanted, lambda path: bar.set_postfix_str(f"digest of {path.name}"),
+                origin=Path(folder),
+            )  # fmt: skip
             return service.replay(
                 receipts, weights=found, prompts=prompts, anyway=options.anyway, on_progress=bar.update
             )
@@ -140,7 +165,7 @@ def _proven(
         service.close()
 
 
-def _num_blocks(receipts: Receipts, context: int, block_size: object) -> int:
+def num_blocks(receipts: Receipts, context: int, block_size: object) -> int:
     """Return the size of a pool in which the longest sample has room beside others. context: in tokens, the most that a
     sample of this model has, whatever its receipt says."""
     longest = 0
@@ -149,26 +174,35 @@ def _num_blocks(receipts: Receipts, context: int, block_size: object) -> int:
         nums = [one.get("num") if isinstance(one, dict) else len(one) if isinstance(one, list) else 0 for one in lists]
         longest = max(longest, sum(num for num in nums if type(num) is int and num > 0))
     size = block_size if type(block_size) is int and block_size > 0 else EngineConfig.block_size  # refused later
-    return max(64, -(-min(longest, context) // size) + 4)
+    return max(-(-_LEAST_TOKENS // size), -(-min(longest, context) // size) + 4)
 
 
 def _settings_of(receipts: Receipts) -> dict[str, Any]:
-    """Return the engine's settings that the receipts name. Raises ValueError where they name several."""
-    from ...rollout.receipt import GRAMMAR_SETTINGS  # heavy imports come after the parser
-
+    """Return the engine's settings that the receipts name, but for receipts whose settings no engine can have. Raises
+    ValueError where they name several."""
     found: dict[str, set[Any]] = {}
     for receipt in receipts:
-        guarantee, grammar = receipt["guarantee"], receipt.get("grammar") or {}
-        for setting, name in _FROM_GUARANTEE.items():
-            if name in guarantee:
-                found.setdefault(setting, set()).add(guarantee[name])
-        for name in GRAMMAR_SETTINGS:
-            if name in grammar:
-                found.setdefault(name, set()).add(grammar[name])
+        settings = _settings_in(receipt)
+        try:
+            EngineConfig.from_dict(settings)
+        except ValueError:
+            continue
+        if settings.get("block_size", 0) <= _MOST_OF_A_BLOCK:
+            for name, value in settings.items():
+                found.setdefault(name, set()).add(value)
     if several := {name: sorted(values, key=str) for name, values in found.items() if len(values) > 1}:
         named_values = "; ".join(f"{name} {' and '.join(map(str, values))}" for name, values in several.items())
         raise ValueError(f"the receipts are of several engines ({named_values}): prove those of each alone")
     return {name: next(iter(values)) for name, values in found.items()}
+
+
+def _settings_in(receipt: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine's settings that a receipt names."""
+    from ...rollout.receipt import GRAMMAR_SETTINGS  # heavy imports come after the parser
+
+    guarantee, grammar = receipt["guarantee"], receipt.get("grammar") or {}
+    found = {setting: guarantee[name] for setting, name in _FROM_GUARANTEE.items() if name in guarantee}
+    return found | {name: grammar[name] for name in GRAMMAR_SETTINGS if name in grammar}
 
 
 def _digests(receipt: Mapping[str, Any]) -> list[Any]:

@@ -72,7 +72,7 @@ def _write_page(folder: Path, step: int, path: Path, tokenizer_path: str | None)
 def _chosen(rows: Sequence[Row], options: argparse.Namespace) -> list[Row]:
     """Return the samples to show. Raises ValueError for a sort key that the samples do not have."""
     if options.sort is None and not options.worst and not options.best:
-        return list(rows if options.all else rows[:SHOWN])
+        return list(rows if options.all or options.json else rows[:SHOWN])
     name = options.sort or "reward"
     components = sorted({key for row in rows for key in row.get("components", {})})
     if name not in _KEYS and name not in components:
@@ -82,7 +82,7 @@ def _chosen(rows: Sequence[Row], options: argparse.Namespace) -> list[Row]:
     if options.worst:
         return ascending[: options.worst]
     descending = sorted(rows, key=key, reverse=True)
-    return descending if options.all else descending[: options.best or SHOWN]
+    return descending[: options.best or (None if options.all or options.json else SHOWN)]
 
 
 def _head(rows: Sequence[Row], chosen: Sequence[Row], step: int, steps: Sequence[int]) -> Iterator[str]:
@@ -128,7 +128,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--tokenizer", metavar="FOLDER", help="of the page's tokens; default: the run's own, which the job has kept"
     )
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each sample, with all of it")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="a line of JSON for each sample, with all of it: for all samples, if no number is asked for",
+    )
     options = parser.parse_args(arguments)
     for name in ("step", "worst", "best"):
         if (value := getattr(options, name)) is not None and value < 1:

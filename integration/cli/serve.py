@@ -40,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     http = tables["http"] | {name: value for name, value in given.items() if value is not None}
     extra = read_settings("--sglang-arg", options.sglang_arg)
     shown: Any = http.get("extra_server_args", {})
-    http |= {"model_path": str(model), "extra_server_args": shown | extra}
+    http |= {"model_path": str(model), "extra_server_args": shown | extra if isinstance(shown, dict) else shown}
     return _serve_model(
         model, adapter, http, tables["engine"] | read_settings("--engine", options.engine),
         tables["service"] | ({"allow_pickle": False} if options.no_pickle else {})
@@ -91,7 +91,9 @@ def _serve_model(
     engine_config = named("engine", lambda: EngineConfig.from_dict(engine))
     service_config = named("service", lambda: build(ServiceConfig, service))
     if not Path(model, "config.json").is_file():
-        raise ValueError(f"--model: {model} is not a model folder (it has no config.json)")
+        raise ValueError(
+            f"--model: {model} is not a model folder (it has no config.json): download a model of the Hub to one first"
+        )
     named("engine", lambda: _check_ranks(engine_config.tp, engine_config.pp))
     if adapter is not None and (engine_config.tp * engine_config.pp > 1 or engine_config.k_blocks > 1):
         raise ValueError(

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...rollout.config import EngineConfig, parse_kv_size
+from ...rollout.config import EngineConfig
+from ..grpo.settings.section import bytes_of
 from ..http.edge.config import HttpConfig
 from ..launcher import end_with_launcher
 from .arguments.parser import PACKAGE, CommandParser
@@ -21,7 +22,8 @@ def run(arguments: Sequence[str]) -> int:
     options = _parse(arguments)
     end_with_launcher()
     if not Path(options.model, "config.json").is_file():
-        raise ValueError(f"--model: {options.model} is not a model folder (it has no config.json)")
+        why = "is not a model folder (it has no config.json): download a model of the Hub to one first"
+        raise ValueError(f"--model: {options.model} {why}")
     engine_settings = read_settings("--engine", options.engine)
     if options.dtype is not None:
         engine_settings["dtype"] = options.dtype
@@ -31,9 +33,10 @@ def run(arguments: Sequence[str]) -> int:
     from ..tinker.serving.server import check, serve  # heavy imports come after the checks
     from ..tinker.training.config import TinkerConfig
 
-    size = parse_kv_size(options.microbatch_bytes).num_bytes
-    if size is None:
-        raise ValueError(f"--microbatch-bytes: {options.microbatch_bytes!r} is no number of bytes (2GiB)")
+    try:
+        size = bytes_of(options.microbatch_bytes)
+    except ValueError as error:
+        raise ValueError(f"--microbatch-bytes {error}") from error
     given = {
         "model_name": options.served_model_name or name_of(options.model), "checkpoints": Path(options.checkpoints),
         "max_lora_rank": options.max_lora_rank, "max_models": options.max_models,
@@ -112,6 +115,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--limit", action="extend", nargs="+", default=[], metavar="KEY=VALUE",
-        help="further limits: max_open_samples=32768 max_requests_ahead=1024 poll_s=20 result_s=60",
+        help="further limits: max_open_samples=32768 max_requests_ahead=1024 poll_s=20 result_s=60 gap_s=300",
     )  # fmt: skip
     return parser.parse_args(arguments)

@@ -24,7 +24,7 @@ ROOMS = {  # room: the rooms that it may import
 # Inside a room: a place (a sub-room, or a module that stands in the folder of a room with sub-rooms) and the places of
 # the same room that it may import. docs/images/rooms.svg shows the same arrows.
 PLACES = {
-    "rollout.ahead": "completion control engine errors request_options sampling_params",
+    "rollout.ahead": "completion control engine errors grammars request_options sampling_params",
     "rollout.proving": ("control grammars kv loop model receipt request_options running sampling_params sequences"),
     "rollout.engine": "completion config control loop one_process ranks replica reports request_options",
     "rollout.control": (
@@ -110,8 +110,8 @@ PLACES = {
         "http.responses http.vllm service version"
     ),
     "integration.router.app": (
-        "http.admin http.edge router.attending router.changes router.config router.fleet router.generation "
-        "router.metrics router.router router.worker_paths"
+        "http.admin http.edge router.attending router.calls router.changes router.config router.fleet "
+        "router.generation router.metrics router.router router.worker_paths"
     ),
     "integration.bench.cache": "bench.parts",
     "integration.bench.decode": "bench.parts",
@@ -167,10 +167,10 @@ PLACES = {
     "integration.router.moving": (
         "http.edge one_line push.http_target router.calls router.fleet router.relay router.wire"
     ),
-    "integration.router.sessions": "http.edge router.calls router.fleet",
+    "integration.router.sessions": "http.edge router.calls router.fleet router.moving",
     "integration.grpo.planning": (
         "grpo.backends grpo.engines grpo.environments grpo.results grpo.rewards grpo.settings grpo.tasks "
-        "grpo.training ranks"
+        "grpo.training http.edge ranks"
     ),
     "integration.push.local_target": "plain_values service",
     "integration.router.changes": "http.edge router.calls router.config router.counters router.fleet router.wire",
@@ -183,7 +183,7 @@ PLACES = {
     ),
     "integration.pages": "",
     "integration.grpo.tasks": "failures folder_processor grpo.settings",
-    "integration.grpo.backends": "grpo.settings image_inputs push.adapters ranks",
+    "integration.grpo.backends": "grpo.settings push.adapters ranks",
     "integration.http.chat": "http.edge http.generation http.images",
     "integration.http.generation": "http.conversations http.edge http.images",
     "integration.http.conversations": "chat_tail http.edge http.images",
@@ -196,7 +196,7 @@ PLACES = {
     "integration.replay": "",
     "integration.tinker.serving": "http.edge service tinker.training tinker.wire version",
     "integration.tinker.wire": "http.edge tinker.training",
-    "integration.tinker.training": "grpo.backends grpo.training service",
+    "integration.tinker.training": "failures grpo.backends grpo.training service",
     "integration.trl": "image_inputs service",
     "integration.verl": "push.http_target push.pusher",
     "integration.weights": "plain_values service_config",

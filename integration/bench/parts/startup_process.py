@@ -33,7 +33,7 @@ def main(kind: str, settings: dict[str, Any]) -> dict[str, float]:
     """Measure one start. The class of the model is imported before the clock starts."""
     torch.set_num_threads(settings["threads"])
     folder = Path(settings["folder"])
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     loader = auto_class(config)
     loader._model_mapping[type(config)]  # imports the model's module
     prompt = torch.randint(config.vocab_size, (settings["prompt_tokens"],)).tolist()
@@ -65,7 +65,7 @@ def _with_engine(folder: Path, dtype: str, prompt: list[int]) -> _Token:
 
 
 def _with_transformers(loader: Any, folder: Path, dtype: str, prompt: list[int]) -> _Token:
-    model = loader.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model = loader.from_pretrained(folder, dtype=getattr(torch, dtype), trust_remote_code=False)
     tokenizer = load_tokenizer(folder)
 
     def draw() -> None:

@@ -7,7 +7,9 @@ import json
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_type_hints
+
+from ...grpo.settings.reading import typed
 
 T = TypeVar("T")
 
@@ -48,17 +50,25 @@ def read_tables(path: str | None) -> dict[str, dict[str, object]]:
         found = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"--config {path}: {error}") from error
-    if wrong := sorted(name for name, table in found.items() if name not in tables or not isinstance(table, dict)):
+    if wrong := sorted(found.keys() - tables.keys()):
         raise ValueError(f"--config {path}: unknown table {', '.join(wrong)}; known: {', '.join(tables)}")
+    if wrong := [f"{name} must be a table, not {table!r}" for name, table in found.items() if type(table) is not dict]:
+        raise ValueError(f"--config {path}: {'; '.join(wrong)}")
     return tables | found
 
 
 def build(kind: type[T], settings: dict[str, object]) -> T:
-    """Make a dataclass of settings. Raises ValueError listing every unknown setting."""
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    if unknown := sorted(settings.keys() - known):
+    """Make a dataclass of settings. Raises ValueError listing every unknown setting, or every one of a wrong type."""
+    known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(settings.keys() - known.keys()):
         raise ValueError(f"unknown setting: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-    return kind(**settings)
+    types, wrong = get_type_hints(kind), list[str]()
+    chosen = {
+        name: typed(value, types[name], name, wrong, is_secret=not known[name].repr) for name, value in settings.items()
+    }
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    return kind(**chosen)
 
 
 def named(flag: str, make: Callable[[], T]) -> T:

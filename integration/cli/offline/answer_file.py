@@ -67,27 +67,29 @@ class AnswerFile:
         except OSError as error:
             raise ValueError(f"--output {name}: cannot be written: {error.strerror}") from error
         self._file.seek(0)
-        whole = self._read(self._file.read())
-        self._file.truncate(whole)
+        self._file.truncate(self._read(self._file))
 
-    def _read(self, data: bytes) -> int:
+    def _read(self, lines: Iterable[bytes]) -> int:
         """Note the answer of every complete line. Returns the number of bytes of these lines."""
-        *lines, rest = data.split(b"\n")
+        num_bytes = 0
         for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):  # the last one
+                if number == 1 and not _FIRST_BYTES.startswith(line[: len(_FIRST_BYTES)]):
+                    raise ValueError(f"--output {self.name}, line 1: not an answer of lockstep generate")
+                break
+            num_bytes += len(line)
             try:
                 answer = json.loads(line)
                 key = (answer["index"], answer["sample"])
                 sources = {**_UNKNOWN, **answer["made_from"]}
-                made_from = {name: str(sources[name]) for name in _MADE_FROM}
+                made_from = {name: sys.intern(str(sources[name])) for name in _MADE_FROM}  # most lines have the same
                 is_final = _is_final(answer["finish_reason"])
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"--output {self.name}, line {number}: not an answer of lockstep generate") from error
             self.answers[key], self._line_numbers[key] = made_from, number
             if not is_final:
                 self._unfinished.add(key)
-        if not lines and not _FIRST_BYTES.startswith(rest[: len(_FIRST_BYTES)]):  # one line that is no answer
-            raise ValueError(f"--output {self.name}, line 1: not an answer of lockstep generate")
-        return len(data) - len(rest)
+        return num_bytes
 
     def compare(self, prompts: Mapping[int, str], num_samples: int, settings: Mapping[str, str]) -> None:
         """Raise ValueError for the first answer with other hashes. prompts: hashes by the number of the input line.
@@ -112,13 +114,13 @@ class AnswerFile:
         path = Path(self.name).resolve()
         partial = path.with_name(f".{path.name}.partial")
         with files_of(self._shown, advice=_GO_ON):
-            self._file.seek(0)
-            lines = self._file.read().split(b"\n")
+            before = self._file
+            before.seek(0)
             file = open(partial, "w+b")  # noqa: SIM115 - open as long as this object is used
-            self._replaced.append(self._file)
+            self._replaced.append(before)
             self._file = file
             fcntl.flock(file, fcntl.LOCK_EX)
-            file.write(b"\n".join(line for number, line in enumerate(lines, start=1) if number not in dropped))
+            file.writelines(line for number, line in enumerate(before, start=1) if number not in dropped)
             file.flush()
             os.fsync(file.fileno())
             shutil.copymode(path, partial)

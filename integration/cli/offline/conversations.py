@@ -53,13 +53,18 @@ class Conversations:
             text = str(tokenizer.apply_chat_template([dict(message) for message in messages], **settings))
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise ValueError(f"the chat template refuses it: {error}") from error
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            half = text[error.start]
-            raise ValueError(f"its text has {half!r}, half of a surrogate pair, which is no character") from error
+        refuse_half_pair("its text", text)
         # The template has written the special tokens that belong there.
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def refuse_half_pair(name: str, text: str) -> None:
+    """Raise ValueError for a text of that name with half of a surrogate pair, which only an escape of JSON writes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ValueError(f"{name} has {half!r}, half of a surrogate pair, which is no character") from error
 
 
 def is_conversation(prompt: object) -> bool:

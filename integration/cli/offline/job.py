@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from ....rollout.completion import Completion, FinishReason
 from ....rollout.config import EngineConfig
 from ....rollout.sampling_params import SamplingParams
 from .answer_file import GRAMMAR_SETTINGS, MODE, MORE_SETTINGS, RESULT_SETTINGS, STANDARD, AnswerFile
-from .conversations import Conversations, Message, is_conversation, read_conversations
+from .conversations import Conversations, Message, is_conversation, read_conversations, refuse_half_pair
 
 _MAX_FAULTS = 10  # input lines named in one message
 
@@ -39,12 +40,6 @@ class Prompt:
     prompt: str | list[int] | list[Message]  # text, token ids, or a conversation
     id: object = None  # the line's "id", copied to its answers
     variables: Mapping[str, object] = field(default_factory=dict)  # of the chat template, for a conversation
-    template_ids: list[int] | None = None  # of a conversation: its tokens, once the model's tokenizer is there
-
-    @property
-    def model_input(self) -> str | list[int]:
-        """The prompt for an engine."""
-        return cast(str | list[int], self.prompt) if self.template_ids is None else self.template_ids
 
     @property
     def hash(self) -> str:
@@ -120,12 +115,17 @@ def read_prompts(job: OfflineJob) -> list[Prompt]:
             prompts.append(prompt)
         except ValueError as error:
             faults.append(f"line {index + 1}: {error}")
-    if faults:
-        more = f"; and {len(faults) - _MAX_FAULTS} more lines" if len(faults) > _MAX_FAULTS else ""
-        raise ValueError(f"--input {name}, {'; '.join(faults[:_MAX_FAULTS])}{more}")
+    _refuse(f"--input {name}, ", faults)
     if not prompts:
         raise ValueError(f"--input {name}: holds no prompt")
     return prompts
+
+
+def _refuse(where: str, faults: Sequence[str]) -> None:
+    """Raise ValueError for faults of lines, the first ones of many, if there are some."""
+    if faults:
+        more = f"; and {len(faults) - _MAX_FAULTS} more lines" if len(faults) > _MAX_FAULTS else ""
+        raise ValueError(f"{where}{'; '.join(faults[:_MAX_FAULTS])}{more}")
 
 
 def _opened(job: OfflineJob, prompt: Prompt, where: str = "") -> Prompt:
@@ -154,6 +154,8 @@ def _parse(index: int, line: str, name: str) -> Prompt:
     prompt = record[name]
     if not prompt or not (isinstance(prompt, str) or _is_ids(prompt) or is_conversation(prompt)):
         raise ValueError(f"field {name!r} must be a text, a list of token ids or a list of messages, and not empty")
+    if isinstance(prompt, str):
+        refuse_half_pair(f"field {name!r}", prompt)
     return Prompt(index, prompt, record.get("id"))
 
 
@@ -201,7 +203,8 @@ class _OfflineRun:
             raise ValueError(f"--model {job.model}: {error}") from error
         if self._engine.tokenizer is None and any(not _is_ids(prompt.prompt) for prompt in prompts):
             raise ValueError(f"--model {job.model} has no tokenizer: prompts must be lists of token ids")
-        self._templated = {prompt.index: self._with_template(prompt) for prompt in prompts}
+        self._refuse_unknown_ids(prompts)
+        self._template_ids: dict[int, array[int]] = {}  # of conversations without an answer, by their index
         digest = RolloutService(self._engine).model_digest()
         self._engine.weights.set_weight_digest(digest)
         made_by: object = digest
@@ -215,22 +218,37 @@ class _OfflineRun:
         self._hashes = {**job.hashes, "weights": _hash(made_by), "model": _hash(model)}
         file.compare({prompt.index: prompt.hash for prompt in prompts}, job.sampling.n, self._hashes)
 
-    def _with_template(self, prompt: Prompt) -> Prompt:
-        """Return a prompt with its tokens, if it is a conversation. Raises ValueError naming its place."""
-        if not is_conversation(prompt.prompt):
-            return prompt
+    def _refuse_unknown_ids(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ValueError naming the prompts that have token ids beyond the vocabulary, before the first answer."""
+        from ....rollout.control.desk.intake import prompt_ids
+
+        faults = []
+        for prompt in prompts:
+            try:
+                if _is_ids(prompt.prompt):
+                    prompt_ids(cast(list[int], prompt.prompt), None, self._engine.model.vocab_size)
+            except ValueError as error:
+                faults.append(f"{self._job.where(prompt.index)}: {error}")
+        _refuse("", faults)
+
+    def _write_by_template(self, prompt: Prompt) -> None:
+        """Keep the tokens of a conversation. Raises ValueError naming its place."""
         tokenizer, messages = self._engine.tokenizer, cast(list[Message], prompt.prompt)
         assert tokenizer is not None  # checked before
         where = self._job.where(prompt.index)
         if not tokenizer.chat_template:
             raise ValueError(f"{where}: messages need a chat template, and the tokenizer of {self._job.model} has none")
         try:
-            return replace(prompt, template_ids=self._job.conversations.token_ids(messages, tokenizer))
+            self._template_ids[prompt.index] = array("I", self._job.conversations.token_ids(messages, tokenizer))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 
     def run(self, work: Sequence[Work]) -> OfflineReport:
         """Keep the engine full, with as many requests waiting as may run, and write the finished answers."""
+        # All of them before the first answer: a conversation that the template refuses is named at once.
+        for prompt, _ in work:
+            if is_conversation(prompt.prompt) and prompt.index not in self._template_ids:
+                self._write_by_template(prompt)
         engine, num_before, num_ignored = self._engine, len(self._file.answers), 0
         waiting = iter(work)
         live: dict[str, Work] = {}
@@ -262,8 +280,10 @@ class _OfflineRun:
 
     def _add(self, prompt: Prompt, sample: int) -> str:
         params = replace(self._job.sampling, n=1, sampling_seed=self._seed(prompt, sample))
+        ids = self._template_ids.get(prompt.index)
+        model_input = cast(str | list[int], prompt.prompt) if ids is None else ids.tolist()
         try:
-            [rid] = self._engine.add(self._templated[prompt.index].model_input, params, rid=f"{prompt.index}-{sample}")
+            [rid] = self._engine.add(model_input, params, rid=f"{prompt.index}-{sample}")
         except ValueError as error:
             raise ValueError(f"{self._job.where(prompt.index)}: {error}") from error
         return rid
@@ -279,6 +299,7 @@ class _OfflineRun:
             "prompt_ids": completion.prompt_ids,
             "token_ids": completion.token_ids,
             "logprobs": completion.logprobs,
+            "temperature": self._job.sampling.temperature,
             "finish_reason": reason,
             "num_prompt_tokens": completion.num_prompt_tokens,
             "num_cached_tokens": completion.num_cached_tokens,

@@ -10,6 +10,8 @@ import torch
 
 from lockstep.integration.cli.main import main
 from lockstep.integration.cli.offline.conversations import Conversations, read_conversations
+from lockstep.integration.cli.offline.job import OfflineJob, generate
+from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.sampling_params import SamplingParams
 from lockstep.tests.support.chat.tokenizer import VOCAB_SIZE, byte_tokenizer
@@ -95,6 +97,29 @@ def test_text_becomes_a_users_message_where_that_is_asked_for(folder, tokenizer,
     assert answer["prompt"] == [*before, *QUESTION]
     written = "".join(said(one["role"], one["content"]) for one in answer["prompt"]) + TURN
     assert prompt_tokens(tokenizer, [answer]) == [len(tokenizer(written, add_special_tokens=False)["input_ids"])]
+
+
+def test_only_conversations_without_an_answer_are_written_by_the_template(folder, tokenizer):
+    written: list[object] = []
+
+    class Counted(Conversations):
+        def token_ids(self, messages, tokenizer):
+            written.append(messages)
+            return super().token_ids(messages, tokenizer)
+
+    path, output = folder.parent / "prompts.jsonl", folder.parent / "answers.jsonl"
+    several = [[{"role": "user", "content": f"{number}+2?"}] for number in range(3)]
+    path.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in several))
+    job = OfflineJob(
+        str(folder), str(path), str(output), sampling=SamplingParams(max_new_tokens=3, ignore_eos=True, n=2),
+        engine=EngineConfig(kv_cache="64 blocks", max_num_seqs=4), conversations=Counted(),
+    )  # fmt: skip
+    assert generate(job).num_written == 6 and written == several
+    kept = [line for line in output.read_text().splitlines(keepends=True) if json.loads(line)["index"] != 1]
+    output.write_text("".join(kept))
+    written.clear()
+    assert generate(job).num_written == 2 and written == [several[1]]
+    assert generate(job).num_written == 0 and written == [several[1]]
 
 
 def test_answers_of_other_variables_or_another_system_message_are_refused(folder, tokenizer, capsys):

@@ -15,7 +15,7 @@ import torch
 
 from lockstep.integration.cli import main as cli
 from lockstep.integration.explain.runs import run_way
-from lockstep.integration.explain.sequence import TokenSequence
+from lockstep.integration.explain.sequence import TokenSequence, sequence_of
 from lockstep.integration.explain.ways import Way
 from lockstep.integration.grpo.results.samples import SampleFiles, packed
 from lockstep.tests.support import prepared_python
@@ -109,6 +109,37 @@ def test_the_temperature_of_the_command_goes_before_that_of_the_file(model, tmp_
     assert explained(capsys, tmp_path / "other", "--model", model)[0] == 1
 
 
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"temperature": 0.5},
+        {"receipt": {"settings": {"temperature": (0.5).hex()}}},
+        {"receipts": [{"settings": {"temperature": (0.5).hex()}}]},
+    ],
+    ids=lambda known: next(iter(known)),
+)
+def test_the_temperature_of_a_sample_is_its_own_or_its_receipts(model, tmp_path, capsys, known):
+    sequence = TokenSequence(SEQUENCE.prompt_ids, SEQUENCE.token_ids, temperature=0.5)
+    own = list(run_way(Way(), sequence, model).logprobs.values())
+    row = {"prompt_ids": SEQUENCE.prompt_ids, "token_ids": SEQUENCE.token_ids, "logprobs": own}
+    (tmp_path / "row").write_text(json.dumps({**row, **known}))
+    code, out, _ = explained(capsys, tmp_path / "row", "--model", model)
+    assert code == 0 and "is assumed" not in out
+    (tmp_path / "row").write_text(json.dumps(row))
+    code, out, _ = explained(capsys, tmp_path / "row", "--model", model)
+    assert code == 1 and "temperature 1 is assumed of its log-probabilities" in out
+
+
+def test_a_greedy_sample_and_one_with_the_default_settings_are_of_temperature_1():
+    row = {"prompt_ids": [1], "token_ids": [2], "logprobs": [-1.0]}
+    for known in ({"temperature": 0}, {"temperature": 1e-9}, {"receipt": {"settings": {"max_new_tokens": 4}}}):
+        sequence = sequence_of({**row, **known}, "row")
+        assert sequence.temperature == 1.0 and sequence.is_temperature_known
+    assert not sequence_of({**row, "receipt": {"settings": {"temperature": []}}}, "row").is_temperature_known
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        sequence_of({**row, "temperature": -1.0}, "row")
+
+
 def test_another_engines_answer_brings_its_own_sequence(model, logprobs, tmp_path, capsys):
     pairs = list(zip(SEQUENCE.token_ids, logprobs, strict=True))
     triples = [[value + (0.125 if token == 33 else 0.0), token, None] for token, value in pairs]
@@ -153,6 +184,7 @@ def test_changed_weights_are_found_between_two_folders(model, file, tmp_path, ca
         (["FILE", "--model", "MODEL", "--way", "decode"], "--way stands twice, not 1 times"),
         (["FILE", "--model", "MODEL", "--way", "decode", "--way", "wrong"], "'wrong' is none of"),
         (["FILE", "--model", "nowhere"], "holds no config.json"),
+        (["--text", "1 + 2", "--model", "nowhere"], "there is no model folder 'nowhere': download a model of the Hub"),
         (["nothing.json", "--model", "MODEL"], "nothing.json cannot be read"),
         (["DEEP", "--model", "MODEL"], "cannot be read as JSON"),
         (["NULL", "--model", "MODEL"], "logprobs must be a list of numbers"),

@@ -1,5 +1,6 @@
 """The command `lockstep`: help, versions, one-line refusals."""
 
+import importlib
 import os
 import socket
 import subprocess
@@ -10,7 +11,9 @@ import pytest
 
 from lockstep.integration.cli import main as cli
 from lockstep.integration.cli.arguments.settings import read_settings
+from lockstep.integration.failures import FileFailed
 from lockstep.kernels.machine import native
+from lockstep.rollout.errors import BrokenLogits
 from lockstep.tests.optional_packages import JOB, needs_packages
 from lockstep.tests.support.callers import submit
 
@@ -87,7 +90,8 @@ def test_version_is_that_of_setup_cfg(capsys):
         ),
         (["generate", "--model", "m", "--sampling", "{broken"], "--sampling '{broken' is not JSON"),
         (["generate", "--model", "m", "--sampling", "hot"], "--sampling 'hot' is neither"),
-        (["generate", "--model", "m", "--engine", "kv_cash=1"], "--engine: unknown engine setting: kv_cash"),
+        (["generate", "--model", "m", "--engine", "kv_cash=1"], "--engine: unknown engine setting: kv_cash; known: "),
+        (["generate", "--model", "m", "--sampling", "max_tokens=3"], "unknown key 'max_tokens' (here max_new_tokens)"),
         (["generate", "--model", "m", "--engine", "max_num_seqs=many"], "--engine: max_num_seqs must be"),
         (["generate", "--model", "m"], "--input standard input: holds no prompt"),
         (["generate", "--model", "m", "--input", "nowhere"], "--input nowhere: cannot be read"),
@@ -96,6 +100,8 @@ def test_version_is_that_of_setup_cfg(capsys):
         (["rollouts", "x" * 300], "x: File name too long"),
         (["train", CONFIG, f"run.name={'ü' * 125}", "--check"], "run.name must have at most 240 bytes, not 250"),
         (["train", CONFIG, f"model.path={'x' * 300}", "--check"], "xx' is no model folder"),
+        (["train", CONFIG, "model.path=a/b", "--check"], "no config.json: download a model of the Hub to one first"),
+        (["serve", "--model", "a/b"], "no config.json): download a model of the Hub to one first"),
         (["train", CONFIG, "train.lerning_rate=1"], "unknown key train.lerning_rate"),
         (
             ["train", CONFIG, "rollout.prompts_per_step=7", "--nproc-per-node", "2"],
@@ -126,7 +132,8 @@ def test_a_mistake_is_answered_in_one_line_with_exit_code_2(arguments, words, ca
 def test_the_exit_code_reaches_the_shell():
     done = lockstep("generate", "--model", "m", "--engine", "kv_cash=1")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "lockstep: error: --engine: unknown engine setting: kv_cash\n"
+    assert done.stderr.startswith("lockstep: error: --engine: unknown engine setting: kv_cash; known: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_the_package_itself_runs_as_the_command():
@@ -167,6 +174,25 @@ def test_output_that_cannot_be_written_is_one_line_and_no_verdict(command):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == cli.NO_OUTPUT
     assert done.stderr == "lockstep: error: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (FileFailed("x/digests.json cannot be written: No space left on device"), "No space left on device"),
+        (MemoryError(), "out of memory"),
+        (BrokenLogits("the logits of one sequence are NaN"), "are NaN"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("command", ["replay", "explain", "bench", "doctor", "warm", "generate"])
+def test_an_error_of_files_or_memory_is_no_verdict(command, error, said, monkeypatch, capsys):
+    def run(arguments: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(importlib.import_module(f"lockstep.integration.cli.{command}"), "run", run)
+    assert cli.main([command]) == (1 if command in ("warm", "generate") else cli.NO_VERDICT)
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("settings", [["--engine", "a=1", "b=2"], ["--engine", "a=1", "--engine", "b=2"]], ids=repr)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -111,6 +112,7 @@ def test_greedy_answers_are_those_of_the_engine(make_job):
     generate(job)
     completions = Engine(job.model, job.engine).generate([s["prompt"] for s in SUMS], job.sampling)
     assert [a["text"] for a in answers_of(job)] == [c.text for c in completions]
+    assert [a["temperature"] for a in answers_of(job)] == [0.0] * len(SUMS)
     assert [tuple(a["logprobs"]) for a in answers_of(job)] == [c.logprobs for c in completions]
 
 
@@ -291,6 +293,27 @@ def test_answers_that_a_small_pool_cut_or_refused_are_computed_again_when_a_run_
     assert not list(tmp_path.glob(".*.partial"))
 
 
+def test_a_long_file_of_answers_is_read_and_copied_line_by_line(tmp_path):
+    name, made_from = tmp_path / "answers.jsonl", dict.fromkeys(answer_file._MADE_FROM, "x")
+    with open(name, "w") as file:
+        for index in range(200):
+            reason = {"type": "stop" if index % 2 else "abort"}
+            answer = {"index": index, "sample": 0, "finish_reason": reason, "made_from": made_from}
+            print(json.dumps({**answer, "text": "t" * 50_000}), file=file)
+        file.write('{"index": 200, "sam')
+    tracemalloc.start()
+    try:
+        answers = AnswerFile(str(name))
+        assert len(answers.answers) == 200
+        answers.drop_unfinished()
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+    answers.append([{"index": 200}])
+    answers.close()
+    assert [json.loads(line)["index"] for line in name.read_text().splitlines()] == [*range(1, 200, 2), 200]
+
+
 def test_a_run_that_renewed_answers_keeps_its_file_to_itself(tmp_path):
     made_from = dict.fromkeys(answer_file._MADE_FROM, "1")
     rows = [
@@ -341,6 +364,7 @@ def test_two_runs_cannot_share_an_output(tmp_path):
         ('{"prompt": ""}\n[]\n', "line 1: field 'prompt' must be .*; line 2: must be a JSON object"),
         ('{"prompt": [1, -2]}\n', "line 1: field 'prompt' must be"),
         ('{"prompt": [1, true]}\n', "line 1: field 'prompt' must be"),
+        ('{"prompt": "\\u00e9"}\n{"prompt": "bad \\ud800"}', r"line 2: field 'prompt' has '\\ud800', half of"),
         (b'{"prompt": "a"}\n\xff\n', "line 2: not UTF-8"),
         ('{"prompt": "a"}\n' + "[" * 100_000, "line 2: nested too deeply"),
         ("\n", "holds no prompt"),
@@ -383,6 +407,14 @@ def test_text_lines_are_prompts_as_they_stand(monkeypatch):
 def test_a_token_id_beyond_the_vocabulary_names_its_line(make_job):
     with pytest.raises(ValueError, match="line 2: prompt token ids must be integers from 0 to"):
         generate(make_job([SUMS[0], {"prompt": [10**6]}]))
+
+
+def test_token_ids_beyond_the_vocabulary_are_named_before_the_first_answer(make_job):
+    job = make_job([*SUMS, {"prompt": [10**6]}, *SUMS, {"prompt": [1, 10**7]}])
+    few = replace(job, engine=replace(ENGINE, max_num_seqs=1))
+    with pytest.raises(ValueError, match=r"line 13: prompt token ids .*, not \[1000000\]; .*line 26: .*\[10000000\]$"):
+        generate(few)
+    assert Path(job.output).read_text() == ""
 
 
 def test_a_prompt_beyond_the_context_is_answered_as_ignored(make_job):

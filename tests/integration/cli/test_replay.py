@@ -6,16 +6,20 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from lockstep.integration.cli import main as cli
+from lockstep.integration.cli.replay import num_blocks
 from lockstep.integration.grpo.results.samples import SampleFiles, packed, sample_path
+from lockstep.integration.grpo.results.weights_kept import WeightsKept
 from lockstep.integration.replay.digest_index import IndexedWeights, add_to_index
 from lockstep.integration.service import RolloutService
 from lockstep.rollout.config import EngineConfig
 from lockstep.rollout.engine import Engine
 from lockstep.rollout.receipt import sealed
+from lockstep.rollout.request_options import RequestOptions
 from lockstep.rollout.sampling_params import SamplingParams
 
 
@@ -148,7 +152,8 @@ def test_by_default_a_damaged_file_of_a_run_is_named_and_the_search_goes_on(made
     texts = {"prompt": "", "text": "", "finish_reason": None}
     files = SampleFiles(run, num_kept=0, first_step=0)
     for step, one in ((1, receipt), (2, receipt), (3, elsewhere)):
-        lists = {"prompt_ids": one["prompt"], "token_ids": one["output"], "logprobs": [0.0] * len(one["output"])}
+        logprobs = np.array(one["logprobs"], np.uint32).view(np.float32).tolist()
+        lists = {"prompt_ids": one["prompt"], "token_ids": one["output"], "logprobs": logprobs}
         files.write(step, [packed([{**texts, **lists, "reward": 0.0, "sample": 0, "receipts": [one]}])])
     add_to_index(run, [IndexedWeights("model", receipt["spans"][0]["digest"], "float32", "1")])
     assert replay(run) == 0
@@ -166,6 +171,23 @@ def test_by_default_a_damaged_file_of_a_run_is_named_and_the_search_goes_on(made
     assert f"{sample_path(run, 1)} cannot be read" in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_an_end_by_the_context_of_a_runs_engines_is_proven_with_the_same_context(made, tmp_path, capsys):
+    run = tmp_path / "run"
+    (run / "rollouts").mkdir(parents=True)
+    service = RolloutService(Engine(made / "model", EngineConfig(kv_cache="64 blocks", max_model_len=16)))
+    service.name_weights()
+    options = RequestOptions(return_receipt=True)
+    [answer] = service.engine.generate([[1, 2, 3]], SamplingParams(max_new_tokens=40), options=options)
+    assert len(answer.token_ids) == 13
+    row = {"prompt_ids": answer.prompt_ids, "token_ids": answer.token_ids, "logprobs": answer.logprobs, "prompt": "",
+           "text": "", "finish_reason": "length", "reward": 0.0, "sample": 0, "receipts": [answer.receipt]}  # fmt: skip
+    SampleFiles(run, num_kept=0, first_step=0).write(1, [packed([row])])
+    assert replay(run, "--weights", made / "model") == 3
+    assert "the context of its engine, 16 tokens (max_model_len), has ended it" in capsys.readouterr().out
+    WeightsKept(run, "float32").write_engine(service.engine.config, {}, made / "model")
+    assert replay(run, "--weights", made / "model") == 0
+
+
 def test_a_damaged_checkpoint_is_named_in_one_line(made, tmp_path, capsys):
     [receipt, *_] = receipts(made / "tokens.jsonl")
     other = sealed({**receipt, "spans": [{**span, "digest": "0" * 64} for span in receipt["spans"]]})
@@ -175,8 +197,35 @@ def test_a_damaged_checkpoint_is_named_in_one_line(made, tmp_path, capsys):
     for name in ("model.safetensors", "state.json"):
         (checkpoint / name).write_text("x")
     add_to_index(tmp_path / "run", [IndexedWeights("checkpoints/step-000001", "0" * 64, "float32", "1")])
-    assert replay(tmp_path / "other.json", "--weights", tmp_path / "run", "--model", made / "model") == 2
-    assert f"error: {checkpoint}/model.safetensors cannot be read: " in capsys.readouterr().err.splitlines()[-1]
+    assert replay(tmp_path / "other.json", "--weights", tmp_path / "run", "--model", made / "model") == 3
+    out = capsys.readouterr().out
+    assert f"cannot be loaded: {checkpoint}/model.safetensors cannot be read: " in out and "1 unproven" in out
+
+
+OF_A_GRAMMAR = {
+    "mode": "off", "grammar_any_whitespace": False, "jump_forward_max_rollback": 8, "jump_forward_max_blocks": 4,
+    "block_size": 16, "jumps": [],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 7), ("block_size", 2**40), ("block_size", True), ("grammar_any_whitespace", 7),
+        ("jump_forward_max_rollback", 10**6), ("jump_forward_max_blocks", 0),
+    ],
+)  # fmt: skip
+def test_settings_that_no_engine_has_leave_the_other_samples_proven(made, tmp_path, capsys, name, value):
+    one, other, *_ = receipts(made / "tokens.jsonl")
+    (tmp_path / "some.json").write_text(json.dumps([one, sealed({**other, "grammar": {**OF_A_GRAMMAR, name: value}})]))
+    assert replay(tmp_path / "some.json", "--weights", made / "model", "--json") in (0, 3)
+    assert json.loads(capsys.readouterr().out)["verdicts"][0]["status"] == "equal"
+
+
+def test_large_blocks_take_no_larger_pool():
+    receipt = {"prompt": [1] * 100, "output": [2] * 50}
+    assert [num_blocks([receipt], 512, size) for size in (16, 64, 4096)] == [64, 16, 5]
+    assert [num_blocks([{**receipt, "output": [2] * 5000}], 4096, size) for size in (16, 4096)] == [260, 5]
 
 
 def test_receipts_of_two_engines_are_not_proven_together(made, tmp_path, capsys):
@@ -241,6 +290,29 @@ def test_samples_that_no_receipt_is_of_are_passed_over(made, tmp_path, capsys):
     path.write_text("\n".join(map(json.dumps, [shorter, *rest])))
     assert replay(path, "--weights", made / "model", "--samples", samples) == 1  # the changed one breaks the chain
     assert "3 of 4 samples proven equal, 0 differ, 1 unproven" in capsys.readouterr().out
+
+
+def test_a_receipt_proves_no_other_sample_beside_it(made, tmp_path, capsys):
+    one, other, *_ = receipts(made / "tokens.jsonl")
+    row = {"prompt_ids": one["prompt"], "token_ids": [1, 2, 3], "logprobs": [-0.1] * 3, "receipts": [one]}
+    (tmp_path / "some.jsonl").write_text("\n".join(map(json.dumps, [row, other])))
+    assert replay(tmp_path / "some.jsonl", "--weights", made / "model") == 1
+    out = capsys.readouterr().out
+    assert "the sample beside it is another one: it does not have the receipt's output" in out
+    assert "1 of 2 samples proven equal" in out
+
+
+@pytest.mark.parametrize("rest", [b'{"answer": {"receipt": {"format": 1, "sp', '{"text": "日'.encode()[:-1]])
+def test_a_last_line_that_its_writer_did_not_end_is_passed_over(made, tmp_path, capsys, caplog, rest):
+    path, whole = tmp_path / "some.jsonl", (made / "tokens.jsonl").read_bytes()
+    path.write_bytes(whole + rest)
+    assert replay(path, "--weights", made / "model") == 0
+    assert "4 of 4 samples proven equal" in capsys.readouterr().out
+    assert f"{path}, line 5: is passed over: its writer did not end it" in caplog.text
+    for data in (whole + rest + b"\n", rest, rest + b"\n" + whole):
+        path.write_bytes(data)
+        assert replay(path, "--weights", made / "model") == 2
+        assert f"error: {path}" in capsys.readouterr().err
 
 
 def test_receipts_that_are_not_there_are_counted(made, tmp_path, capsys):

@@ -84,6 +84,13 @@ def test_as_json_nothing_is_left_out(folder, capsys):
     assert json.loads(capsys.readouterr().out) == row("c", 1.0, 6, components={"short": 0.5}, is_success=True)
 
 
+@pytest.mark.parametrize(("arguments", "num"), [([], 7), (["--sort", "length"], 7), (["--worst", "2"], 2)])
+def test_as_json_all_samples_are_there_unless_a_number_is_asked_for(folder, capsys, arguments, num):
+    SampleFiles(folder, 0, 0).write(4, [packed([row(str(n), float(n), 1) for n in range(7)])])
+    cli.main(["rollouts", str(folder), "--json", *arguments])
+    assert len(capsys.readouterr().out.splitlines()) == num
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -93,13 +93,17 @@ def test_a_killed_server_leaves_whole_checkpoints_and_another_one_goes_on(folder
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        (("--model", "nowhere"), "--model: nowhere is not a model folder"),
+        (
+            ("--model", "nowhere"),
+            "--model: nowhere is not a model folder (it has no config.json): download a model of the Hub to one first",
+        ),
         (("--engine", "k_blocks=2"), "engine: adapters need one rank"),
         (("--engine", "invariant=false"), "invariant=false: the log-probabilities"),
         (("--engine", "speed=1"), "unknown"),
         (("--api-key", "own"), "begin with tml-"),
         (("--host", "0.0.0.0"), "without an API key"),
-        (("--microbatch-bytes", "12 blocks"), "--microbatch-bytes: '12 blocks' is no number of bytes"),
+        (("--microbatch-bytes", "12 blocks"), "--microbatch-bytes must be bytes (\"512MiB\"), not '12 blocks'"),
+        (("--microbatch-bytes", "xx"), "--microbatch-bytes must be bytes (\"512MiB\"), not 'xx'"),
         (("--max-models", "0"), "max_models must be a whole number"),
         (("--limit", "poll_s=0"), "--limit: poll_s must be a positive number"),
         (("--limit", "speed=1"), "--limit: unknown setting: speed"),

@@ -78,15 +78,17 @@ async def in_a_session(server: Scripted, *, is_streamed: bool) -> None:
 async def by_grammars(server: Scripted) -> None:
     """Demand a call, whose strict schema constrains random weights, and an answer in a format."""
     asked.clear()
-    no_thoughts = {str(server.service.engine.tokenizer.convert_tokens_to_ids("<think>")): -100}
+    no_thoughts = {"logit_bias": {str(server.service.engine.tokenizer.convert_tokens_to_ids("<think>")): -100}}
     settings = {"tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 200}
-    demanding = agent_of(server.url, **settings, extra_body={"logit_bias": no_thoughts})
+    demanding = agent_of(server.url, **settings, extra_body=no_thoughts)
     demanding.tool_use_behavior = "stop_on_first_tool"
     result = await agents.Runner.run(demanding, "Weather?")
     assert asked and set(asked) <= set(CITIES) and result.final_output == f"Rain in {asked[0]}.", asked
     usage = result.context_wrapper.usage
     assert usage.requests == 1 and usage.output_tokens > 0 and usage.input_tokens > 0
-    formatted = agent_of(server.url, None, output_type=Forecast, temperature=0.0, max_tokens=200)
+    formatted = agent_of(
+        server.url, None, output_type=Forecast, temperature=0.0, max_tokens=200, extra_body=no_thoughts
+    )
     result = await agents.Runner.run(formatted, "Weather?")
     assert isinstance(result.final_output, Forecast), result.final_output
 
