@@ -241,7 +241,7 @@ class Hub:
             asked = subscription.asked
             return self.engine.requests.submit(
                 prompts or asked.prompts, asked.params, subscription, rids=asked.rids, options=asked.options,
-                streamed=streamed, aborted=preparing.aborted(),  # it may be without its grammar or its images
+                streamed=streamed, aborted=preparing.aborted,  # it may be without its grammar or its images
             )  # fmt: skip
 
         missing: list[Promise] = []
@@ -285,9 +285,6 @@ class Hub:
         ids = [id for group in groups for id in group]
         subscription.index_of = {id: index for index, id in enumerate(ids)}
         subscription.num_open += len(ids)
-        for rid, reason in preparing.aborted().items():
-            abort = partial(self.engine.abort_request, rid, finished_reason=reason)
-            await self.loop.run_in_executor(self._intake, abort)
 
     async def _read(self, subscription: Subscription, preparing: Preparing) -> list[Prompt]:
         """Return the prompts of a request as the engine reads them, which may wait for the model."""

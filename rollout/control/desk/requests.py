@@ -24,7 +24,14 @@ from .inbox import Inbox
 from .intake import CheckedPrompt, Intake, Params, Prompt, Settings
 from .mailboxes import Listener, Mailbox, Mailboxes
 
-NOT_ABORTED: Mapping[str, FinishReason | None] = {}
+Aborted = Mapping[str, FinishReason | None]  # rids, with the reasons; None: SGLang's
+
+
+def none_aborted() -> Aborted:
+    """Return that no requests are aborted."""
+    return {}
+
+
 T = TypeVar("T")
 _AS_A_WHOLE = Uninterrupted()
 
@@ -89,10 +96,10 @@ class RequestDesk:
         rids: Sequence[str] | None = None,
         options: Sequence[RequestOptions] | None = None,
         streamed: bool = True,
-        aborted: Mapping[str, FinishReason | None] = NOT_ABORTED,
+        aborted: Callable[[], Aborted] = none_aborted,
     ) -> list[list[str]]:
-        """Queue prompts, all or none, and return the ids of each prompt's n sequences at once. aborted: rids of
-        prompts that are answered as aborted before they run, with the reasons; None: SGLang's.
+        """Queue prompts, all or none, and return the ids of each prompt's n sequences at once. aborted: asked when they
+        are queued for the rids of those that are answered as aborted before they run; later ones the engine has.
 
         The thread that runs the steps calls the listener with the chunks, or without `streamed` with the answers only.
         Raises ValueError for a bad prompt or setting, or an id that a live request or another of the prompts has, and
@@ -154,7 +161,7 @@ class RequestDesk:
         options: Sequence[RequestOptions],
         rids: Sequence[str | None],
         connect: Callable[[list[str]], object],
-        aborted: Mapping[str, FinishReason | None] = NOT_ABORTED,
+        aborted: Callable[[], Aborted] = none_aborted,
     ) -> list[list[str]]:
         """Make the requests of some prompts and post them, all or none; return the ids of each prompt's sequences.
 
@@ -188,12 +195,11 @@ class RequestDesk:
                 made = self.intake.requests(prompt, setting, option, group, number + len(requests))
                 for request in made:
                     request.base_id, request.prompt_id = option.base_id or name, name
-                    if name in aborted:
-                        request.aborted = aborted[name] or ABORTED_IN_QUEUE
                 requests += made
             with _AS_A_WHOLE, self._inbox.lock:
                 self._driver.check_open()  # again: the engine may have been closed while the requests were made
                 connect(ids)
+                _mark(requests, aborted())
                 self._inbox.post(requests)
                 self._inbox.disclaim(claimed)
                 is_posted = True
@@ -239,3 +245,10 @@ class RequestDesk:
             with self._driver.lock, self._inbox.lock:
                 for id, box in unread.items():
                     self._mailboxes.close(id, box)
+
+
+def _mark(requests: Iterable[Request], aborted: Aborted) -> None:
+    """Mark those requests whose prompts are aborted."""
+    for request in requests if aborted else ():
+        if request.prompt_id in aborted:
+            request.aborted = aborted[request.prompt_id] or ABORTED_IN_QUEUE

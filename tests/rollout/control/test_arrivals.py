@@ -77,7 +77,7 @@ def test_requests_that_are_aborted_when_they_come_are_answered_and_never_run(eng
         engine.start()
     params = [SamplingParams(n=2, max_new_tokens=3, ignore_eos=True)] * 3
     reason = FinishReason("abort", message="enough")
-    engine.requests.submit([[5, 6]] * 3, params, told, rids=["a", "b", "c"], aborted={"a": reason, "c": None})
+    engine.requests.submit([[5, 6]] * 3, params, told, rids=["a", "b", "c"], aborted=lambda: {"a": reason, "c": None})
     if not is_started:
         engine.step()
         assert {view.id for view in engine.live_sequences()} == {"b-0", "b-1"}

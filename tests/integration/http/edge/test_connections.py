@@ -44,6 +44,12 @@ def quick(service) -> Iterator[BackgroundServer]:
         yield server
 
 
+@pytest.fixture(scope="module")
+def patient(service) -> Iterator[BackgroundServer]:
+    with serve_in_background(service, HttpConfig(port=0)) as server:
+        yield server
+
+
 def connect(server: BackgroundServer, sent: bytes = b"") -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
     connection.sendall(sent)
@@ -163,7 +169,7 @@ def test_the_chunks_of_a_body_are_read_in_turns():
     assert found == [(64, True), (64, True), (64, True), (9, False)]
 
 
-def test_connections_that_come_together_are_accepted_a_few_at_a_time(quick, monkeypatch):
+def test_connections_that_come_together_are_accepted_a_few_at_a_time(patient, monkeypatch):
     """A report would wait for all of them otherwise."""
     accepted, passes = [], []
     made = Connection.connection_made
@@ -186,10 +192,10 @@ def test_connections_that_come_together_are_accepted_a_few_at_a_time(quick, monk
         held.set()
         hold.wait(PATIENCE)
 
-    loop = quick._server.servers[0].get_loop()
+    loop = patient._server.servers[0].get_loop()
     loop.call_soon_threadsafe(stand)
     assert held.wait(PATIENCE)
-    connections = [connect(quick) for _ in range(100)]  # all are in the kernel's queue
+    connections = [connect(patient) for _ in range(100)]  # all are in the kernel's queue
     hold.set()
     for connection in connections:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
