@@ -277,15 +277,11 @@ def test_requests_that_need_no_digest_do_not_wait_for_those_that_do(engine, monk
     assert num_named == [1]
 
 
-def test_a_client_that_leaves_while_a_noted_abort_is_carried_out_leaves_no_sequence(engine, monkeypatch, until):
-    """One of its two requests is aborted before the engine has them, and the abort waits for a step."""
-    may_prepare, aborting, may_abort = threading.Event(), threading.Event(), threading.Event()
-    abort_request = engine.abort_request
-
-    def slowly(*arguments: object, **named: object) -> object:
-        aborting.set()
-        assert may_abort.wait(PATIENCE)
-        return abort_request(*arguments, **named)
+def test_a_noted_abort_is_carried_out_with_the_queueing_and_a_client_that_leaves_leaves_no_sequence(
+    engine, monkeypatch, until
+):
+    """One of its two requests is aborted before the engine has them: it ends at once, and no further call does it."""
+    may_prepare = threading.Event()
 
     def prepare() -> Asked:
         assert may_prepare.wait(PATIENCE)
@@ -299,15 +295,15 @@ def test_a_client_that_leaves_while_a_noted_abort_is_carried_out_leaves_no_seque
         await asyncio.sleep(0)  # the thread prepares
         hub.early_aborts.note("a", None)
         may_prepare.set()
-        assert await asyncio.to_thread(aborting.wait, PATIENCE)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        may_abort.set()
+        subscription = await task
+        [chunk] = await subscription.take()
+        assert chunk.id == "a" and chunk.completion.finish_reason.type == "abort"
+        assert [one.id for one in engine.live_sequences()] == ["b"]
+        hub.leave(subscription)
         until(lambda: not engine.live_sequences() and len(engine.mailboxes) == 0)
         return hub
 
     engine.pause_generation("in_place")  # so that no sequence ends by itself
-    monkeypatch.setattr(engine, "abort_request", slowly)
+    monkeypatch.setattr(engine, "abort_request", lambda *_, **__: pytest.fail("it is aborted already"))
     hub = asyncio.run(leave())
     until(lambda: not hub.open and hub.admission.num_sequences == 0)
