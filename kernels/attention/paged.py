@@ -19,6 +19,7 @@ from ..machine import native
 from ..machine.gpu import triton_serves
 from .cpp import SOURCE, native_attention
 from .padded import padded_attention, padded_gradients
+from .shared_rows import SharedRows
 from .step import AttentionPath, NewRows, PagedStep, RowLayout, ScoreRule
 
 __all__ = [
@@ -142,6 +143,7 @@ def varlen_attention(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     row_ends: Tensor | None = None,
+    shared: SharedRows | None = None,
     path: AttentionPath | None = None,
 ) -> Tensor:
     """Compute causal attention within each of S sequences packed in rows; differentiable once in the five tensors.
@@ -149,7 +151,8 @@ def varlen_attention(
     query [N,H,D], key [N,K,D], value [N,K,E], query_start [S+1] int32, row_ends [N] int32 as in a `RowLayout` ->
     [N,H,E]; the rest as in `paged_attention`, and the same bits. The backward recomputes probabilities: in tiles on the
     Triton path (`triton_gradients.py`), else in fp32, many sequences at a time, within a fixed budget of memory
-    (`padded_attention`). Raises ValueError naming every argument that does not fit.
+    (`padded_attention`). With `shared`, query_start has the offsets of its tokens, of which several may have one of the
+    N rows. Raises ValueError naming every argument that does not fit.
     """
     wrong = _mismatches(query, key, value, 3, window, softcap, sinks, bias)
     if not wrong and not query.shape[0] == key.shape[0] == value.shape[0]:
@@ -161,14 +164,38 @@ def varlen_attention(
             f"not int32 [S + 1], contiguous, on {query.device}"
         )
     wrong += _wrong_ends(row_ends, query)
+    if shared is not None and shared.num_rows != len(query):
+        wrong.append(f"shared has {shared.num_rows} rows, query {len(query)}")
+    if shared is not None and row_ends is not None:
+        wrong.append("row_ends cannot be given with shared: rows of several sequences see the keys up to their own")
     if wrong:
         raise ValueError("varlen_attention: " + "; ".join(wrong))
     path = path or attention_path(query.device, query.dtype)
     rule = ScoreRule(scale, window, softcap)
     differentiated = [t for t in (query, key, value, sinks, bias) if t is not None and t.requires_grad]
     if differentiated and torch.is_grad_enabled():
-        return _VarlenAttention.apply(query, key, value, sinks, bias, query_start, row_ends, rule, path)
-    return _PATHS[path](query, key, value, RowLayout(query_start, None, None, row_ends), rule, sinks, bias)
+        return _VarlenAttention.apply(query, key, value, sinks, bias, query_start, row_ends, shared, rule, path)
+    return _attend_packed(path, (query, key, value, sinks, bias), query_start, row_ends, shared, rule)
+
+
+_Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # query, key, value, sinks, bias
+
+
+def _attend_packed(
+    path: AttentionPath, operands: _Operands, query_start: Tensor, row_ends: Tensor | None, shared: SharedRows | None,
+    rule: ScoreRule,
+) -> Tensor:  # fmt: skip
+    query, key, value, sinks, bias = operands if shared is None else _spread(operands, shared)
+    out = _PATHS[path](query, key, value, RowLayout(query_start, None, None, row_ends), rule, sinks, bias)
+    return out if shared is None else shared.kept(out)
+
+
+def _spread(operands: _Operands, shared: SharedRows) -> _Operands:
+    """Return the operands of all tokens, from those of the rows that they share."""
+    query, key, value, sinks, bias = operands
+    sinks = shared.spread(sinks) if sinks is not None and sinks.dim() == 2 else sinks
+    bias = shared.spread(bias) if bias is not None and bias.dim() == 3 else bias
+    return shared.spread(query), shared.spread(key), shared.spread(value), sinks, bias
 
 
 def _wrong_ends(ends: Tensor | None, query: Tensor) -> list[str]:
@@ -268,26 +295,38 @@ class _VarlenAttention(torch.autograd.Function):
         bias: Tensor | None,
         query_start: Tensor,
         row_ends: Tensor | None,
+        shared: SharedRows | None,
         rule: ScoreRule,
         path: AttentionPath,
     ) -> Tensor:
-        layout = RowLayout(query_start, None, None, row_ends)
-        out = _PATHS[path](query, key, value, layout, rule, sinks, bias)
+        out = _attend_packed(path, (query, key, value, sinks, bias), query_start, row_ends, shared, rule)
         kept = [out] if path == "triton" else []
         ctx.save_for_backward(query, key, value, sinks, bias, query_start, row_ends, *kept)
-        ctx.rule = rule
+        ctx.rule, ctx.shared = rule, shared
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, bias, query_start, row_ends, *out = ctx.saved_tensors
-        layout, others = RowLayout(query_start, None, None, row_ends), (None,) * 4
+        operands, shared = (query, key, value, sinks, bias), ctx.shared
+        if shared is not None:
+            operands, grad_out = _spread(operands, shared), shared.spread_gradient(grad_out)
+            out = [shared.spread(rows) for rows in out]
+        layout = RowLayout(query_start, None, None, row_ends)
         if out:
             from .triton_gradients import triton_gradients
 
-            return *triton_gradients(query, key, value, sinks, bias, layout, ctx.rule, out[0], grad_out), *others
-        return *padded_gradients(query, key, value, sinks, bias, layout, ctx.rule, grad_out), *others
+            grads = triton_gradients(*operands, layout, ctx.rule, out[0], grad_out)
+        else:
+            grads = padded_gradients(*operands, layout, ctx.rule, grad_out)
+        if shared is not None:
+            of_rows = (True, True, True, sinks is not None and sinks.dim() == 2, True)
+            grads = [
+                shared.summed(grad) if grad is not None and is_of_rows else grad
+                for grad, is_of_rows in zip(grads, of_rows, strict=True)
+            ]
+        return *grads, *(None,) * 5
 
 
 def reference_attention(

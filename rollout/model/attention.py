@@ -20,11 +20,12 @@ from ...kernels.attention.paged import AttentionPath, NewRows, paged_attention, 
 from ...kernels.attention.selected import selected_attention, selected_attention_in_step
 from ...kernels.attention.selection import SelectedKeys, sees_more_than, select_keys
 from ...kernels.attention.selection import write_rows as write_index_rows
+from ...kernels.attention.shared_rows import SharedRows
 from ...kernels.attention.step import RowLayout
 from ...kernels.layers.rotary import rotary_into_cache
 from .encoders.vision import WHOLE, whole_attention
 from .layer_probe import OWN_ATTENTION, KVShape, LayerProbe
-from .operations.carried import STEP_KEYWORD, told
+from .operations.carried import SHARED_ROWS, STEP_KEYWORD, told
 from .operations.deferred import IS_USED, Rotation, plain
 from .operations.distance_bias import DISTANCE_BIAS
 from .operations.entries import Entries, attend_in_step, attend_packed, beside_tokens, take, write_entries, write_rows
@@ -100,7 +101,7 @@ def hosted_attention(
     [B, H, T, 1] are logits of the softmax's denominator; position_bias [B, H, T, R] is by distance, from a part of the
     module that `distance_bias.py` knows. Raises ValueError that names every unknown keyword; none is ignored.
     """
-    step = others.pop(STEP_KEYWORD, None)
+    step, shared = others.pop(STEP_KEYWORD, None), cast(SharedRows | None, others.pop(SHARED_ROWS, None))
     if (result := _outside_layers(module, query, key, value, attention_mask, scaling, others)) is not None:
         return result, None
     layer = cast(int, others.pop(LAYER, getattr(module, "layer_idx", None)))  # the probe refuses a module without
@@ -132,8 +133,8 @@ def hosted_attention(
         if isinstance(step, LayerProbe):
             _tell(step, module, rows, layer, chunk, attention_mask, options, choice)
         mask = choice.mask if isinstance(choice, PoolChoice) else attention_mask
-        starts = query_start(mask, cu_seq_lens_q, others.get("position_ids"), batch, num_rows, query)
-        out = _packed(rows, starts, chunk, options, choice, blocks)
+        starts = shared or query_start(mask, cu_seq_lens_q, others.get("position_ids"), batch, num_rows, query)
+        out = _packed(module, rows, starts, chunk, options, choice, blocks)
     return out.view(batch, num_rows, num_heads, value.shape[3]), None
 
 
@@ -240,19 +241,26 @@ def _tell(
 
 
 def _packed(
-    rows: list[Tensor], query_start: Tensor, chunk: int | None, options: _KernelOptions, choice: _Choice,
-    blocks: Tensor | None,
+    module: nn.Module, rows: list[Tensor], starts: Tensor | SharedRows, chunk: int | None, options: _KernelOptions,
+    choice: _Choice, blocks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attend with query, key and value rows [N, heads, D] of packed sequences -> [N, H, D]."""
-    path = options["path"]
+    """Attend with query, key and value rows [N, heads, D] of packed sequences -> [N, H, D]. starts: their row offsets
+    [S + 1], or the rows that they share. Raises ValueError for rows that cannot be shared."""
+    path, shared = options["path"], None
+    if isinstance(starts, SharedRows):
+        if choice is not None or blocks is not None:
+            raise ValueError(
+                f"{type(module).__name__} selects keys, or sees images both ways: its rows cannot be shared"
+            )
+        shared, starts = starts, starts.starts
     if chunk is not None:
-        query_start = chunked_starts(query_start, chunk, len(rows[0]))
+        starts = chunked_starts(starts, chunk, len(rows[0]) if shared is None else shared.num_tokens)
     if isinstance(choice, Entries):
-        return attend_packed(rows[0], rows[1], rows[2], query_start, choice, _windowed(options))
-    selected = None if choice is None else _selected(choice, RowLayout(query_start, None, None), path)
+        return attend_packed(rows[0], rows[1], rows[2], starts, choice, _windowed(options))
+    selected = None if choice is None else _selected(choice, RowLayout(starts, None, None), path)
     if selected is None:
-        ends = None if blocks is None else ends_of_blocks(blocks, query_start, None)
-        return varlen_attention(rows[0], rows[1], rows[2], query_start, row_ends=ends, **options)
+        ends = None if blocks is None else ends_of_blocks(blocks, starts, None)
+        return varlen_attention(rows[0], rows[1], rows[2], starts, row_ends=ends, shared=shared, **options)
     rule = {name: value for name, value in options.items() if name not in ("window", "bias")}
     return selected_attention(rows[0], rows[1], rows[2], selected, **rule)  # type: ignore[arg-type]
 

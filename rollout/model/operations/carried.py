@@ -15,7 +15,8 @@ from typing import Any
 
 STEP_KEYWORD = "lockstep_step"  # carries a StepContext through the module's forward down to its attention
 PACKING = "cu_seq_lens_q"  # row offsets of the sequences of the trainer's packed row
-_CARRIED = (STEP_KEYWORD, PACKING, "position_ids")
+SHARED_ROWS = "lockstep_shared_rows"  # `SharedRows` of packed sequences, in the place of PACKING
+_CARRIED = (STEP_KEYWORD, PACKING, SHARED_ROWS, "position_ids")
 _NEEDS_MASK = "lockstep_needs_mask"  # of a forward whose code works with its mask, also where none would do
 
 Forward = Callable[..., Any]
@@ -31,7 +32,8 @@ def carried() -> Mapping[str, object] | None:
 def told(keywords: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the keywords of a call inside a forward, with those of the forward where it was told of none."""
     now = carried()
-    if now is None or STEP_KEYWORD in keywords or keywords.get(PACKING) is not None:
+    is_told = any(keywords.get(name) is not None for name in (PACKING, SHARED_ROWS))
+    if now is None or STEP_KEYWORD in keywords or is_told:
         return keywords
     given = {name: value for name, value in keywords.items() if value is not None}
     return {name: value for name, value in {**now, **given}.items() if name != _NEEDS_MASK}
@@ -78,4 +80,4 @@ def carrying_forward(forward: Forward, takes: Forward, *, masks: bool = False) -
 def _left_out(forward: Forward) -> tuple[str, ...]:
     parameters = inspect.signature(forward).parameters
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
-    return () if takes_all else tuple(name for name in (STEP_KEYWORD, PACKING) if name not in parameters)
+    return () if takes_all else tuple(name for name in (STEP_KEYWORD, PACKING, SHARED_ROWS) if name not in parameters)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ....kernels.attention.shared_rows import SharedRows
 from ..steps.context import StepContext
-from .carried import PACKING, STEP_KEYWORD, told
+from .carried import PACKING, SHARED_ROWS, STEP_KEYWORD, told
 from .copied_code import innermost
 from .packed_rows import NO_MASK, refuse_packed_positions
 
@@ -30,6 +31,7 @@ _CACHES, _LENGTH, _HIDDEN = ("past_key_values", "cache"), "get_seq_length", "hid
 _INPUTS, _MASK = ("input_ids", "inputs_embeds"), "attention_mask"
 _STATES = "cache_params"  # the cache's name in models whose layers are all recurrent, up to transformers 5.23
 _POSITIONS = "position_ids"
+_TOLD = (STEP_KEYWORD, PACKING, SHARED_ROWS)  # what tells of a call's sequences
 # Attributes of parts that are told of the cache alone: convolutions of a layer that has several, compressors, indexers,
 # and selective scans.
 _UNTOLD = (
@@ -127,18 +129,24 @@ def contexts_of(keywords: Mapping[str, object]) -> Tensor | None:
 class RowCache:
     """The cache as such code sees it. It keeps nothing: keys and values go to the hosted attention as they are."""
 
-    def __init__(self, module: nn.Module, num_rows: int, starts: Tensor, ends: Tensor) -> None:
-        """Take the row offsets of the sequences, [S + 1], and the positions after their last rows, [S]."""
+    def __init__(
+        self, module: nn.Module, num_rows: int, starts: Tensor, ends: Tensor, shared: SharedRows | None = None
+    ) -> None:
+        """Take the row offsets of the sequences, [S + 1], and the positions after their last rows, [S]. shared: the
+        rows that they have in common; then these are of tokens."""
         self._name, self._num_rows, self._starts, self._ends = type(module).__name__, num_rows, starts, ends
+        self._shared = shared
         self.keywords: Mapping[str, object] = {}  # of the layer's call, by which convolutions find their rows
 
     @classmethod
     def of(cls, module: nn.Module, num_rows: int, device: torch.device, named: Mapping[str, object]) -> RowCache | None:
         """Return the cache for a call with these keywords; None where every batch row counts its rows from 0."""
         named = told(named)
-        step, packed = named.get(STEP_KEYWORD), named.get(PACKING)
+        step, packed, shared = (named.get(name) for name in _TOLD)
         if isinstance(step, StepContext):
             cache = cls(module, num_rows, step.paged.query_start, step.paged.context_lens)
+        elif isinstance(shared, SharedRows):
+            cache = cls(module, num_rows, shared.starts, shared.starts.diff(), shared)
         elif isinstance(packed, Tensor):
             cache = cls(module, num_rows, packed, packed.diff())
         elif step is not None:  # the start-up probe
@@ -146,12 +154,14 @@ class RowCache:
             cache = cls(module, num_rows, starts, starts[1:])
         else:
             return None
-        cache.keywords = {name: named.get(name) for name in (STEP_KEYWORD, PACKING)}
+        cache.keywords = {name: named.get(name) for name in _TOLD}
         return cache
 
     def get_seq_length(self, _: object = 0) -> Tensor:
         """Return what each row's index in this call lacks of its position, int64 [N]."""
         rows = torch.arange(self._num_rows, dtype=self._starts.dtype, device=self._starts.device)
+        if self._shared is not None:
+            return self._shared.positions - rows
         owner = torch.searchsorted(self._starts, rows, right=True) - 1
         return (self._ends - self._starts[1:]).to(torch.int64)[owner.clamp(max=len(self._ends) - 1)]
 

@@ -38,7 +38,7 @@ def delta_rule_of(module: nn.Module, division: HeadDivision, call: LayerCall) ->
         # query and key [B, T, G, K], value [B, T, H, V], g [B, T, H] or [B, T, H, K], beta [B, T, H]
         assert initial_state is None and not output_final_state, "a hosted layer gets no cache"
         batch, num_rows = value.shape[:2]
-        rows = rows_of(module, batch, num_rows, value.device, call.keywords)
+        rows = rows_of(module, batch, num_rows, value.device, call.keywords, spreads=True)
         q, k, v, decay, rate = (t.flatten(0, 1) for t in (query, key, value, g, beta))
         norm_eps = 1e-6 if use_qk_l2norm_in_kernel else None
         share = division.share(v.shape[1], k.shape[1])
@@ -48,8 +48,10 @@ def delta_rule_of(module: nn.Module, division: HeadDivision, call: LayerCall) ->
             out = gated_delta_rule_in_slots(q, k, v, decay, rate, rows.cu_seqlens, slots, norm_eps=norm_eps)
             out = share.gathered(out)
         else:
+            q, k, v, decay, rate = rows.spread(q, k, v, decay, rate)
             out, final = gated_delta_rule(q, k, v, decay, rate, rows.cu_seqlens, norm_eps=norm_eps)
             rows.keep("recurrent", final[:, share.heads])
+            out = rows.kept(out)
         return out.unflatten(0, (batch, num_rows)), None
 
     return chunk_gated_delta_rule

@@ -92,13 +92,15 @@ def _conv_of(module: nn.Module, division: HeadDivision, call: LayerCall) -> Forw
         if activation not in (None, "silu"):
             raise ValueError(f"{type(module).__name__}: a convolution with activation {activation!r} is not supported")
         batch, num_channels, num_rows = hidden_states.shape
-        rows = rows_of(module, batch, num_rows, hidden_states.device, call.keywords)
+        rows = rows_of(module, batch, num_rows, hidden_states.device, call.keywords, spreads=True)
         x = hidden_states.transpose(1, 2).reshape(batch * num_rows, num_channels).to(weight.dtype)
         if (slots := rows.slots(name)) is not None:
             out = causal_conv_in_slots(x, weight, bias, rows.cu_seqlens, slots, activation)
         else:
+            [x] = rows.spread(x)
             out, final = causal_conv(x, weight, bias, rows.cu_seqlens, None, activation)
             rows.keep(name, final)
+            out = rows.kept(out)
         return out.to(hidden_states.dtype).view(batch, num_rows, num_channels).transpose(1, 2)
 
     return causal_conv1d_fn

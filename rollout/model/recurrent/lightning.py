@@ -53,7 +53,7 @@ def _forward_of(module: Any, division: HeadDivision) -> Forward:
 def _attended(module: nn.Module, qkv: Tensor, named: dict[str, object], division: HeadDivision) -> Tensor:
     """Compute the recurrence of qkv [B, T, H, 3 D] -> [B, T, H, D], in fp32."""
     batch, num_rows, num_heads = qkv.shape[:3]
-    rows = rows_of(module, batch, num_rows, qkv.device, named)
+    rows = rows_of(module, batch, num_rows, qkv.device, named, spreads=True)
     q, k, v = qkv.flatten(0, 1).chunk(3, dim=-1)
     share = division.share(num_heads, num_heads)
     slope: Tensor = module.slope_rate  # type: ignore[assignment]  # a buffer [H, 1, 1]
@@ -64,8 +64,10 @@ def _attended(module: nn.Module, qkv: Tensor, named: dict[str, object], division
         own = decay[share.heads]
         out = share.gathered(state_space_in_slots(v, steps, own, k, q, None, rows.cu_seqlens, slots))
     else:
+        v, steps, k, q = rows.spread(v, steps, k, q)
         out, final = state_space(v, steps, decay, k, q, None, rows.cu_seqlens)
         rows.keep("recurrent", final[:, share.heads])
+        out = rows.kept(out)
     return out.unflatten(0, (batch, num_rows))
 
 

@@ -43,7 +43,7 @@ def selective_scan_of(module: nn.Module, division: HeadDivision, call: LayerCall
         if not delta_softplus:
             raise ValueError(f"{type(module).__name__}: a scan without softplus is not supported")
         batch, num_channels, num_rows = hidden_states.shape
-        rows = rows_of(module, batch, num_rows, hidden_states.device, call.keywords)
+        rows = rows_of(module, batch, num_rows, hidden_states.device, call.keywords, spreads=True)
         x, steps, b, c = (_by_row(t) for t in (hidden_states, _steps(dt, delta_bias), B, C))
         a, skip = A[None], None if D is None else D[None]
         share, name = division.share(num_channels, 1), call.next_scan()
@@ -53,8 +53,10 @@ def selective_scan_of(module: nn.Module, division: HeadDivision, call: LayerCall
             y = selective_scan_in_slots(x, steps, a, b, c, skip, rows.cu_seqlens, slots)
             y = share.gathered(y.mT).mT
         else:
+            x, steps, b, c = rows.spread(x, steps, b, c)
             y, final = selective_scan(x, steps, a, b, c, skip, rows.cu_seqlens)
             rows.keep(name, final[..., share.heads])
+            y = rows.kept(y)
         y = y[:, 0].unflatten(0, (batch, num_rows)).transpose(1, 2)
         return y if z is None else y * silu(z)
 

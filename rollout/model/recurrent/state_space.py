@@ -45,7 +45,7 @@ def state_space_of(module: nn.Module, division: HeadDivision, call: LayerCall) -
         if not dt_softplus or z is not None:
             raise ValueError(f"{type(module).__name__}: a scan with a gate, or without softplus, is not supported")
         batch, num_rows = hidden_states.shape[:2]
-        rows = rows_of(module, batch, num_rows, hidden_states.device, call.keywords)
+        rows = rows_of(module, batch, num_rows, hidden_states.device, call.keywords, spreads=True)
         steps = _steps(dt, dt_bias, dt_limit)
         x, steps, b, c = (t.flatten(0, 1) for t in (hidden_states, steps, B, C))
         share = division.share(x.shape[1], b.shape[1])
@@ -54,8 +54,10 @@ def state_space_of(module: nn.Module, division: HeadDivision, call: LayerCall) -
             skip = None if D is None else D[share.heads]
             out = share.gathered(state_space_in_slots(x, steps, A[share.heads], b, c, skip, rows.cu_seqlens, slots))
         else:
+            x, steps, b, c = rows.spread(x, steps, b, c)
             out, final = state_space(x, steps, A, b, c, D, rows.cu_seqlens)
             rows.keep("recurrent", final[:, share.heads])
+            out = rows.kept(out)
         return out.unflatten(0, (batch, num_rows))
 
     return mamba2_chunk_scan
