@@ -7,6 +7,9 @@ and no activation is computed twice. A text has one token a word, and the reward
 groups have spread. TRL runs in a process of its own, of the Python that --trl-python names, which is stopped while our
 step runs; both have run a step before the measurement. ratio_trl is the median of the pairs' own ratios, TRL's seconds
 over ours. Bar: 1.3. The job is our defaults; with speculation, where the engine finds that it pays.
+
+--against own-prefixes runs our job a second time, with `train.share_prefixes=false`: ratio_own_prefixes is the median
+of the pairs' ratios of the seconds of training alone.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -50,7 +53,7 @@ _BAR = 1.3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="small", help=f"{', '.join(PRESETS)} (random weights) or a model folder")
-    parser.add_argument("--against", choices=("trl",), help="run the same steps there too")
+    parser.add_argument("--against", choices=("trl", "own-prefixes"), help="run the same steps there, or so, too")
     parser.add_argument("--trl-python", metavar="FILE", help="the Python of an environment that has TRL")
     parser.add_argument("--prompts", type=positive, default=4, help="of a step")
     parser.add_argument("--group", type=positive, default=8, help="samples of a prompt")
@@ -65,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> dict[str, object]:
     """Measure, and return the report. Raises ValueError for options that do not fit."""
-    if options.against and not options.trl_python:
+    if options.against == "trl" and not options.trl_python:
         raise ValueError("--against trl needs --trl-python")
     if options.prompts * options.group % options.microbatch:
         raise ValueError(f"--microbatch {options.microbatch} does not divide {options.prompts * options.group} samples")
@@ -80,9 +83,12 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         stack.enter_context(process_group(ranks, 600))
         job = GrpoJob(config, ranks, resume=False)
         stack.callback(job.close)
-        rival = None
-        if options.against:
+        rival: TrlWorker | _OwnPrefixes | None = None
+        if options.against == "trl":
             rival = TrlWorker(options.trl_python, trl_settings(folder, config, options), options.threads)
+        elif options.against:
+            rival = _OwnPrefixes(config, ranks)
+        if rival is not None:
             stack.callback(rival.close)
         ours, theirs = _pairs(job, rival, options.pairs, budget)
         report: dict[str, object] = {
@@ -94,6 +100,13 @@ def run(options: argparse.Namespace) -> dict[str, object]:
         }  # fmt: skip
         if rival is None:
             return report
+        if isinstance(rival, _OwnPrefixes):
+            ratios = [its.train_s / mine.train_s for mine, its in zip(ours, theirs, strict=True)]
+            return report | {
+                "own_prefixes_train_s": _median(one.train_s for one in theirs),
+                "ratio_own_prefixes": round(statistics.median(ratios), 3),
+                "ratios": [round(ratio, 3) for ratio in ratios],
+            }  # fmt: skip
         ratios = [its.seconds / mine.seconds for mine, its in zip(ours, theirs, strict=True)]
         report |= {
             "trl_version": rival.version, "trl_s": _median(one.seconds for one in theirs),
@@ -113,15 +126,34 @@ class Step:
     train_s: float = 0.0
 
 
-def _pairs(job: GrpoJob, rival: TrlWorker | None, num_pairs: int, budget: Budget) -> tuple[list[Step], list[Step]]:
+class _OwnPrefixes:
+    """Our job, whose samples have no rows in common in training."""
+
+    def __init__(self, config: JobConfig, ranks: Ranks) -> None:
+        run, train = replace(config.run, name="own-prefixes"), replace(config.train, share_prefixes=False)
+        self._job, self._num_steps = GrpoJob(replace(config, run=run, train=train), ranks, resume=False), 0
+
+    def step(self) -> Step:
+        """Run a step."""
+        self._num_steps += 1
+        return _own_step(self._job, self._num_steps - 1)
+
+    def close(self) -> None:
+        """End the job."""
+        self._job.close()
+
+
+def _pairs(
+    job: GrpoJob, rival: TrlWorker | _OwnPrefixes | None, num_pairs: int, budget: Budget
+) -> tuple[list[Step], list[Step]]:
     """Run a step of each side to warm up, then pairs."""
     ours: list[Step] = []
     theirs: list[Step] = []
     for number in budget.rounds(num_pairs + 1, least=2):
         ours.append(_own_step(job, number))
         if rival is not None:
-            theirs.append(Step(*rival.step()))
-        seconds = f"ours {ours[-1].seconds:.2f} s" + (f", TRL {theirs[-1].seconds:.2f} s" if theirs else "")
+            theirs.append(rival.step() if isinstance(rival, _OwnPrefixes) else Step(*rival.step()))
+        seconds = f"ours {ours[-1].seconds:.2f} s" + (f", the other {theirs[-1].seconds:.2f} s" if theirs else "")
         print(f"step {number}/{num_pairs}: {seconds}", file=sys.stderr, flush=True)
     return ours[1:], theirs[1:]
 

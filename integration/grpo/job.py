@@ -261,6 +261,8 @@ class GrpoJob:
             "learning_rate": stats.learning_rate,
             "samples_without_backward": stats.num_without_gradient,
             "samples_unmeasured": stats.num_unmeasured,  # those that logprob_gap is not of
+            "rows": stats.num_rows,  # of one forward of the training
+            "rows_shared": stats.num_shared,  # that it would have had in addition, without shared prefixes
             "sync_bytes": int(self.ranks.total(num_bytes)),
             "weight_version": str(step + 1),
             "weight_digest": self.engine.weight_digest(),

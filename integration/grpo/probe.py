@@ -133,21 +133,22 @@ def _training_seconds(job: GrpoJob, samples: Sequence[Sample], num_of_step: floa
     would take, and the largest gap of the first update, which alone has the weights that drew the samples."""
     few, many = samples[:_FEW], samples[: min(_MANY, len(samples))]
     gap = job.trainer.update(few, 0).logprob_gap  # compiles, and allocates the optimizer's moments
-    small, large = _seconds(job, few), _seconds(job, many)
-    num_rows = [sum(sample.num_rows for sample in some) for some in (few, many)]
-    rows_of_step = num_of_step * sum(sample.num_rows for sample in samples) / len(samples)
-    if num_rows[1] == num_rows[0]:
-        return large * rows_of_step / num_rows[1], gap
-    of_a_row = max(large - small, 0.0) / (num_rows[1] - num_rows[0])
-    return max(small - of_a_row * num_rows[0], 0.0) + of_a_row * rows_of_step, gap
+    (small, rows_of_few), (large, rows_of_many) = _timed(job, few), _timed(job, many)
+    share = rows_of_many / sum(sample.num_rows for sample in many)  # of rows that are not common ones
+    rows_of_step = num_of_step * share * sum(sample.num_rows for sample in samples) / len(samples)
+    if rows_of_many == rows_of_few:
+        return large * rows_of_step / rows_of_many, gap
+    of_a_row = max(large - small, 0.0) / (rows_of_many - rows_of_few)
+    return max(small - of_a_row * rows_of_few, 0.0) + of_a_row * rows_of_step, gap
 
 
-def _seconds(job: GrpoJob, samples: Sequence[Sample]) -> float:
+def _timed(job: GrpoJob, samples: Sequence[Sample]) -> tuple[float, int]:
+    """Train on samples. Returns the seconds, and the rows of their forward."""
     began = time.perf_counter()
-    job.trainer.update(samples, 0)
+    stats = job.trainer.update(samples, 0)
     if job.ranks.device.type == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter() - began
+    return time.perf_counter() - began, stats.num_rows
 
 
 def _memory(device: torch.device) -> int:

@@ -66,6 +66,8 @@ class TrainSettings(Section):
     # spread evenly by tokens; 0: as many as another setting gives
     microbatch_bytes: str = ""  # activations of one micro-batch ("2GiB"), by what small forwards keep; a larger sample
     # has one of its own
+    share_prefixes: bool = True  # what samples of a micro-batch have in common from their beginning, as the prompt of a
+    # group, goes through the model once, where its layers allow it: the same log-probabilities, less work
     skip_forward: bool = False  # samples that have no gradient, as in groups of equal rewards, have no backward pass;
     # true: no forward either, nor have those of later mini-batches one before the first optimizer step, so that their
     # gap is not measured

@@ -22,9 +22,9 @@ class ActivationBytes:
     per_row: float
     per_target: float  # in addition, where a row has logits
 
-    def of(self, sample: Sample) -> float:
-        """Return the bytes of a sample."""
-        return self.per_row * sample.num_rows + self.per_target * len(sample.targets)
+    def of(self, sample: Sample, num_rows: int) -> float:
+        """Return the bytes of a sample that adds so many rows."""
+        return self.per_row * num_rows + self.per_target * len(sample.targets)
 
 
 def measure(hosted: HostedModel, *, has_entropy: bool = False) -> ActivationBytes:

@@ -6,9 +6,12 @@ Samples without a gradient (`Sample.has_gradient`) stand in micro-batches of the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from .packing import Sample
+from .shared_prefixes import RowTree
+
+Cost = Callable[[Sample, int], float]  # of a sample that adds so many rows to a micro-batch
 
 
 @dataclass(frozen=True)
@@ -20,42 +23,63 @@ class Microbatch:
     is_last: bool = False  # whether it is the rank's last one with a backward pass
 
 
-@dataclass
 class _Run:
     """A micro-batch in the making."""
 
-    samples: list[Sample] = field(default_factory=list)
-    cost: float = 0.0
+    def __init__(self, cost: Cost, *, shares: bool) -> None:
+        self.samples: list[Sample] = []
+        self._cost_of, self._tree = cost, RowTree(shares=shares)
+        self._whole = self._shared = 0.0  # costs of the samples with rows of their own, and as the tree has them
+        self._has_images = False  # then `pack` shares nothing
+
+    @property
+    def cost(self) -> float:
+        return self._whole if self._has_images else self._shared
+
+    def cost_with(self, sample: Sample) -> float:
+        """Return the cost with one sample more."""
+        if self._has_images or sample.images is not None:
+            return self._whole + self._cost_of(sample, sample.num_rows)
+        return self._shared + self._cost_of(sample, self._tree.num_new(sample.input_ids))
+
+    def add(self, sample: Sample) -> None:
+        """Add a sample."""
+        self._shared += self._cost_of(sample, self._tree.num_new(sample.input_ids))
+        self._whole += self._cost_of(sample, sample.num_rows)
+        self._has_images |= sample.images is not None
+        self._tree.add(sample.input_ids)
+        self.samples.append(sample)
 
 
 def microbatches(
     samples: Iterable[Sample],
     limit: float,
-    cost: Callable[[Sample], float],
+    cost: Cost,
     learns: Callable[[Sample], bool],
     *,
+    shares: bool = False,
     needs_last: bool = True,
 ) -> Iterator[Microbatch]:
     """Divide samples, in order, into micro-batches whose costs are at most `limit`. A costlier sample is one by itself.
 
-    learns: whether a sample has a gradient. One that has and one that has not are never in one micro-batch. A
-    micro-batch is yielded as soon as the next sample of its kind is there; the last one with a backward pass is the
-    last of all. Without `needs_last` a full one is yielded at once, and the last may not be marked as such. If no
+    shares: samples that begin alike have rows in common in a micro-batch. learns: whether a sample has a gradient. One
+    that has and one that has not are never in one micro-batch. A micro-batch is yielded as soon as the next sample of
+    its kind is there; the last one with a backward pass is the last of all. Without `needs_last` a full one is yielded
+    at once, unless samples share rows and the next one may add none, and the last may not be marked as such. If no
     sample has a gradient, the shortest of the last run has a backward pass nevertheless, of zeros: the other ranks, and
     the moments of AdamW, need one in each step.
     """
-    runs, has_learned = {True: _Run(), False: _Run()}, False
+    runs, has_learned = {kind: _Run(cost, shares=shares) for kind in (True, False)}, False
     for sample in samples:
-        kind, its_cost = learns(sample), cost(sample)
+        kind = learns(sample)
         run = runs[kind]
-        if run.samples and run.cost + its_cost > limit:
+        if run.samples and run.cost_with(sample) > limit:
             yield Microbatch(run.samples, kind)
-            run = runs[kind] = _Run()
-        run.samples.append(sample)
-        run.cost += its_cost
-        if not needs_last and kind and run.cost >= limit:  # no other sample has room in it
+            run = runs[kind] = _Run(cost, shares=shares)
+        run.add(sample)
+        if not needs_last and kind and run.cost >= limit and not shares:  # no other sample has room in it
             yield Microbatch(run.samples, kind)
-            runs[kind], has_learned = _Run(), True
+            runs[kind], has_learned = _Run(cost, shares=shares), True
     idle, learning = runs[False].samples, runs[True].samples
     if not learning and not has_learned:  # else the last run of a kind ends here
         idle, learning = _with_shortest_apart(idle)
@@ -65,11 +89,14 @@ def microbatches(
         yield Microbatch(learning, True, is_last=True)
 
 
-def even_microbatches(samples: Iterable[Sample], num: int, learns: Callable[[Sample], bool]) -> Iterator[Microbatch]:
+def even_microbatches(
+    samples: Iterable[Sample], num: int, learns: Callable[[Sample], bool], *, shares: bool = False
+) -> Iterator[Microbatch]:
     """Divide samples into `num` micro-batches with nearly equal numbers of rows, or one for each if they are fewer.
 
-    The longest sample goes first, each to the micro-batch that has the fewest rows so far. Samples without a gradient
-    are apart, as in `microbatches`, in micro-batches with at most as many rows. All samples are waited for.
+    The longest sample goes first, each to the micro-batch that has the fewest rows so far, where each sample counts
+    with all of its rows: it is a matter of lengths which samples of a group meet and share some. Samples without a
+    gradient are apart, as in `microbatches`, in micro-batches with at most as many rows. All samples are waited for.
     """
     known = list(samples)
     idle, learning = [s for s in known if not learns(s)], [s for s in known if learns(s)]
@@ -81,7 +108,7 @@ def even_microbatches(samples: Iterable[Sample], num: int, learns: Callable[[Sam
         smallest = sizes.index(min(sizes))
         parts[smallest].append(index)
         sizes[smallest] += learning[index].num_rows
-    for run in microbatches(idle, max(sizes), rows_of, lambda _: True) if idle else ():
+    for run in microbatches(idle, max(sizes), rows_of, lambda _: True, shares=shares) if idle else ():
         yield Microbatch(run.samples, False)
     for at, part in enumerate(parts):
         yield Microbatch([learning[index] for index in sorted(part)], True, is_last=at + 1 == len(parts))
@@ -104,9 +131,9 @@ def minibatches(samples: Iterable[Sample], num: int) -> list[list[Sample]]:
     return parts
 
 
-def rows_of(sample: Sample) -> float:
+def rows_of(_: Sample, num_rows: int) -> float:
     """Return the cost of a sample where rows are limited."""
-    return sample.num_rows
+    return num_rows
 
 
 def _with_shortest_apart(samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:

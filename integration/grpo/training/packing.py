@@ -1,4 +1,7 @@
-"""Samples packed one after another into one row for the trainer's forward, without padding."""
+"""Samples packed one after another into one row for the trainer's forward, without padding.
+
+Letters: N rows of L tokens in S sequences; L is N, unless sequences share rows (`shared_prefixes.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ....rollout.media.images import Images
 from ...image_inputs import image_keywords, joined
+from .shared_prefixes import RowTree
 
 
 @dataclass(frozen=True)
@@ -58,14 +62,19 @@ class Sample:
         """Number of rows of its forward. The last token is a target only, not an input."""
         return len(self.prompt_ids) + len(self.token_ids) - 1
 
+    @property
+    def input_ids(self) -> tuple[int, ...]:
+        """The tokens of these rows."""
+        return *self.prompt_ids, *self.token_ids[:-1]
+
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """N rows of S sequences in one batch, with M sampled tokens."""
+    """The rows of S sequences in one batch, with M sampled tokens."""
 
     input_ids: Tensor  # int64 [1, N]
     position_ids: Tensor  # int64 [1, N]
-    cu_seq_lens: Tensor  # int32 [S + 1]: first row of each sequence, and the end
+    packing: Mapping[str, object]  # the keyword that tells of the sequences: their row offsets, or the rows they share
     logit_rows: Tensor  # int64 [M]: the row before each sampled token
     targets: Tensor  # int64 [M]
     logprobs: Tensor  # float32 [M]: of the behaviour policy
@@ -76,6 +85,10 @@ class PackedBatch:
     sizes: tuple[int, ...] = ()  # of each sequence: tokens of its answer that count, see `Sample.size`
     num_answers: int = 0  # that have their first part here
     of_images: Mapping[str, object] = field(default_factory=dict)  # further keywords of the forward, where it has some
+
+    @property
+    def num_rows(self) -> int:
+        return self.input_ids.shape[1]
 
     @property
     def num_tokens(self) -> int:
@@ -98,32 +111,30 @@ class PackedBatch:
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
-            "cu_seq_lens_q": self.cu_seq_lens,
             "logits_to_keep": self.logit_rows,
             "use_cache": False,
+            **self.packing,
             **self.of_images,
         }
 
 
-def pack(samples: Sequence[Sample], device: torch.device, module: PreTrainedModel | None = None) -> PackedBatch:
-    """Pack the samples one after another into one batch. module: needed for samples with images."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    starts = [0]
+def pack(
+    samples: Sequence[Sample], device: torch.device, module: PreTrainedModel | None = None, *, shares: bool = False
+) -> PackedBatch:
+    """Pack the samples one after another into one batch. module: needed for samples with images. shares: those that
+    begin alike have rows in common, unless some have images, which their tokens do not tell apart."""
+    tree = RowTree(shares=shares and all(sample.images is None for sample in samples))
     rows: list[int] = []
     targets: list[int] = []
     for sample in samples:
-        first = len(token_ids)
-        token_ids += (*sample.prompt_ids, *sample.token_ids[:-1])
-        positions += range(sample.num_rows)
-        before = first + len(sample.prompt_ids) - 1
-        rows += [before + at for at in sample.targets]
+        own = tree.add(sample.input_ids)
+        before = len(sample.prompt_ids) - 1
+        rows += [own[before + at] for at in sample.targets]
         targets += [sample.token_ids[at] for at in sample.targets]
-        starts.append(len(token_ids))
     return PackedBatch(
-        input_ids=torch.tensor([token_ids], device=device),
-        position_ids=torch.tensor([positions], device=device),
-        cu_seq_lens=torch.tensor(starts, dtype=torch.int32, device=device),
+        input_ids=torch.tensor([tree.token_ids], device=device),
+        position_ids=torch.tensor([tree.positions], device=device),
+        packing=tree.packing(device),
         logit_rows=torch.tensor(rows, device=device),
         targets=torch.tensor(targets, device=device),
         logprobs=torch.tensor([p for s in samples for p in s.logprobs], dtype=torch.float32, device=device),
@@ -143,7 +154,7 @@ def _of_images(samples: Sequence[Sample], device: torch.device, module: PreTrain
     if not inputs:
         return {}
     assert module is not None, "the samples have images"
-    rows = [torch.tensor([*sample.prompt_ids, *sample.token_ids[:-1]]) for sample in samples]
+    rows = [torch.tensor(sample.input_ids) for sample in samples]
     ids = pad_sequence(rows, batch_first=True).to(device)
     mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
     tensors = {name: joined([one[name] for one in inputs]) for name in inputs[0]}

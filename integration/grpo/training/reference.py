@@ -21,20 +21,20 @@ class Reference:
 
         hosted: the trained model; temperature: of the log-probabilities; other: a model with the same tokens.
         """
-        self._hosted, self._temperature, self._is_other = hosted, temperature, other is not None
+        self.model, self._temperature, self._is_other = hosted, temperature, other is not None
         if other is None and hosted.adapters:
             return
         module = copy.deepcopy(hosted.trained_module) if other is None else other
         frozen = module.requires_grad_(False).eval()
         invariant = hosted.numerics.guarantee is not None
-        self._hosted = HostedModel.adopt(
+        self.model = HostedModel.adopt(
             frozen, dtype=None, device=None, invariant=invariant, k_blocks=hosted.k_blocks if other is None else 1
         )
 
     def logprobs(self, batch: PackedBatch) -> Tensor:
         """Compute the log-probabilities of a batch's tokens, float32 [M]. Raises ValueError for images that another
         model would have to read."""
-        model = self._hosted
+        model = self.model
         if self._is_other and batch.of_images:
             raise ValueError(
                 "train.reference must not be set for samples with images: another model may read them anew"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -16,9 +17,13 @@ from ..backends.backend import TrainerBackend
 from ..settings.training import TrainSettings
 from .activations import measure
 from .loss import RatioNumbers, ratio_numbers
-from .microbatches import Microbatch, even_microbatches, microbatches, rows_of
+from .microbatches import Cost, Microbatch, even_microbatches, microbatches, rows_of
 from .packing import PackedBatch, Sample, pack
+from .reference import Reference
+from .shared_prefixes import why_no_shared_prefixes
 from .surrogates import SURROGATES, amount
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -58,6 +63,8 @@ class StepBatches:
     num_counted: int = 0  # their tokens that count
     num_without_gradient: int = 0  # samples
     num_unmeasured: int = 0  # samples that have no forward before the step's first optimizer step
+    num_rows: int = 0  # of one forward of all micro-batches that have one
+    num_shared: int = 0  # rows that these would have had in addition, if no samples had any in common
 
 
 class BatchMaker:
@@ -65,13 +72,16 @@ class BatchMaker:
 
     def __init__(
         self, hosted: HostedModel, backend: TrainerBackend, settings: TrainSettings, ranks: Ranks, max_new_tokens: int,
-        reference_logprobs: Callable[[PackedBatch], Tensor | None],
+        reference: Reference | None,
     ) -> None:  # fmt: skip
-        """Measure what a micro-batch keeps, where its bytes are limited. Call it before the module is sharded."""
-        self._hosted, self._settings, self._ranks = hosted, settings, ranks
+        """Look at whether samples can share rows, and measure what a micro-batch keeps, where its bytes are limited.
+        Call it before the module is sharded."""
+        self._hosted, self._settings, self._ranks, self._reference = hosted, settings, ranks, reference
         self._needs_last = backend.needs_last
         self._max_new_tokens = max_new_tokens
-        self._reference_logprobs = reference_logprobs
+        self._shares = settings.share_prefixes and self._can_share(
+            [hosted] if reference is None else [hosted, reference.model]
+        )
         self._activations = (
             measure(hosted, has_entropy=settings.entropy_coefficient != 0.0) if settings.microbatch_bytes else None
         )
@@ -80,7 +90,7 @@ class BatchMaker:
         """Yield the micro-batches that have a forward; note all in `into`."""
         settings, divisor = self._settings, SURROGATES[self._settings.loss].divisor
         for part in self._divided(samples):
-            packed = pack(part.samples, self._ranks.device, self._hosted.module)
+            packed = pack(part.samples, self._ranks.device, self._hosted.module, shares=self._shares)
             into.num_counted += int(packed.mask.sum())
             into.amount += amount(divisor, packed.mask, packed.num_answers, self._max_new_tokens)
             if not part.learns:
@@ -88,7 +98,9 @@ class BatchMaker:
                 if settings.skip_forward:
                     into.num_unmeasured += len(part.samples)
                     continue
-            reference = self._reference_logprobs(packed) if part.learns else None
+            into.num_rows += packed.num_rows
+            into.num_shared += sum(sample.num_rows for sample in part.samples) - packed.num_rows
+            reference = self._reference.logprobs(packed) if part.learns and self._reference is not None else None
             batch = Batch(part.samples, packed, part.learns, part.is_last, reference)
             if part.learns:
                 into.learning.append(batch)
@@ -98,11 +110,20 @@ class BatchMaker:
         settings = self._settings
         learns = partial(Sample.has_gradient, always=settings.has_terms)
         if num := settings.gradient_accumulation_steps:
-            return even_microbatches(samples, num, learns)
-        limit, cost = settings.num_microbatch_rows, rows_of
+            return even_microbatches(samples, num, learns, shares=self._shares)
+        limit, cost = settings.num_microbatch_rows, cast(Cost, rows_of)
         if self._activations is not None:
             limit, cost = settings.num_microbatch_bytes, self._activations.of
-        return microbatches(samples, limit or 0, cost, learns, needs_last=self._needs_last)
+        return microbatches(samples, limit or 0, cost, learns, shares=self._shares, needs_last=self._needs_last)
+
+    @staticmethod
+    def _can_share(models: Sequence[HostedModel]) -> bool:
+        """Return whether samples can have rows in common in the forwards of all these models."""
+        for model in models:
+            if (why := why_no_shared_prefixes(model)) is not None:
+                logger.info("samples share no rows in training: %s", why)
+                return False
+        return True
 
 
 class Turn(NamedTuple):

@@ -51,6 +51,8 @@ class TrainStats:
     ratios: RatioNumbers  # of tokens of older weights, before the first optimizer step
     num_without_gradient: int = 0  # samples that had no backward pass
     num_unmeasured: int = 0  # samples whose gap was not measured: they had no forward before the first optimizer step
+    num_rows: int = 0  # of one forward of all samples that had one
+    num_shared: int = 0  # rows that these had in common, and that were computed once
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,10 @@ class GrpoTrainer:
         self._ranks = ranks
         self._announce_step = announce_step
         self._num_steps = num_steps
-        self._reference = Reference(hosted, temperature, reference) if settings.kl_coefficient else None
+        held_to = Reference(hosted, temperature, reference) if settings.kl_coefficient else None
         if settings.gradient_checkpointing:
             checkpointing.switch_on(hosted.trained_module)
-        self._maker = BatchMaker(hosted, backend, settings, ranks, max_new_tokens, self._reference_logprobs)
+        self._maker = BatchMaker(hosted, backend, settings, ranks, max_new_tokens, held_to)
         self._turns = Turns(hosted, backend, ranks)
         backend.wrap(hosted.trained_module)
 
@@ -207,6 +209,8 @@ class GrpoTrainer:
             ratios=self._ratios([batch for part in parts for batch in part.learning]),
             num_without_gradient=int(total(sum(part.num_without_gradient for part in parts))),
             num_unmeasured=int(total(sum(part.num_unmeasured for part in parts))),
+            num_rows=int(total(sum(part.num_rows for part in parts))),
+            num_shared=int(total(sum(part.num_shared for part in parts))),
         )
 
     @property
@@ -289,9 +293,6 @@ class GrpoTrainer:
             kl_weights=weights,
             bonus=bonus,
         )
-
-    def _reference_logprobs(self, batch: PackedBatch) -> Tensor | None:
-        return None if self._reference is None else self._reference.logprobs(batch)
 
 
 def _gap_of(batch: Batch, logprobs: Tensor) -> SampleGap | None:

@@ -132,22 +132,23 @@ def test_every_sample_is_in_one_micro_batch_and_the_last_one_has_a_backward_pass
     assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True] * bool(parts)
     assert all(part.learns for part in parts[-1:])
     for part in parts:
-        assert is_even or len(part.samples) == 1 or sum(map(rows_of, part.samples)) <= size
+        assert is_even or len(part.samples) == 1 or sum(sample.num_rows for sample in part.samples) <= size
         assert part.learns == learns(part.samples[0]) or not any(map(learns, samples))
         assert len({learns(sample) for sample in part.samples}) == 1
     if is_even:
-        sizes = [sum(map(rows_of, part.samples)) for part in parts if part.learns]
-        assert not sizes or max(sizes) - min(sizes) <= max(map(rows_of, samples))
+        sizes = [sum(sample.num_rows for sample in part.samples) for part in parts if part.learns]
+        assert not sizes or max(sizes) - min(sizes) <= max(sample.num_rows for sample in samples)
 
 
 def test_a_sample_costs_the_bytes_of_its_rows_and_of_its_logits():
     costs = ActivationBytes(per_row=10.0, per_target=100.0)
-    assert costs.of(A) == 240.0 and costs.of(B) == 330.0
+    assert costs.of(A, A.num_rows) == 240.0 and costs.of(B, B.num_rows) == 330.0
+    assert costs.of(A, 1) == 210.0, "rows that other samples have already cost nothing"
     assert list(microbatches([A, B, A], 580, costs.of, learns)) == [
         Microbatch([A, B], True), Microbatch([A], True, is_last=True)
     ]  # fmt: skip
     episode = Sample((1,), (2, 3, 4), (-0.1, -0.1), 1.0, sampled=(True, False, True))
-    assert costs.of(episode) == 230.0
+    assert costs.of(episode, episode.num_rows) == 230.0
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])

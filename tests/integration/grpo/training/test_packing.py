@@ -17,7 +17,7 @@ def test_rows_positions_and_targets_of_two_samples():
     batch = pack([A, B], torch.device("cpu"))
     assert batch.input_ids.tolist() == [[1, 2, 3, 4, 6, 7, 8]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
-    assert batch.cu_seq_lens.tolist() == [0, 4, 7]
+    assert batch.packing["cu_seq_lens_q"].tolist() == [0, 4, 7]
     assert batch.logit_rows.tolist() == [2, 3, 4, 5, 6]
     assert batch.targets.tolist() == [4, 5, 7, 8, 9]
     assert batch.advantages.tolist() == [1.0, 1.0, -2.0, -2.0, -2.0]
