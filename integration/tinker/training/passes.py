@@ -17,6 +17,7 @@ from torch import Tensor
 from ....kernels.sampling.logprobs import scaled_logprobs, selected_logprobs
 from ....rollout.model.hosted_model import HostedModel
 from ...grpo.training.activations import ActivationBytes, measure
+from ...grpo.training.shared_prefixes import RowTree, why_no_shared_prefixes
 from .adapter import TrainedAdapter
 from .data import BadInput, Batch, CheckedDatum
 from .losses import ratios
@@ -41,6 +42,7 @@ class Passes:
         """Take the window. microbatch_bytes: of the activations of a micro-batch; a larger datum is one by itself."""
         self._window, self._limit = window, microbatch_bytes
         self._sizes: dict[AdapterSpec, ActivationBytes] = {}
+        self._shares: bool | None = None  # whether data that begin alike can have rows in common; None: not tried yet
 
     def run(self, adapter: TrainedAdapter, batch: Batch, *, backward: bool) -> PassResult:
         """Run the data forward and, with `backward`, add the gradients of the losses' sum to the adapter's.
@@ -71,7 +73,7 @@ class Passes:
     def _losses(self, batch: Batch, part: Sequence[CheckedDatum], found: _Ratios) -> tuple[Tensor, Tensor]:
         """Return log-probability and loss of each target of a micro-batch, [M] or [M, K] where a datum has several."""
         model, device = self._window.model, self._window.model.device
-        logits = _logits(model, part)
+        logits = _logits(model, part, shares=bool(self._shares))
         targets = torch.cat([one.targets for one in part]).to(device)
         if targets.dim() == 1:
             logprobs = selected_logprobs(logits, targets)
@@ -96,18 +98,25 @@ class Passes:
 
     def _microbatches(self, spec: AdapterSpec, data: Sequence[CheckedDatum]) -> Iterator[list[CheckedDatum]]:
         """Divide data, in order, into runs of equal numbers of targets a position whose activations fit."""
+        model = self._window.model
         if spec not in self._sizes:
-            self._sizes[spec] = measure(self._window.model)
-        size, run, cost = self._sizes[spec], list[CheckedDatum](), 0.0
+            self._sizes[spec] = measure(model)
+        if self._shares is None:
+            self._shares = why_no_shared_prefixes(model) is None
+        size, run, cost, tree = self._sizes[spec], list[CheckedDatum](), 0.0, RowTree(shares=self._shares)
         for one in data:
-            its = size.per_row * one.num_rows + size.per_target * one.num_rows
+            of_targets = size.per_target * one.num_rows
             if one.targets.dim() > 1:  # log-probabilities of the whole vocabulary
-                its += 4 * self._window.model.vocab_size * one.num_rows
+                of_targets += 4 * model.vocab_size * one.num_rows
+            ids = one.token_ids.tolist()
+            its = size.per_row * tree.num_new(ids) + of_targets
             if run and (cost + its > self._limit or one.targets.shape[1:] != run[0].targets.shape[1:]):
                 yield run
-                run, cost = [], 0.0
+                run, cost, tree = [], 0.0, RowTree(shares=self._shares)
+                its = size.per_row * one.num_rows + of_targets
             run.append(one)
             cost += its
+            tree.add(ids)
         if run:
             yield run
 
@@ -131,16 +140,15 @@ class _Ratios:
         return {"importance_ratio:min": self._least, "importance_ratio:max": self._most}
 
 
-def _logits(model: HostedModel, part: Sequence[CheckedDatum]) -> Tensor:
-    """Return the logits [M, V] of all tokens of a micro-batch, which are packed one after another."""
-    device = model.device
-    ids = torch.cat([one.token_ids for one in part]).to(device)
-    positions = torch.cat([torch.arange(one.num_rows) for one in part]).to(device)
-    ends = np.cumsum([0, *(one.num_rows for one in part)])
+def _logits(model: HostedModel, part: Sequence[CheckedDatum], *, shares: bool) -> Tensor:
+    """Return the logits [M, V] of all tokens of a micro-batch, which are packed one after another. shares: data that
+    begin alike have rows in common."""
+    device, tree = model.device, RowTree(shares=shares)
+    rows = [row for one in part for row in tree.add(one.token_ids.tolist())]
     output = model.trained_module(
-        input_ids=ids.unsqueeze(0), position_ids=positions.unsqueeze(0),
-        cu_seq_lens_q=torch.tensor(ends, dtype=torch.int32, device=device),
-        logits_to_keep=torch.arange(len(ids), device=device), use_cache=False,
+        input_ids=torch.tensor([tree.token_ids], device=device),
+        position_ids=torch.tensor([tree.positions], device=device),
+        logits_to_keep=torch.tensor(rows, device=device), use_cache=False, **tree.packing(device),
     )  # fmt: skip
     logits: Tensor = output.logits[0]
     return logits

@@ -12,6 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lockstep.integration.grpo.training.shared_prefixes import RowTree
+from lockstep.integration.tinker.training import passes
 from lockstep.integration.tinker.training.checkpoints import Checkpoints
 from lockstep.integration.tinker.training.targets import AdapterSpec
 from lockstep.rollout.model.adapters.folder import AdapterFolder
@@ -48,6 +50,26 @@ def test_forward_has_the_bits_of_the_samples_after_every_step(serve, dtype, micr
                 assert metrics["importance_ratio:min"] == metrics["importance_ratio:max"] == 1.0
             assert model.step(learning_rate=3e-2)["grad_norm"] > 0
         assert len(digests) == 4
+
+
+def test_what_data_have_in_common_from_their_beginning_is_computed_once(serve, monkeypatch):
+    num_rows = []
+
+    class Counted(RowTree):
+        def packing(self, device):
+            num_rows.append(len(self.token_ids))
+            return super().packing(device)
+
+    monkeypatch.setattr(passes, "RowTree", Counted)
+    prompt = list(range(30))
+    data = [datum([*prompt, at], target_tokens=[*prompt[1:], at, 0]) for at in (40, 50, 40)]
+    found = []
+    for size in (1, 2**30):
+        with serve("float32", microbatch_bytes=size) as server, Client(server.url) as client:
+            outputs, _ = client.model(rank=4, seed=3).run(data)
+            found.append([output["logprobs"].tolist() for output in outputs])
+    assert found[0] == found[1] and found[0][0] == found[0][2] != found[0][1]
+    assert num_rows == [31, 31, 31, 32]
 
 
 def test_prompts_are_scored_with_the_bits_of_forward_whatever_the_temperature(client):
