@@ -64,9 +64,8 @@ def microbatches(
 
     shares: samples that begin alike have rows in common in a micro-batch. learns: whether a sample has a gradient. One
     that has and one that has not are never in one micro-batch. A micro-batch is yielded as soon as the next sample of
-    its kind is there; the last one with a backward pass is the last of all. Without `needs_last` a full one is yielded
-    at once, unless samples share rows and the next one may add none, and the last may not be marked as such. If no
-    sample has a gradient, the shortest of the last run has a backward pass nevertheless, of zeros: the other ranks, and
+    its kind is there; the last one with a backward pass is the last of all. Without `needs_last` one that has no room
+    for another sample is yielded at once, and the last may not be marked as such. If no sample has a gradient, the shortest of the last run has a backward pass nevertheless, of zeros: the other ranks, and
     the moments of AdamW, need one in each step.
     """
     runs, has_learned = {kind: _Run(cost, shares=shares) for kind in (True, False)}, False
@@ -77,7 +76,8 @@ def microbatches(
             yield Microbatch(run.samples, kind)
             run = runs[kind] = _Run(cost, shares=shares)
         run.add(sample)
-        if not needs_last and kind and run.cost >= limit and not shares:  # no other sample has room in it
+        has_room = run.cost < limit or (shares and run.cost == limit)  # for one that adds no row
+        if not needs_last and kind and not has_room:
             yield Microbatch(run.samples, kind)
             runs[kind], has_learned = _Run(cost, shares=shares), True
     idle, learning = runs[False].samples, runs[True].samples

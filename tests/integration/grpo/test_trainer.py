@@ -73,7 +73,7 @@ def test_adapters_are_trained_with_a_gap_of_zero_and_their_base_is_the_reference
         assert stats.logprob_gap == 0.0 and service.model_digest() != before
         assert (stats.kl > 0.0) == (step > 0)  # the first values of adapters change nothing
         assert service.commit_in_place(str(step), source=model.named_parameters()).bytes_copied == 0
-    assert trainer._reference is not None and trainer._reference._hosted is service.engine.model
+    assert trainer._maker._reference is not None and trainer._maker._reference.model is service.engine.model
     assert all(torch.equal(base[name], p) for name, p in model.named_parameters() if name in base)
     state = TrainerState(dict(trainer.backend.state().model), dict(trainer.backend.state().optimizer))
     assert state.model and all("lora_" in name for name in [*state.model, *state.optimizer])
