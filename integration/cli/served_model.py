@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import signal
+import socket
 import sys
 from dataclasses import replace
 
@@ -44,19 +45,21 @@ def serve_model(
     adapter: name and folder of an adapter to load first, for one rank.
     """
     if engine_config.tp * engine_config.pp == 1:
+        listening = server.reserve(http_config)  # a model may take minutes to load
         alone = RolloutService(Engine(model, engine_config), service_config)
         if adapter is not None:
             alone.load_lora_adapter(*adapter)
-        _serve(model, http_config, alone)
+        _serve(model, http_config, alone, listening)
         return
     ranks = this_rank(engine_config.device or "")
     engine = None
     with process_group(ranks, math.ceil(max(engine_config.rank_timeout_s, _MEET_TIMEOUT_S)), watches=False):
         try:
+            listening = server.reserve(http_config) if ranks.rank == 0 else None
             engine = Engine(model, replace(engine_config, device=str(ranks.device)))
             service = RolloutService(engine, service_config)
             if engine.is_controller:
-                _serve(model, http_config, service)
+                _serve(model, http_config, service, listening)
             else:
                 _follow(service)
         except RuntimeError as error:
@@ -74,14 +77,14 @@ def compile_kernels(service: RolloutService) -> None:
         record_in_background(service.engine)
 
 
-def _serve(model: str, config: HttpConfig, service: RolloutService) -> None:
+def _serve(model: str, config: HttpConfig, service: RolloutService, listening: socket.socket | None) -> None:
     compile_kernels(service)
 
     def announce(url: str) -> None:
         sys.stderr.write(f"lockstep: serving {model} at {url}\n")  # one write, because other ranks write to stderr too
         sys.stderr.flush()
 
-    server.serve(service, config, announce)
+    server.serve(service, config, announce, listening)
 
 
 def _follow(service: RolloutService) -> None:

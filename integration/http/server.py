@@ -219,16 +219,18 @@ def serve_in_background(
     return server
 
 
-def serve(service: RolloutService, config: HttpConfig, on_listening: Callable[[str], None] = lambda url: None) -> None:
+def serve(
+    service: RolloutService, config: HttpConfig, on_listening: Callable[[str], None] = lambda url: None,
+    listening: socket.socket | None = None,
+) -> None:  # fmt: skip
     """Serve in the main thread until SIGINT or SIGTERM, then drain and close the service. on_listening: called with the
-    url.
+    url. listening: the socket of `reserve`, for a service that took long to make.
 
     Raises ValueError and OSError as `BackgroundServer`, the exception of the signal, and RankFailure if a rank of the
     replica is lost: open requests have been answered with the failure then. The service is not closed in that case,
     because closing would wait for the lost rank."""
-    config.check_bind()
+    listening = listening or reserve(config)
     ask_for_descriptors()
-    listening = listen(config)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)  # uvicorn ends first, then raises the signal again
     service.engine.start()
@@ -249,6 +251,12 @@ def serve(service: RolloutService, config: HttpConfig, on_listening: Callable[[s
         service.engine.ranks.check()
         service.close()
         server.has_ended()
+
+
+def reserve(config: HttpConfig) -> socket.socket:
+    """Return a socket at the server's address, where connections are refused until it serves. Raises as `serve`."""
+    config.check_bind()
+    return listen(config)
 
 
 def _is_updating(app: FastAPI) -> bool:

@@ -139,14 +139,16 @@ class OpenBodies:
 
 @asynccontextmanager
 async def arrived(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """Read the body, and count it among the open ones until the block ends. Raises HttpError 413 for a body of more
-    than `limit` bytes, 408 for one that does not arrive within `body_timeout_s`, and Overloaded where all open bodies
-    together are longer than `max_open_body_bytes`."""
+    """Read the body, and count it among the open ones until the block ends. Raises HttpError 415 for a compressed body,
+    413 for one of more than `limit` bytes, 408 for one that does not arrive within `body_timeout_s`, and Overloaded
+    where all open bodies together are longer than `max_open_body_bytes`."""
     state = request.app.state
     config: HttpConfig = state.config
     if not hasattr(state, "open_bodies"):
         state.open_bodies = OpenBodies()
     open_bodies: OpenBodies = state.open_bodies
+    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
+        raise HttpError(415, f"Content-Encoding: {encoding!r:.100} is not supported: send the body as it is")
     too_long = HttpError(413, f"the body is longer than {limit} bytes", code="too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -102,13 +103,17 @@ class HttpConfig:
             if key is None:
                 key = next((os.environ[variable] for variable in variables if os.environ.get(variable)), None)
             object.__setattr__(self, name, key or None)
+        if self.host.startswith("[") and self.host.endswith("]"):  # as an URL has an address of IPv6
+            object.__setattr__(self, "host", self.host[1:-1])
         wrong = [
             f"{name} must be printable and without blanks"
             for name in ("api_key", "admin_api_key")
             if (key := getattr(self, name)) and not (key.isprintable() and not any(map(str.isspace, key)))
         ]
         wrong += [
-            f"{name} must be positive, not {getattr(self, name)!r}" for name in _POSITIVE if not getattr(self, name) > 0
+            f"{name} must be positive and finite, not {getattr(self, name)!r}"
+            for name in _POSITIVE
+            if not 0 < getattr(self, name) < math.inf
         ]
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             if (given := getattr(self, name)) is not None and given not in known:

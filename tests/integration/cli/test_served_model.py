@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from lockstep.integration.cli import served_model
+from lockstep.integration.http.edge.config import HttpConfig
+from lockstep.integration.service_config import ServiceConfig
+from lockstep.rollout.config import EngineConfig
 from lockstep.tests.support.random_models import random_model
 
 FAMILIES = ["qwen3", "qwen3_5", "lfm2", "mamba"]
@@ -114,3 +119,11 @@ def test_a_server_ends_when_the_program_that_started_it_is_killed(make_model, tm
         starter.kill()
         starter.communicate()
     assert not Path(f"/proc/{pid}").exists() or "zombie" in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_a_port_in_use_is_named_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(served_model, "Engine", lambda *_: pytest.fail("the model is loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = HttpConfig(port=taken.getsockname()[1])
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{config.port}: Address already in use"):
+            served_model.serve_model(str(tmp_path), config, EngineConfig(), ServiceConfig())

@@ -10,7 +10,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 
-from lockstep.integration.http.edge.bodies import Body, fields_of, parsed, read_as
+from lockstep.integration.http.edge.bodies import Body, arrived, fields_of, parsed, read_as
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.http.edge.errors import BadField, HttpError
 
@@ -103,3 +103,29 @@ def test_a_body_that_waits_for_a_thread_is_not_read_when_its_client_has_left(num
         assert len(read) == 1 and app.state.open_bodies.num_bytes == 0
 
     asyncio.run(asyncio.wait_for(crowd(), PATIENCE))
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "gzip, identity"])
+def test_a_compressed_body_is_a_415_that_names_its_encoding(encoding):
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": b"\x1f\x8b", "more_body": False}
+
+    application = Starlette()
+    application.state.config = HttpConfig()
+    headers = [(b"content-encoding", encoding.encode())]
+    request = Request({"type": "http", "app": application, "headers": headers}, receive)
+
+    async def read() -> bytes:
+        async with arrived(request, 100) as data:
+            return data
+
+    with pytest.raises(HttpError, match=f"Content-Encoding: '{encoding}' is not supported") as found:
+        asyncio.run(read())
+    assert found.value.status == 415
+
+
+def test_settings_are_finite_and_an_address_may_stand_in_brackets():
+    with pytest.raises(ValueError, match="idle_timeout_s must be positive and finite, not inf; drain_timeout_s must"):
+        HttpConfig(idle_timeout_s=float("inf"), drain_timeout_s=float("nan"))
+    config = HttpConfig(host="[::1]")
+    assert config.host == "::1" and config.is_loopback
