@@ -65,8 +65,9 @@ def microbatches(
     shares: samples that begin alike have rows in common in a micro-batch. learns: whether a sample has a gradient. One
     that has and one that has not are never in one micro-batch. A micro-batch is yielded as soon as the next sample of
     its kind is there; the last one with a backward pass is the last of all. Without `needs_last` one that has no room
-    for another sample is yielded at once, and the last may not be marked as such. If no sample has a gradient, the shortest of the last run has a backward pass nevertheless, of zeros: the other ranks, and
-    the moments of AdamW, need one in each step.
+    for another sample is yielded at once, and the last may not be marked as such. If no sample has a gradient, the
+    shortest of the last run has a backward pass nevertheless, of zeros: the other ranks, and the moments of AdamW, need
+    one in each step.
     """
     runs, has_learned = {kind: _Run(cost, shares=shares) for kind in (True, False)}, False
     for sample in samples:

@@ -82,6 +82,7 @@ _TITLES = {
     408: "Request Timeout",
     409: "Conflict",
     413: "Content Too Large",
+    415: "Unsupported Media Type",
     500: "Internal Server Error",
     501: "Not Implemented",
     503: "Service Unavailable",
