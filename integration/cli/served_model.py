@@ -45,11 +45,11 @@ def serve_model(
     adapter: name and folder of an adapter to load first, for one rank.
     """
     if engine_config.tp * engine_config.pp == 1:
-        listening = server.reserve(http_config)  # a model may take minutes to load
+        reserved = server.reserve(http_config)  # a model may take minutes to load
         alone = RolloutService(Engine(model, engine_config), service_config)
         if adapter is not None:
             alone.load_lora_adapter(*adapter)
-        _serve(model, http_config, alone, listening)
+        _serve(model, http_config, alone, reserved)
         return
     ranks = this_rank(engine_config.device or "")
     engine = None

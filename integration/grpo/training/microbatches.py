@@ -132,9 +132,15 @@ def minibatches(samples: Iterable[Sample], num: int) -> list[list[Sample]]:
     return parts
 
 
-def rows_of(_: Sample, num_rows: int) -> float:
-    """Return the cost of a sample where rows are limited."""
-    return num_rows
+def rows_of(sample: Sample, num_rows: int) -> float:
+    """Return the cost of a sample where rows are limited: those that it adds, or its logits, if they are more."""
+    return max(num_rows, len(sample.targets))
+
+
+def whole(cost: Cost) -> Cost:
+    """Return the cost of samples with all of their rows, also those that others have already: recurrent layers keep
+    something for each of them."""
+    return lambda sample, _: cost(sample, sample.num_rows)
 
 
 def _with_shortest_apart(samples: list[Sample]) -> tuple[list[Sample], list[Sample]]:

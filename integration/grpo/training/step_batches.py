@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from ..backends.backend import TrainerBackend
 from ..settings.training import TrainSettings
 from .activations import measure
 from .loss import RatioNumbers, ratio_numbers
-from .microbatches import Cost, Microbatch, even_microbatches, microbatches, rows_of
+from .microbatches import Cost, Microbatch, even_microbatches, microbatches, rows_of, whole
 from .packing import PackedBatch, Sample, pack
 from .reference import Reference
 from .shared_prefixes import why_no_shared_prefixes
@@ -111,9 +111,12 @@ class BatchMaker:
         learns = partial(Sample.has_gradient, always=settings.has_terms)
         if num := settings.gradient_accumulation_steps:
             return even_microbatches(samples, num, learns, shares=self._shares)
-        limit, cost = settings.num_microbatch_rows, cast(Cost, rows_of)
+        cost: Cost = rows_of
+        limit: float | None = settings.num_microbatch_rows
         if self._activations is not None:
             limit, cost = settings.num_microbatch_bytes, self._activations.of
+        if self._hosted.has_states:
+            cost = whole(cost)
         return microbatches(samples, limit or 0, cost, learns, shares=self._shares, needs_last=self._needs_last)
 
     @staticmethod

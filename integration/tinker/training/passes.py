@@ -109,7 +109,8 @@ class Passes:
             if one.targets.dim() > 1:  # log-probabilities of the whole vocabulary
                 of_targets += 4 * model.vocab_size * one.num_rows
             ids = one.token_ids.tolist()
-            its = size.per_row * tree.num_new(ids) + of_targets
+            num_rows = one.num_rows if model.has_states else tree.num_new(ids)  # recurrent layers keep something of all
+            its = size.per_row * num_rows + of_targets
             if run and (cost + its > self._limit or one.targets.shape[1:] != run[0].targets.shape[1:]):
                 yield run
                 run, cost, tree = [], 0.0, RowTree(shares=self._shares)

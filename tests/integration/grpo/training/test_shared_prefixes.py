@@ -9,7 +9,7 @@ import torch
 
 from lockstep.integration.grpo.backends.ddp import DdpBackend
 from lockstep.integration.grpo.settings.training import TrainSettings
-from lockstep.integration.grpo.training.microbatches import Microbatch, microbatches, rows_of
+from lockstep.integration.grpo.training.microbatches import Microbatch, microbatches, rows_of, whole
 from lockstep.integration.grpo.training.packing import Sample, pack
 from lockstep.integration.grpo.training.shared_prefixes import RowTree, why_no_shared_prefixes
 from lockstep.integration.grpo.training.trainer import GrpoTrainer
@@ -63,14 +63,17 @@ def test_a_tree_tells_how_many_rows_a_sequence_adds():
 
 
 def test_micro_batches_are_full_of_rows_that_are_there_once():
-    """A has 4 rows, B one more, C none, D one."""
+    """A has 4 rows, B one more, C none, D one; of B and C the 3 and 2 logits count, which are more."""
 
     def divided(limit, *, shares):
         return list(microbatches([A, B, C, D], limit, rows_of, lambda _: True, shares=shares))
 
-    assert divided(6, shares=True) == [Microbatch([A, B, C, D], True, is_last=True)]
-    assert divided(5, shares=True) == [Microbatch([A, B, C], True), Microbatch([D], True, is_last=True)]
+    assert divided(10, shares=True) == [Microbatch([A, B, C, D], True, is_last=True)]
+    assert divided(9, shares=True) == [Microbatch([A, B, C], True), Microbatch([D], True, is_last=True)]
     assert divided(9, shares=False) == [Microbatch([A, B], True), Microbatch([C, D], True, is_last=True)]
+    # Recurrent layers keep something for each row of each sample.
+    parts = list(microbatches([A, B, C, D], 9, whole(rows_of), lambda _: True, shares=True))
+    assert [part.samples for part in parts] == [[A, B], [C, D]]
 
 
 # -- models --------------------------------------------------------------------------------------------------------
