@@ -33,6 +33,7 @@ _POSITIVE = (
     "max_open_image_bytes",
     "max_grammar_bytes", "max_grammar_nesting", "max_pattern_bytes", "max_grammar_repeats", "max_grammar_alternatives",
 )  # fmt: skip
+_FINITE = ("idle_timeout_s", "drain_timeout_s", "shutdown_timeout_s")  # a server that ends waits for them
 
 
 @dataclass(frozen=True)
@@ -111,10 +112,9 @@ class HttpConfig:
             if (key := getattr(self, name)) and not (key.isprintable() and not any(map(str.isspace, key)))
         ]
         wrong += [
-            f"{name} must be positive and finite, not {getattr(self, name)!r}"
-            for name in _POSITIVE
-            if not 0 < getattr(self, name) < math.inf
+            f"{name} must be positive, not {getattr(self, name)!r}" for name in _POSITIVE if not getattr(self, name) > 0
         ]
+        wrong += [f"{name} must be finite" for name in _FINITE if getattr(self, name) == math.inf]
         for name, known in (("tool_call_parser", TOOL_CALL_PARSERS), ("reasoning_parser", REASONING_PARSERS)):
             if (given := getattr(self, name)) is not None and given not in known:
                 wrong.append(f"{name} must be one of {', '.join(known)}, not {given!r}")

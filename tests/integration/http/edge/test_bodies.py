@@ -124,8 +124,9 @@ def test_a_compressed_body_is_a_415_that_names_its_encoding(encoding):
     assert found.value.status == 415
 
 
-def test_settings_are_finite_and_an_address_may_stand_in_brackets():
-    with pytest.raises(ValueError, match="idle_timeout_s must be positive and finite, not inf; drain_timeout_s must"):
+def test_times_of_an_end_are_finite_and_an_address_may_stand_in_brackets():
+    with pytest.raises(ValueError, match="drain_timeout_s must be positive, not nan; idle_timeout_s must be finite"):
         HttpConfig(idle_timeout_s=float("inf"), drain_timeout_s=float("nan"))
+    assert HttpConfig(session_idle_s=float("inf")).session_idle_s == float("inf"), "sessions may live for ever"
     config = HttpConfig(host="[::1]")
     assert config.host == "::1" and config.is_loopback
