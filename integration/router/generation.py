@@ -9,7 +9,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..http.edge.bodies import is_quick, late_body
+from ..http.edge.bodies import is_quick, late_body, refuse_compressed
 from ..http.edge.disconnect import first_of, until_disconnect
 from ..http.edge.errors import HttpError, error_response
 from .budget import Share
@@ -59,8 +59,10 @@ class ProxyResponse(Response):
             await Response(answer, media_type=kind)(request.scope, request.receive, send)
 
     async def _read(self, request: Request, kept: Share) -> bytes:
-        """Read the body of the request, which counts in `kept`. Raises HttpError 413 for a body that is too long, 408
-        for one that does not arrive in time, 503 where all open bodies are too long, and ClientDisconnect."""
+        """Read the body of the request, which counts in `kept`. Raises HttpError 415 for a compressed body, 413 for one
+        that is too long, 408 for one that does not arrive in time, 503 where all open bodies are too long, and
+        ClientDisconnect."""
+        refuse_compressed(request)
         limit = self._router.config.max_body_bytes
         if request.scope["path"] in (OPEN, CLOSE):
             limit = min(limit, self._router.config.http.max_control_body_bytes)

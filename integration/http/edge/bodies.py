@@ -147,8 +147,7 @@ async def arrived(request: Request, limit: int) -> AsyncIterator[bytes]:
     if not hasattr(state, "open_bodies"):
         state.open_bodies = OpenBodies()
     open_bodies: OpenBodies = state.open_bodies
-    if (encoding := request.headers.get("content-encoding", "identity").strip().lower()) not in ("identity", ""):
-        raise HttpError(415, f"Content-Encoding: {encoding!r:.100} is not supported: send the body as it is")
+    refuse_compressed(request)
     too_long = HttpError(413, f"the body is longer than {limit} bytes", code="too_large")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
@@ -172,6 +171,13 @@ async def arrived(request: Request, limit: int) -> AsyncIterator[bytes]:
         yield data
     finally:
         open_bodies.num_bytes -= num_bytes
+
+
+def refuse_compressed(request: Request) -> None:
+    """Raise HttpError 415 for a body that is not sent as it is."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", ""):
+        raise HttpError(415, f"Content-Encoding: {encoding!r:.100} is not supported: send the body as it is")
 
 
 def late_body(timeout_s: float) -> HttpError:

@@ -67,6 +67,11 @@ def test_a_path_of_plain_characters_has_one_spelling_and_others_stay(fleet, sent
     assert path == got and ("default_seed" in body) == ("models" not in got)
 
 
+def test_a_compressed_body_is_a_415_that_says_so(fleet):
+    answer = fleet.http.post("/generate", content=b"\x1f\x8b", headers={"Content-Encoding": "gzip"})
+    assert answer.status_code == 415 and "Content-Encoding: 'gzip' is not supported" in answer.text
+
+
 def test_errors_of_a_worker_go_through(fleet):
     for worker in fleet.workers:
         worker.generate = lambda handler, body: handler.reply(400, {"error": {"message": "sampling_params.x"}})
