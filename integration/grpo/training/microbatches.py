@@ -44,10 +44,11 @@ class _Run:
 
     def add(self, sample: Sample) -> None:
         """Add a sample."""
-        self._shared += self._cost_of(sample, self._tree.num_new(sample.input_ids))
+        before = len(self._tree.token_ids)
+        self._tree.add(sample.input_ids)
+        self._shared += self._cost_of(sample, len(self._tree.token_ids) - before)
         self._whole += self._cost_of(sample, sample.num_rows)
         self._has_images |= sample.images is not None
-        self._tree.add(sample.input_ids)
         self.samples.append(sample)
 
 

@@ -7,6 +7,7 @@ one, bit for bit. Gradients are the same sums in another order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -59,19 +60,12 @@ class RowTree:
             before = row
         return rows
 
-    @property
-    def starts(self) -> list[int]:
-        """The first token of each sequence, one sequence after another, and the end."""
-        found = [0]
-        for rows in self.sequences:
-            found.append(found[-1] + len(rows))
-        return found
-
     def packing(self, device: torch.device) -> dict[str, object]:
         """Return the keyword that tells a hosted module of the sequences."""
-        if len(self.token_ids) < self.starts[-1]:
+        starts = [0, *accumulate(map(len, self.sequences))]  # of the tokens of all sequences
+        if len(self.token_ids) < starts[-1]:
             return {SHARED_ROWS: SharedRows.of(self.sequences, device)}
-        return {PACKING: torch.tensor(self.starts, dtype=torch.int32, device=device)}
+        return {PACKING: torch.tensor(starts, dtype=torch.int32, device=device)}
 
 
 def why_no_shared_prefixes(hosted: HostedModel) -> str | None:
