@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .attention import cpp as attention_kernel
-from .attention.paged import AttentionPath, PagedStep, attention_path, paged_attention, varlen_attention
+from .attention.packed import varlen_attention
+from .attention.paged import AttentionPath, PagedStep, attention_path, paged_attention
 from .linear import linear as linear_kernel
 from .linear.linear import LinearMethod, Product, block_partials, native_path, product_of
 from .machine import kept_checks, native

@@ -1,4 +1,4 @@
-"""Attention for the engine (paged KV cache) and for the trainer (packed sequences), with equal bits.
+"""Attention for the engine (paged KV cache), with the bits of the trainer's (`packed.py`).
 
 For equal query row, keys and values up to its position, the output has equal bits for any batch, chunking, block
 size, block ids and thread count, and from either of the two functions. (The native, Triton and PyTorch paths each keep
@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..machine import native
 from ..machine.gpu import triton_serves
 from .cpp import SOURCE, native_attention
-from .padded import padded_attention, padded_gradients
-from .shared_rows import SharedRows
+from .padded import padded_attention
 from .step import AttentionPath, NewRows, PagedStep, RowLayout, ScoreRule
 
 __all__ = [
@@ -29,7 +27,6 @@ __all__ = [
     "attention_path",
     "paged_attention",
     "reference_attention",
-    "varlen_attention",
 ]
 
 
@@ -78,7 +75,7 @@ def paged_attention(
     if new is not None:
         key_cache.flatten(0, 1).index_copy_(0, new.slots, new.key)
         value_cache.flatten(0, 1).index_copy_(0, new.slots, new.value)
-    return _PATHS[path](query, key_cache, value_cache, step.layout, rule, sinks, bias)
+    return PATHS[path](query, key_cache, value_cache, step.layout, rule, sinks, bias)
 
 
 def _kind(
@@ -114,10 +111,10 @@ def _refuse_unfitting_step(
     bias: Tensor | None,
     new: NewRows | None,
 ) -> None:
-    wrong = _mismatches(query, key_cache, value_cache, 4, window, softcap, sinks, bias)
+    wrong = mismatches(query, key_cache, value_cache, 4, window, softcap, sinks, bias)
     if step.context_lens.device != query.device:
         wrong.append(f"step is on {step.context_lens.device}, query on {query.device}")
-    wrong += _wrong_ends(step.row_ends, query)
+    wrong += wrong_ends(step.row_ends, query)
     if not wrong and key_cache.shape[:3] != value_cache.shape[:3]:
         wrong.append(f"key_cache {list(key_cache.shape)} and value_cache {list(value_cache.shape)} differ in blocks")
     if not wrong and new is not None:
@@ -131,74 +128,7 @@ def _refuse_unfitting_step(
         raise ValueError("paged_attention: " + "; ".join(wrong))
 
 
-def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    query_start: Tensor,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    bias: Tensor | None = None,
-    row_ends: Tensor | None = None,
-    shared: SharedRows | None = None,
-    path: AttentionPath | None = None,
-) -> Tensor:
-    """Compute causal attention within each of S sequences packed in rows; differentiable once in the five tensors.
-
-    query [N,H,D], key [N,K,D], value [N,K,E], query_start [S+1] int32, row_ends [N] int32 as in a `RowLayout` ->
-    [N,H,E]; the rest as in `paged_attention`, and the same bits. The backward recomputes probabilities: in tiles on the
-    Triton path (`triton_gradients.py`), else in fp32, many sequences at a time, within a fixed budget of memory
-    (`padded_attention`). With `shared`, query_start has the offsets of its tokens, of which several may have one of the
-    N rows. Raises ValueError naming every argument that does not fit.
-    """
-    wrong = _mismatches(query, key, value, 3, window, softcap, sinks, bias)
-    if not wrong and not query.shape[0] == key.shape[0] == value.shape[0]:
-        wrong.append(f"query, key and value have {query.shape[0]}, {key.shape[0]} and {value.shape[0]} rows")
-    is_offsets = query_start.dtype == torch.int32 and query_start.dim() == 1 and query_start.is_contiguous()
-    if not is_offsets or query_start.shape[0] == 0 or query_start.device != query.device:
-        wrong.append(
-            f"query_start is {query_start.dtype} {list(query_start.shape)} on {query_start.device}, "
-            f"not int32 [S + 1], contiguous, on {query.device}"
-        )
-    wrong += _wrong_ends(row_ends, query)
-    if shared is not None and shared.num_rows != len(query):
-        wrong.append(f"shared has {shared.num_rows} rows, query {len(query)}")
-    if shared is not None and row_ends is not None:
-        wrong.append("row_ends cannot be given with shared: rows of several sequences see the keys up to their own")
-    if wrong:
-        raise ValueError("varlen_attention: " + "; ".join(wrong))
-    path = path or attention_path(query.device, query.dtype)
-    rule = ScoreRule(scale, window, softcap)
-    differentiated = [t for t in (query, key, value, sinks, bias) if t is not None and t.requires_grad]
-    if differentiated and torch.is_grad_enabled():
-        return _VarlenAttention.apply(query, key, value, sinks, bias, query_start, row_ends, shared, rule, path)
-    return _attend_packed(path, (query, key, value, sinks, bias), query_start, row_ends, shared, rule)
-
-
-_Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # query, key, value, sinks, bias
-
-
-def _attend_packed(
-    path: AttentionPath, operands: _Operands, query_start: Tensor, row_ends: Tensor | None, shared: SharedRows | None,
-    rule: ScoreRule,
-) -> Tensor:  # fmt: skip
-    query, key, value, sinks, bias = operands if shared is None else _spread(operands, shared)
-    out = _PATHS[path](query, key, value, RowLayout(query_start, None, None, row_ends), rule, sinks, bias)
-    return out if shared is None else shared.kept(out)
-
-
-def _spread(operands: _Operands, shared: SharedRows) -> _Operands:
-    """Return the operands of all tokens, from those of the rows that they share."""
-    query, key, value, sinks, bias = operands
-    sinks = shared.spread(sinks) if sinks is not None and sinks.dim() == 2 else sinks
-    bias = shared.spread(bias) if bias is not None and bias.dim() == 3 else bias
-    return shared.spread(query), shared.spread(key), shared.spread(value), sinks, bias
-
-
-def _wrong_ends(ends: Tensor | None, query: Tensor) -> list[str]:
+def wrong_ends(ends: Tensor | None, query: Tensor) -> list[str]:
     if ends is None:
         return []
     is_fit = ends.dtype == torch.int32 and ends.shape == query.shape[:1] and ends.is_contiguous()
@@ -209,7 +139,7 @@ def _wrong_ends(ends: Tensor | None, query: Tensor) -> list[str]:
     ]
 
 
-def _mismatches(
+def mismatches(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -267,7 +197,7 @@ def _triton_attention(*arguments: Any) -> Tensor:
     return triton_attention(*arguments)
 
 
-_PATHS: dict[AttentionPath, Callable[..., Tensor]] = {
+PATHS: dict[AttentionPath, Callable[..., Tensor]] = {
     "native": native_attention,
     "triton": _triton_attention,
     "torch": padded_attention,
@@ -279,54 +209,7 @@ def attend(
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Compute attention by the given path for arguments that fit."""
-    return _PATHS[path](query, key, value, layout, rule, sinks, None)
-
-
-class _VarlenAttention(torch.autograd.Function):
-    """Forward through the chosen kernel, backward in Triton where that is the path, else in plain PyTorch."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        bias: Tensor | None,
-        query_start: Tensor,
-        row_ends: Tensor | None,
-        shared: SharedRows | None,
-        rule: ScoreRule,
-        path: AttentionPath,
-    ) -> Tensor:
-        out = _attend_packed(path, (query, key, value, sinks, bias), query_start, row_ends, shared, rule)
-        kept = [out] if path == "triton" else []
-        ctx.save_for_backward(query, key, value, sinks, bias, query_start, row_ends, *kept)
-        ctx.rule, ctx.shared = rule, shared
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, sinks, bias, query_start, row_ends, *out = ctx.saved_tensors
-        operands, shared = (query, key, value, sinks, bias), ctx.shared
-        if shared is not None:
-            operands, grad_out = _spread(operands, shared), shared.spread_gradient(grad_out)
-            out = [shared.spread(rows) for rows in out]
-        layout = RowLayout(query_start, None, None, row_ends)
-        if out:
-            from .triton_gradients import triton_gradients
-
-            grads = triton_gradients(*operands, layout, ctx.rule, out[0], grad_out)
-        else:
-            grads = padded_gradients(*operands, layout, ctx.rule, grad_out)
-        if shared is not None:
-            of_rows = (True, True, True, sinks is not None and sinks.dim() == 2, True)
-            grads = [
-                shared.summed(grad) if grad is not None and is_of_rows else grad
-                for grad, is_of_rows in zip(grads, of_rows, strict=True)
-            ]
-        return *grads, *(None,) * 5
+    return PATHS[path](query, key, value, layout, rule, sinks, None)
 
 
 def reference_attention(

@@ -9,10 +9,10 @@ Dimension letters: N rows, L tokens of all sequences, with L > N where rows are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,18 +73,14 @@ class SharedRows:
         owner = torch.searchsorted(self.starts, self.own, right=True) - 1
         return self.own - self.starts[owner]
 
-    @overload
-    def spread(self, rows: Tensor) -> Tensor: ...
-    @overload
-    def spread(self, rows: Tensor | None) -> Tensor | None: ...
-    def spread(self, rows: Tensor | None) -> Tensor | None:
+    def spread(self, rows: Tensor) -> Tensor:
         """Return the values of the tokens [L, ...], from those of the rows [N, ...]. The gradient is `summed`."""
-        return None if rows is None else _Spread.apply(rows, self)
+        return _Taken.apply(rows, self.row_of, self.summed)
 
     def kept(self, tokens: Tensor) -> Tensor:
         """Return the values of the rows [N, ...], from those of the tokens [L, ...], which are equal where a row has
         several. The gradient is `spread_gradient`."""
-        return _Kept.apply(tokens, self)
+        return _Taken.apply(tokens, self.own, self.spread_gradient)
 
     def spread_gradient(self, of_rows: Tensor) -> Tensor:
         """Return the gradients of the tokens of `kept` [L, ...], from those of the rows: all of it is the first's."""
@@ -101,25 +97,15 @@ class SharedRows:
         return total.to(tokens.dtype)
 
 
-class _Spread(torch.autograd.Function):
+class _Taken(torch.autograd.Function):
+    """Rows of a tensor by their numbers, with a gradient that is computed in a fixed order."""
+
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, shared: SharedRows) -> Tensor:
-        ctx.shared = shared
-        return rows[shared.row_of]
+    def forward(ctx: Any, values: Tensor, numbers: Tensor, gradient: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return values[numbers]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.shared.summed(grad), None
-
-
-class _Kept(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, shared: SharedRows) -> Tensor:
-        ctx.shared = shared
-        return tokens[shared.own]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.shared.spread_gradient(grad), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient(grad), None, None

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from ...kernels.attention.chunks import chunked_starts
-from ...kernels.attention.paged import AttentionPath, NewRows, paged_attention, varlen_attention
+from ...kernels.attention.packed import varlen_attention
+from ...kernels.attention.paged import AttentionPath, NewRows, paged_attention
 from ...kernels.attention.selected import selected_attention, selected_attention_in_step
 from ...kernels.attention.selection import SelectedKeys, sees_more_than, select_keys
 from ...kernels.attention.selection import write_rows as write_index_rows

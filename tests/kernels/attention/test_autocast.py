@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.kernels.attention.paged import varlen_attention
+from lockstep.kernels.attention.packed import varlen_attention
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])

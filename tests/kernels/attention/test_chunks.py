@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.kernels.attention.chunks import chunked_starts, chunked_step, in_blocks
-from lockstep.kernels.attention.paged import NewRows, PagedStep, paged_attention, varlen_attention
+from lockstep.kernels.attention.packed import varlen_attention
+from lockstep.kernels.attention.paged import NewRows, PagedStep, paged_attention
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 16
 SIZES = [(16, 64), (16, 8), (8, 12), (4, 6), (16, 100)]  # of blocks and of chunks, which may begin inside a block

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.attention.cpp import SOURCE
+from lockstep.kernels.attention.packed import varlen_attention
 from lockstep.kernels.attention.padded import plan_pieces
 from lockstep.kernels.attention.paged import (
     AttentionPath,
@@ -23,7 +24,6 @@ from lockstep.kernels.attention.paged import (
     attention_path,
     paged_attention,
     reference_attention,
-    varlen_attention,
 )
 from lockstep.kernels.machine import native
 from lockstep.kernels.machine.gpu import why_not_triton

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.kernels.attention.paged import AttentionPath, PagedStep, paged_attention, varlen_attention
+from lockstep.kernels.attention.packed import varlen_attention
+from lockstep.kernels.attention.paged import AttentionPath, PagedStep, paged_attention
 from lockstep.tests.kernels.attention.test_paged import (
     PATHS,
     Cache,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.attention import selection
-from lockstep.kernels.attention.paged import reference_attention, varlen_attention
+from lockstep.kernels.attention.packed import varlen_attention
+from lockstep.kernels.attention.paged import reference_attention
 from lockstep.kernels.attention.selected import selected_attention, selected_attention_in_step
 from lockstep.kernels.attention.selection import IndexQueries, SelectedKeys, sees_more_than, select_keys
 from lockstep.kernels.attention.step import AttentionPath, NewRows, PagedStep, RowLayout

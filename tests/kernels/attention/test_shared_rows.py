@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.kernels.attention.paged import attention_path, varlen_attention
+from lockstep.kernels.attention.packed import varlen_attention
+from lockstep.kernels.attention.paged import attention_path
 from lockstep.kernels.attention.shared_rows import SharedRows
 
 PROMPT = range(37)

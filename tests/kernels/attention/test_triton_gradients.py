@@ -10,7 +10,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from lockstep.kernels.attention.paged import varlen_attention
+from lockstep.kernels.attention.packed import varlen_attention
+from lockstep.kernels.attention.shared_rows import SharedRows
 from lockstep.kernels.attention.step import RowLayout
 from lockstep.kernels.attention.triton_gradients import triton_gradients
 from lockstep.tests.kernels.attention.test_triton_kernels import DEVICE, KINDS, Packed, gpu, int32, packed
@@ -109,8 +110,30 @@ def test_a_bias_of_all_rows_gives_the_bits_of_one_of_each_row() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_rows_have_the_bits_and_summed_gradients_of_whole_sequences(kind: str) -> None:
+    case = packed([20], (4, 2), (16, 12), torch.float32, kind)
+    shared = SharedRows.of([[*range(14), 14, 15], [*range(14), 16], [17, 18, 19], [*range(9)]], DEVICE)
+    inputs = [case.query, case.key, case.value, *(each for each in case.terms() if each is not None)]
+    names = [name for name in ("sinks", "bias") if name in case.options]
+
+    def attend(leaves: list[Tensor], **others: Any) -> Tensor:
+        own = {**case.options, **dict(zip(names, leaves[3:], strict=True))}
+        return varlen_attention(*leaves[:3], shared.starts, path="triton", **own, **others)
+
+    leaves, others = ([tensor.clone().requires_grad_() for tensor in inputs] for _ in range(2))
+    out = attend(leaves, shared=shared)
+    whole = attend([leaf[shared.row_of] if len(leaf) == 20 else leaf for leaf in others])
+    assert torch.equal(whole, out[shared.row_of])
+    upstream = torch.randn(out.shape, device=DEVICE)
+    out.backward(upstream)
+    whole.backward(shared.spread_gradient(upstream))
+    for mine, its in zip(leaves, others, strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, atol=1e-5, rtol=1e-4)
+
+
 def test_the_trainers_attention_takes_these_gradients_and_reads_nothing_on_the_host(monkeypatch) -> None:
-    monkeypatch.setattr("lockstep.kernels.attention.paged.padded_gradients", None)
+    monkeypatch.setattr("lockstep.kernels.attention.packed.padded_gradients", None)
     case = packed([3, 20], (4, 2), (16, 16), torch.float32)
     leaves = [t.clone().requires_grad_() for t in (case.query, case.key, case.value)]
     out = varlen_attention(*leaves, int32(case.starts), path="triton", **case.options)

@@ -15,7 +15,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from lockstep.kernels.attention import triton_kernels
-from lockstep.kernels.attention.paged import attention_path, paged_attention, reference_attention, varlen_attention
+from lockstep.kernels.attention.packed import varlen_attention
+from lockstep.kernels.attention.paged import attention_path, paged_attention, reference_attention
 from lockstep.kernels.attention.step import PagedStep, RowLayout, ScoreRule
 from lockstep.kernels.attention.tiles import MAX_PARTIAL_BYTES, Sharing, Tiling, share_splits
 from lockstep.kernels.attention.triton_kernels import triton_attention

@@ -236,7 +236,8 @@ def test_the_switch_turns_native_code_off_and_attention_falls_to_pytorch(tmp_pat
     program = (
         "import logging, torch; logging.basicConfig(level=logging.INFO)\n"
         "from lockstep.kernels.machine import native\n"
-        "from lockstep.kernels.attention.paged import attention_path, varlen_attention\n"
+        "from lockstep.kernels.attention.packed import varlen_attention\n"
+        "from lockstep.kernels.attention.paged import attention_path\n"
         "name = 'attention/paged_attention.cpp'\n"
         "assert native.load(name) is None and native.load(name) is None\n"
         "why = native.why_unavailable(name)\n"
