@@ -24,7 +24,7 @@ from .edge.accepting import queue_connections, tell_of_failures_once
 from .edge.config import HttpConfig
 from .edge.connections import Connection, Connections, ask_for_descriptors
 from .edge.errors import SERVER_ENDED
-from .edge.listening import listen, url_of, uvicorn_config
+from .edge.listening import listen, share_address, url_of, uvicorn_config
 from .generation.subscriptions import hub_of, stop_taking
 from .observe.rollouts import Rollouts
 
@@ -230,6 +230,7 @@ def serve(
     replica is lost: open requests have been answered with the failure then. The service is not closed in that case,
     because closing would wait for the lost rank."""
     listening = listening or reserve(config)
+    share_address(listening)
     ask_for_descriptors()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)  # uvicorn ends first, then raises the signal again
@@ -254,9 +255,12 @@ def serve(
 
 
 def reserve(config: HttpConfig) -> socket.socket:
-    """Return a socket at the server's address, where connections are refused until it serves. Raises as `serve`."""
+    """Return a socket at the server's address, which no other server gets meanwhile, and where connections are refused
+    until it serves. Raises as `serve`."""
     config.check_bind()
-    return listen(config)
+    listening = listen(config)
+    share_address(listening, shares=False)
+    return listening
 
 
 def _is_updating(app: FastAPI) -> bool:

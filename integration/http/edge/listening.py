@@ -17,7 +17,7 @@ def listen(config: HttpConfig, *, queues: bool = False) -> socket.socket:
     the server starts. Raises OSError naming an address that cannot be bound."""
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle on
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    share_address(listening)
     try:
         listening.bind((config.host, config.port))
         if queues:
@@ -26,6 +26,12 @@ def listen(config: HttpConfig, *, queues: bool = False) -> socket.socket:
         listening.close()
         raise OSError(error.errno, f"cannot listen on {config.host}:{config.port}: {error.strerror}") from error
     return listening
+
+
+def share_address(listening: socket.socket, *, shares: bool = True) -> None:
+    """Let the address be bound beside a socket that does not listen, as Linux does by `SO_REUSEADDR`: a server that
+    listens needs that for the one that follows it, whose connections of before may linger. Or refuse it."""
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(shares))
 
 
 def url_of(listening: socket.socket) -> str:

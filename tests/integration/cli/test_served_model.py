@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from lockstep.integration.cli import served_model
+from lockstep.integration.http import server
 from lockstep.integration.http.edge.config import HttpConfig
 from lockstep.integration.service_config import ServiceConfig
 from lockstep.rollout.config import EngineConfig
@@ -127,3 +128,21 @@ def test_a_port_in_use_is_named_before_the_model_is_loaded(tmp_path, monkeypatch
         config = HttpConfig(port=taken.getsockname()[1])
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{config.port}: Address already in use"):
             served_model.serve_model(str(tmp_path), config, EngineConfig(), ServiceConfig())
+
+
+def test_an_address_is_of_one_server_while_models_are_loaded_and_of_the_next_one_after_it():
+    first = server.reserve(HttpConfig(port=0))
+    config = HttpConfig(port=first.getsockname()[1])
+    with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{config.port}: Address already in use"):
+        server.reserve(config)
+    server.share_address(first)  # as `serve` does
+    first.listen()
+    with socket.create_connection(("127.0.0.1", config.port)) as client:
+        accepted, _ = first.accept()
+        accepted.close()  # the server's end lingers
+        assert client.recv(1) == b""
+    first.close()
+    following = server.reserve(config)
+    server.share_address(following)
+    following.listen()
+    following.close()
